@@ -1,0 +1,140 @@
+"""The command line: each command is a configuration and the function that takes it.
+
+A command's flags are the fields of its configuration; their docstrings are the help. The function returns a result that
+reads well as `str` and, with `--json`, is printed as the JSON of its fields.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from electra import __version__
+from electra.errors import ConfigError
+
+COMMANDS = {
+    # command: (module, configuration, function, what it does); a module is imported only when its command runs
+    "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
+    "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; a mistake of the user's ends in one sentence and exit code 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        run(arguments)
+    except ValueError as error:
+        if not type(error).__module__.startswith("electra."):
+            raise
+        fail(str(error))
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # no such file, no permission, disk full: the system's own sentence names the file
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def fail(sentence: str) -> None:
+    """Say what is wrong and exit with 2."""
+    print(f"electra: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+def run(arguments: list[str]) -> None:
+    """Find the command, read its settings, call its function, print its result."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return
+    if arguments[0] == "--version":
+        print(f"electra {__version__}")
+        return
+    name, *flags = arguments
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        raise ConfigError(
+            f"there is no command {name!r}"
+            + (f"; did you mean {close[0]!r}?" if close else f"; the commands are {', '.join(COMMANDS)}")
+        )
+    module, configuration, function, _ = COMMANDS[name]
+    stage = importlib.import_module(module)
+    settings = parse(name, getattr(stage, configuration), flags)
+    result = getattr(stage, function)(settings)
+    if result is not None:
+        print(json.dumps(dataclasses.asdict(result), default=str) if getattr(settings, "json", False) else result)
+
+
+def overview() -> str:
+    """All commands, a line each."""
+    lines = ["usage: electra COMMAND [flags]    (electra COMMAND --help explains each flag)", ""]
+    lines += [f"  {name:<12}{purpose}" for name, (_, _, _, purpose) in COMMANDS.items()]
+    lines += [
+        "",
+        "Every command takes --config FILE, a JSON or YAML file of the same fields; flags given beside it win.",
+    ]
+    return "\n".join(lines)
+
+
+def parse(name: str, configuration: type, flags: list[str]) -> Any:
+    """Flags, and before them the fields of a `--config` file, as the command's configuration."""
+    file, flags = config_file(flags)
+    fields = as_flags(configuration, read_fields(file)) if file else []
+    return tyro.cli(configuration, prog=f"electra {name}", args=fields + flags)  # the last of two equal flags wins
+
+
+def config_file(flags: list[str]) -> tuple[Path | None, list[str]]:
+    """The file named by `--config FILE` or `--config=FILE`, and the flags without it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", type=Path)
+    try:
+        found, rest = parser.parse_known_args(flags)
+    except argparse.ArgumentError:
+        raise ConfigError("--config needs a file: a JSON or YAML file with the command's fields") from None
+    return found.config, rest
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The fields in a JSON or YAML file."""
+    text = path.read_text()
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            import yaml
+        except ImportError:
+            raise ConfigError(f"{path} is YAML, which needs: pip install pyyaml; or write it as JSON") from None
+        try:
+            fields = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    else:
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} holds a {type(fields).__name__}; a configuration is a table of fields")
+    return fields
+
+
+def as_flags(configuration: type, fields: dict[str, Any]) -> list[str]:
+    """The flags that the fields of a file stand for."""
+    known = {field.name for field in dataclasses.fields(configuration)}
+    flags = []
+    for key, value in fields.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"unknown setting {key!r}; the settings are {', '.join(sorted(known))}")
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    return flags

@@ -1,0 +1,1 @@
+"""Models leave for, and arrive from, the tools people already use."""

@@ -1,0 +1,1 @@
+"""Text becomes tokens, tokens become shards, shards become batches."""
