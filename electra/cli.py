@@ -22,6 +22,7 @@ from electra.errors import ConfigError
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
+    "flops": ("electra.report.costs", "FlopsConfig", "count_costs", "count a model's parameters and operations"),
     "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
     "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
 }

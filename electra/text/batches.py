@@ -18,3 +18,7 @@ class Batch:
     segment_ids: Tensor | None = None  # [B, L] 0 in segment A, 1 in segment B; None: all A
     documents: Tensor | None = None  # [B, L] which document of the row a token belongs to; None: one document a row
     continues_word: Tensor | None = None  # [B, L] bool, True at a word's second and later pieces; None: not known
+
+    def surroundings(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What an encoder takes beside the token ids, in its order: padding, segments, documents."""
+        return self.attention_mask, self.segment_ids, self.documents

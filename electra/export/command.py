@@ -1,0 +1,134 @@
+"""`electra export` and `electra import`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from safetensors.torch import save_file
+
+from electra.errors import ConfigError
+from electra.export.huggingface import (
+    ARCHITECTURES,
+    LEAVING,
+    Arrival,
+    Tensors,
+    folded,
+    huggingface_config,
+    part_of,
+    read_huggingface,
+    to_huggingface,
+)
+from electra.model.electra import TABLE_FIELDS, ElectraConfig, Sharing
+from electra.model.storage import (
+    CONFIG,
+    WEIGHTS,
+    copy_tokenizer,
+    has_head,
+    load_model,
+    read_tensors,
+    save_tensors,
+    write_json,
+    written_whole,
+)
+
+Part = Literal["discriminator", "generator", "encoder"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a model as a folder that `transformers` loads without custom code."""
+
+    model: Path
+    """The model folder."""
+    output: Path
+    """The folder to write; it must not exist yet."""
+    to: Literal["huggingface"] = "huggingface"
+    """The format."""
+    part: Part = "discriminator"
+    """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """Make a model folder of a Hugging Face folder: ElectraForPreTraining, ElectraForMaskedLM, ElectraModel, BertModel
+    or BertForMaskedLM, in safetensors."""
+
+    source: Annotated[Path, tyro.conf.arg(name="from")]
+    """The Hugging Face folder."""
+    output: Path
+    """The model folder to write; it must not exist yet."""
+    generator: Path | None = None
+    """A second Hugging Face folder, with the generator (ElectraForMaskedLM) of the discriminator in --from."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What was written."""
+
+    output: str
+    model: str
+    parameters: int
+    tokenizer: list[str]
+
+    def __str__(self) -> str:
+        tokenizer = ", ".join(self.tokenizer) if self.tokenizer else "none was there"
+        return f"{self.output}: {self.model}, {self.parameters:,} parameters; tokenizer files: {tokenizer}"
+
+
+def export(config: ExportConfig) -> Moved:
+    """Write one part of a model as a Hugging Face folder."""
+    electra = load_model(config.model)
+    part = part_of(electra, config.part)
+    if config.part == "discriminator" and not has_head(read_tensors(config.model / WEIGHTS)):
+        raise ConfigError(f"the discriminator in {config.model} has no trained head; leave it out with --part encoder")
+    architecture, size = LEAVING[config.part], part.encoder.config
+    tensors = to_huggingface(folded(part.state_dict()), ARCHITECTURES[architecture])
+    with written_whole(config.output) as draft:
+        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})  # transformers asks for this word
+        write_json(draft / CONFIG, huggingface_config(size, architecture, next(iter(tensors.values())).dtype))
+        tokenizer = copy_tokenizer(config.model, draft)
+    return Moved(str(config.output), architecture, count(tensors), tokenizer)
+
+
+def import_model(config: ImportConfig) -> Moved:
+    """Write a model folder from one Hugging Face folder, or from a discriminator's and its generator's."""
+    arrivals = [read_huggingface(config.source)]
+    if config.generator is not None:
+        arrivals.append(read_huggingface(config.generator))
+        check_roles(arrivals)
+    sizes = {arrival.part: arrival.config for arrival in arrivals}
+    tensors = {f"{arrival.part}.{name}": tensor for arrival in arrivals for name, tensor in arrival.tensors.items()}
+    sharing: Sharing = "embeddings" if shares_embeddings(arrivals) else "none"
+    if sharing == "embeddings":  # stored once, under the generator's name
+        tensors = {name: tensor for name, tensor in tensors.items() if "discriminator.encoder.embeddings" not in name}
+    model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
+    tokenizer = save_tensors(model, tensors, config.output, config.source)
+    return Moved(str(config.output), f"{' and '.join(sizes)}, sharing {sharing}", count(tensors), tokenizer)
+
+
+def check_roles(arrivals: list[Arrival]) -> None:
+    """Refuse two folders that are not a discriminator and a generator, in this order."""
+    came = [arrival.part for arrival in arrivals]
+    if came != ["discriminator", "generator"]:
+        raise ConfigError(f"--from holds a {came[0]} and --generator a {came[1]}; give the discriminator to --from")
+
+
+def shares_embeddings(arrivals: list[Arrival]) -> bool:
+    """Whether two parts have equal tables and LayerNorm: pairs trained with shared embeddings do."""
+    if len(arrivals) < 2:
+        return False
+    first, second = arrivals
+    names = [name for name in first.tensors if name.startswith("encoder.embeddings.")]
+    has_like_settings = all(getattr(first.config, name) == getattr(second.config, name) for name in TABLE_FIELDS)
+    return has_like_settings and all(torch.equal(first.tensors[name], second.tensors[name]) for name in names)
+
+
+def count(tensors: Tensors) -> int:
+    """Numbers in tensors."""
+    return sum(tensor.numel() for tensor in tensors.values())

@@ -1,0 +1,231 @@
+"""Hugging Face folders: one table of names, read both ways.
+
+Left stands our name, right the name in `transformers`. Only names change, so a model that arrives and leaves again has
+the same bytes in every tensor. Our query, key and value are one tensor; theirs are three, in that order.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from electra.errors import ConfigError, DataError
+from electra.model.electra import Discriminator, Electra, Generator
+from electra.model.encoder import EncoderConfig
+from electra.model.sizes import BASE, SMALL
+from electra.model.storage import CONFIG, WEIGHTS, check_names, read_json, read_tensors
+
+Tensors = dict[str, Tensor]
+
+SETTINGS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "feedforward": "intermediate_size",
+    "embedding_width": "embedding_size",
+    "vocabulary": "vocab_size",
+    "positions": "max_position_embeddings",
+    "segments": "type_vocab_size",
+    "pad_id": "pad_token_id",
+    "dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "norm_epsilon": "layer_norm_eps",
+}
+
+ENCODER = {
+    "encoder.embeddings.token": "embeddings.word_embeddings",
+    "encoder.embeddings.position": "embeddings.position_embeddings",
+    "encoder.embeddings.segment": "embeddings.token_type_embeddings",
+    "encoder.embeddings.norm": "embeddings.LayerNorm",
+    "encoder.project": "embeddings_project",
+    "encoder.layers.N.attention.qkv": "encoder.layer.N.attention.self.query|key|value",
+    "encoder.layers.N.attention.output": "encoder.layer.N.attention.output.dense",
+    "encoder.layers.N.attention_norm": "encoder.layer.N.attention.output.LayerNorm",
+    "encoder.layers.N.feedforward.widen": "encoder.layer.N.intermediate.dense",
+    "encoder.layers.N.feedforward.narrow": "encoder.layer.N.output.dense",
+    "encoder.layers.N.feedforward_norm": "encoder.layer.N.output.LayerNorm",
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One class of `transformers`: which of our parts it is, and its names beside the encoder's."""
+
+    part: str  # generator or discriminator
+    prefix: str  # before the encoder's names
+    head: dict[str, str]  # our head's names and theirs; empty for a bare encoder
+    defaults: EncoderConfig = SMALL  # what its config.json need not say
+    twins: tuple[tuple[str, str], ...] = ()  # tensors that older files repeat, and what each repeats
+    left_out: str = r"embeddings\.position_ids"  # a pattern of names we have no use for
+
+
+ARCHITECTURES = {
+    "ElectraModel": Architecture(part="discriminator", prefix="", head={}),
+    "ElectraForPreTraining": Architecture(
+        part="discriminator",
+        prefix="electra.",
+        head={
+            "head.dense": "discriminator_predictions.dense",
+            "head.verdict": "discriminator_predictions.dense_prediction",
+        },
+    ),
+    "ElectraForMaskedLM": Architecture(
+        part="generator",
+        prefix="electra.",
+        head={
+            "head.dense": "generator_predictions.dense",
+            "head.norm": "generator_predictions.LayerNorm",
+            "head": "generator_lm_head",
+        },
+        twins=(("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),),
+    ),
+    "BertModel": Architecture(
+        part="discriminator", prefix="", head={}, defaults=BASE, left_out=r"embeddings\.position_ids|pooler\..*"
+    ),
+    "BertForMaskedLM": Architecture(
+        part="generator",
+        prefix="bert.",
+        head={
+            "head.dense": "cls.predictions.transform.dense",
+            "head.norm": "cls.predictions.transform.LayerNorm",
+            "head": "cls.predictions",
+        },
+        defaults=BASE,
+        twins=(
+            ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+            ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+        ),
+        left_out=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\.seq_relationship\..*",
+    ),
+}
+LEAVING = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM", "encoder": "ElectraModel"}
+
+
+def their_names(ours: str, architecture: Architecture) -> list[str]:
+    """The name, or the three names (query, key, value), that one of our tensors has in `transformers`."""
+    stem, kind = ours.rsplit(".", 1)
+    layer = re.search(r"layers\.(\d+)", stem)
+    if stem.startswith("head"):
+        theirs = architecture.head[stem]
+    else:
+        theirs = architecture.prefix + ENCODER[re.sub(r"layers\.\d+", "layers.N", stem)]
+    path, dot, last = theirs.replace(".N.", f".{layer[1]}." if layer else "").rpartition(".")
+    return [f"{path}{dot}{choice}.{kind}" for choice in last.split("|")]
+
+
+def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
+    """A part's tensors under the names of `transformers`."""
+    renamed: Tensors = {}
+    for ours, tensor in state.items():
+        if ours.startswith("encoder.") or architecture.head:
+            theirs = their_names(ours, architecture)
+            renamed.update(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+    return {name: tensor.contiguous() for name, tensor in renamed.items()}
+
+
+def from_huggingface(tensors: Tensors, architecture: Architecture, config: EncoderConfig, path: Path) -> Tensors:
+    """The tensors of a Hugging Face folder under the names of our part."""
+    tensors = without_spares(tensors, architecture, path)
+    names = {ours: their_names(ours, architecture) for ours in our_names(architecture, config)}
+    check_names(set(tensors), {name for theirs in names.values() for name in theirs}, path)
+    return {ours: torch.cat([tensors[name] for name in theirs]) for ours, theirs in names.items()}
+
+
+def our_names(architecture: Architecture, config: EncoderConfig) -> list[str]:
+    """The names of the tensors that our part of this size has; only the encoder's where there is no head."""
+    with torch.device("meta"):
+        part = Generator(config) if architecture.part == "generator" else Discriminator(config)
+    return [name for name, _ in part.named_parameters() if architecture.head or name.startswith("encoder.")]
+
+
+def without_spares(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
+    """Drop what we have no use for, and repetitions, once they are seen to repeat."""
+    for spare, original in architecture.twins:
+        if spare in tensors and not torch.equal(tensors[spare], tensors.get(original, torch.empty(0))):
+            raise DataError(f"{path}: {spare} differs from {original}; only tied output tables can be taken in")
+    spares = {spare for spare, _ in architecture.twins}
+    left_out = re.compile(architecture.left_out)
+    return {name: tensor for name, tensor in tensors.items() if name not in spares and not left_out.fullmatch(name)}
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a Hugging Face folder holds: which part it is, its size, and its tensors under our names."""
+
+    part: str  # generator or discriminator
+    config: EncoderConfig
+    tensors: Tensors
+
+
+def read_huggingface(folder: Path) -> Arrival:
+    """Read a Hugging Face folder."""
+    settings = read_json(folder / CONFIG)
+    architecture = architecture_of(settings, folder)
+    config = encoder_config(settings, architecture, folder)
+    tensors = from_huggingface(read_weights(folder), architecture, config, folder)
+    return Arrival(architecture.part, config, tensors)
+
+
+def architecture_of(settings: dict[str, Any], folder: Path) -> Architecture:
+    """The architecture that a config.json names."""
+    if "model_type" not in settings:
+        raise DataError(f"{folder} is not a Hugging Face folder: its config.json names no model_type")
+    names = settings.get("architectures") or ["none"]
+    if names[0] not in ARCHITECTURES:
+        raise DataError(f"{folder} holds a {names[0]}; what can be taken in is {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[names[0]]
+
+
+def encoder_config(settings: dict[str, Any], architecture: Architecture, folder: Path) -> EncoderConfig:
+    """The size that a config.json describes."""
+    for name, allowed in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"), ("is_decoder", False)):
+        if settings.get(name, allowed) != allowed:
+            raise DataError(f"{folder}: {name} is {settings[name]!r}; only {allowed!r} can be taken in")
+    found = {ours: settings[theirs] for ours, theirs in SETTINGS.items() if settings.get(theirs) is not None}
+    if settings["model_type"] == "bert":
+        found["embedding_width"] = found.get("width", BASE.width)
+    try:
+        return EncoderConfig(**(vars(architecture.defaults) | found))
+    except (ConfigError, TypeError) as error:
+        raise DataError(f"{folder / CONFIG}: {error}") from None
+
+
+def read_weights(folder: Path) -> Tensors:
+    """The tensors of a folder, from one file or from the several that an index names."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if not index.is_file():
+        return read_tensors(folder / WEIGHTS)
+    files = sorted(set(read_json(index).get("weight_map", {}).values()))
+    return {name: tensor for file in files for name, tensor in read_tensors(folder / Path(file).name).items()}
+
+
+def part_of(electra: Electra, part: str) -> Generator | Discriminator:
+    """The part of a pair that leaves; the encoder is the discriminator's, or of a lone generator the generator's."""
+    if part == "generator" or (part == "encoder" and electra.discriminator is None):
+        return electra.the_generator()
+    return electra.the_discriminator()
+
+
+def folded(state: Tensors) -> Tensors:
+    """Tables that add to a base (disentangled sharing) as the one table they amount to."""
+    bases = {name: tensor for name, tensor in state.items() if ".base." in name}
+    whole = {name: tensor for name, tensor in state.items() if name not in bases}
+    for name, base in bases.items():
+        if ".norm." not in name:  # the LayerNorm is not added to: the discriminator has its own
+            whole[name.replace(".base.", ".")] = whole[name.replace(".base.", ".")] + base
+    return whole
+
+
+def huggingface_config(config: EncoderConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json that `transformers` reads."""
+    return {
+        "architectures": [architecture],
+        "model_type": "electra",
+        "dtype": str(dtype).removeprefix("torch."),
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        **{theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()},
+    }

@@ -1,0 +1,65 @@
+"""Who attends to whom, and the attention itself, through PyTorch's fused kernels."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far each token sees, worked out once and used by every layer.
+
+    Nothing set: every token sees its whole row. Padding, and documents that share a row, are hidden by a mask, or by
+    where each document starts on devices that can attend document by document.
+    """
+
+    mask: Tensor | None = None  # [B, 1, 1 or L, L] bool, True where a query (row) sees a key (column)
+    starts: Tensor | None = None  # [N + 1] int32, where the N documents start in the flattened batch, and its end
+
+
+def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, has_kernel: bool) -> Reach:
+    """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither."""
+    if documents is None:
+        return Reach() if attention_mask is None else Reach(mask=attention_mask.bool()[:, None, None, :])
+    if attention_mask is not None:  # padding becomes a document of its own
+        documents = documents.masked_fill(~attention_mask.bool(), -1)
+    if has_kernel:
+        return Reach(starts=starts_of(documents))
+    return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def starts_of(documents: Tensor) -> Tensor:
+    """Where documents start in the flattened batch, and its end; a row always starts a new one."""
+    is_start = torch.ones_like(documents, dtype=torch.bool)  # [B, L]
+    is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    end = torch.tensor([documents.numel()], device=documents.device)
+    return torch.cat([is_start.flatten().nonzero().squeeze(1), end]).int()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, dropout: float) -> Tensor:
+    """Mix `value` [B, L, H, K] by the agreement of `query` and `key`, as far as `reach` allows."""
+    if reach.starts is not None:
+        return attend_by_document(query, key, value, reach.starts)
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, L, K]
+    mixed = scaled_dot_product_attention(query, key, value, attn_mask=reach.mask, dropout_p=dropout)
+    return mixed.transpose(1, 2)  # [B, L, H, K]
+
+
+def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
+    """Attention within each document of the flattened batch, without a mask; [B, L, H, K] as `query`."""
+    B, L = query.shape[:2]
+    query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)  # [B * L, H, K]
+    mixed = varlen_attn(query, key, value, starts, starts, L, L)
+    assert isinstance(mixed, Tensor)
+    return mixed.unflatten(0, (B, L))
+
+
+def has_document_kernel(weight: Tensor, dropout: float) -> bool:
+    """Whether attention can run document by document: the kernel wants CUDA, half precision, and no dropout."""
+    if not weight.is_cuda or dropout > 0:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
+    return dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,93 @@
+"""Parameters and floating-point operations, item by item.
+
+Only matrix products count, two operations for a multiplication and an addition; looking up an embedding is none.
+A training step costs three times its forward pass: the backward pass multiplies for the inputs and for the weights.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from electra.model.electra import ElectraConfig
+from electra.model.encoder import EncoderConfig
+
+TRAINING = 3  # forward, gradient of the inputs, gradient of the weights
+
+
+@dataclass(frozen=True)
+class Item:
+    """What one part of a model costs to store, and to run forward over one row."""
+
+    name: str
+    parameters: int
+    flops: int
+
+
+def dense(name: str, inputs: int, outputs: int, times: int) -> Item:
+    """A linear layer with bias, applied to `times` vectors."""
+    return Item(name, inputs * outputs + outputs, 2 * inputs * outputs * times)
+
+
+def norm(name: str, width: int) -> Item:
+    """A LayerNorm with scale and shift."""
+    return Item(name, 2 * width, 0)
+
+
+def encoder_items(config: EncoderConfig, length: int) -> list[Item]:
+    """The encoder's parts, over a row of `length` tokens; layers are added up."""
+    E, D, F = config.embedding_width, config.width, config.feedforward
+    tables = config.vocabulary + config.positions + config.segments
+    layer = [
+        dense("query, key, value", D, 3 * D, length),
+        Item("attention", 0, 2 * 2 * length * length * D),  # scores, then mixing
+        dense("attention output", D, D, length),
+        norm("attention norm", D),
+        dense("feed-forward, widen", D, F, length),
+        dense("feed-forward, narrow", F, D, length),
+        norm("feed-forward norm", D),
+    ]
+    return [
+        Item("embeddings", tables * E, 0),
+        norm("embeddings norm", E),
+        *([dense("embeddings to hidden", E, D, length)] if E != D else []),
+        *(Item(item.name, config.layers * item.parameters, config.layers * item.flops) for item in layer),
+    ]
+
+
+def generator_items(config: EncoderConfig, length: int, masked: int) -> list[Item]:
+    """The generator's parts; its head runs at `masked` positions only, and its output table is the embeddings'."""
+    E, V = config.embedding_width, config.vocabulary
+    return [
+        *encoder_items(config, length),
+        dense("head", config.width, E, masked),
+        norm("head norm", E),
+        Item("vocabulary logits", V, 2 * E * V * masked),
+    ]
+
+
+def discriminator_items(config: EncoderConfig, length: int) -> list[Item]:
+    """The discriminator's parts."""
+    return [
+        *encoder_items(config, length),
+        dense("head", config.width, config.width, length),
+        dense("verdict", config.width, 1, length),
+    ]
+
+
+def items_of(config: ElectraConfig, length: int, masked: int) -> dict[str, list[Item]]:
+    """The parts of a pair, as if nothing were shared."""
+    items = {}
+    if config.generator:
+        items["generator"] = generator_items(config.generator, length, masked)
+    if config.discriminator:
+        items["discriminator"] = discriminator_items(config.discriminator, length)
+    return items
+
+
+def flops(items: Iterable[Item]) -> int:
+    """Operations of a forward pass over one row."""
+    return sum(item.flops for item in items)
+
+
+def parameters(items: Iterable[Item]) -> int:
+    """Parameters of one part."""
+    return sum(item.parameters for item in items)

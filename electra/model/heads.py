@@ -1,0 +1,37 @@
+"""What the generator and the discriminator say of the encoder's hidden states."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from electra.model.encoder import EncoderConfig, initialize
+
+
+class GeneratorHead(nn.Module):
+    """p_G(x | masked) before the softmax: e(x)·transformed hidden state, plus a bias per vocabulary entry."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, config.embedding_width)
+        self.norm = nn.LayerNorm(config.embedding_width, config.norm_epsilon)
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+        initialize(self)
+
+    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
+        """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied."""
+        return functional.linear(self.norm(functional.gelu(self.dense(hidden))), table, self.bias)
+
+
+class DiscriminatorHead(nn.Module):
+    """D(x, t) before the sigmoid: how surely each token was replaced."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, config.width)
+        self.verdict = nn.Linear(config.width, 1)
+        initialize(self)
+        nn.init.xavier_uniform_(self.verdict.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
+        return self.verdict(functional.gelu(self.dense(hidden))).squeeze(-1)

@@ -1,0 +1,170 @@
+"""A model folder: config.json says what the model is, model.safetensors holds its weights, tokenizer files lie beside.
+
+Nothing is ever unpickled. Shared weights are stored once, under their first name. A folder is written beside its place
+and renamed, so it is never there by half.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from electra.errors import ConfigError, DataError
+from electra.model.electra import Electra, ElectraConfig
+from electra.model.heads import DiscriminatorHead
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+HEAD = "discriminator.head."
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+
+
+def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) -> None:
+    """Write a model folder, with the tokenizer files that lie in the folder `tokenizer`."""
+    weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}  # what is shared, once
+    save_tensors(electra.config, weights, folder, tokenizer)
+
+
+def save_tensors(config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None) -> list[str]:
+    """Write a model folder from its parts; returns the names of the tokenizer files in it."""
+    with written_whole(folder) as draft:
+        save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, draft / WEIGHTS)
+        write_json(draft / CONFIG, {"model": asdict(config)})
+        return copy_tokenizer(tokenizer, draft)
+
+
+def load_model(folder: Path) -> Electra:
+    """Read a model folder; weights keep their stored precision, and a head that is not there starts afresh."""
+    config = model_config(folder)
+    with torch.device("meta"):  # no weights yet: the stored ones are put in their place
+        electra = Electra(config)
+    weights = read_tensors(folder / WEIGHTS)
+    if electra.discriminator and not has_head(weights):
+        electra.discriminator.head = DiscriminatorHead(electra.discriminator.encoder.config)
+        weights |= {f"{HEAD}{name}": weight for name, weight in electra.discriminator.head.named_parameters()}
+    check_tensors(weights, dict(electra.named_parameters()), folder / WEIGHTS)
+    electra.load_state_dict(weights, strict=False, assign=True)
+    return electra
+
+
+def has_head(weights: Iterable[str]) -> bool:
+    """Whether there is a discriminator's head among weights; models taken from a bare encoder have none."""
+    return any(name.startswith(HEAD) for name in weights)
+
+
+def model_config(folder: Path) -> ElectraConfig:
+    """The configuration in a model folder."""
+    settings = read_json(folder / CONFIG)
+    if "model_type" in settings:
+        raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
+    if "model" not in settings:
+        raise DataError(f"{folder / CONFIG} describes no model; a model folder comes from electra import or pretrain")
+    try:
+        return ElectraConfig.from_dict(settings["model"])
+    except ConfigError as error:
+        raise DataError(f"{folder / CONFIG}: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file."""
+    if not path.is_file():
+        raise DataError(missing_weights(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise DataError(f"{path} is cut short or damaged ({error}); copy or make it again") from None
+
+
+def missing_weights(path: Path) -> str:
+    """Why there are no weights at `path`, and what to do."""
+    pickles = sorted(file.name for file in path.parent.glob("*") if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        return (
+            f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run code and is never opened here; "
+            f"rewrite it as {WEIGHTS} where you trust it (transformers: save_pretrained)"
+        )
+    return f"there is no {path.name} in {path.parent}; a model folder has {CONFIG} and {WEIGHTS}"
+
+
+def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
+    """Refuse weights that are not just those the model has, by name and shape."""
+    check_names(set(found), set(wanted), path)
+    for name, tensor in found.items():
+        if tensor.shape != wanted[name].shape:
+            came, allowed = tuple(tensor.shape), tuple(wanted[name].shape)
+            raise DataError(f"{path}: {name} is {came}, but the {CONFIG} beside it asks for {allowed}")
+
+
+def check_names(found: set[str], wanted: set[str], path: Path) -> None:
+    """Refuse weights that are not just those the configuration accounts for."""
+    if missing := sorted(wanted - found):
+        raise DataError(f"{path} lacks {listed(missing)}, which the {CONFIG} beside it asks for")
+    if unknown := sorted(found - wanted):
+        raise DataError(f"{path} has {listed(unknown)}, which the {CONFIG} beside it does not account for")
+
+
+def listed(names: list[str]) -> str:
+    """The first names of a list, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON table."""
+    if not path.parent.is_dir():
+        raise DataError(f"there is no folder {path.parent}")
+    if not path.is_file():
+        raise DataError(f"{path.parent} is not a model folder: it has no {path.name}")
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise DataError(f"{path} holds a {type(table).__name__}, not a table of settings")
+    return table
+
+
+def write_json(path: Path, table: dict[str, Any]) -> None:
+    """Write a JSON table that people can read."""
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:
+    """Copy the tokenizer files that lie in `source`; returns their names."""
+    found = [name for name in TOKENIZER_FILES if source is not None and (source / name).is_file()]
+    for name in found:
+        assert source is not None
+        shutil.copyfile(source / name, folder / name)
+    return found
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A draft folder that becomes `folder` only when all went well; what was there before is never touched."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists already; remove it or choose another output folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield draft
+        draft.chmod(0o777 & ~current_umask())
+        os.replace(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def current_umask() -> int:
+    """The permissions that new files are not to have; mkdtemp ignores it."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

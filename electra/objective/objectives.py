@@ -1,0 +1,138 @@
+"""What is learnt: one function per objective, each beside its section of the paper.
+
+An objective takes the pair, a batch and settings, and returns what the trainer is to bring down. Losses are sums with
+the number of predictions they are over, so that a batch cut into pieces (micro-batches, ranks) has the same loss whole.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from electra.errors import ConfigError
+from electra.model.electra import Electra
+from electra.objective.masking import Masked, MaskingConfig, mask
+from electra.objective.randomness import gumbel, row_keys
+from electra.text.batches import Batch
+from electra.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Settings of the objectives."""
+
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    seed: int = 0
+    """Masks and samples are functions of it, the step and the row."""
+    discriminator_weight: float = 50.0
+    """λ: the binary loss is far smaller than the one over the vocabulary."""
+    temperature: float = 1.0
+    """Of the generator's distribution when it is sampled; below 1 it samples likelier tokens."""
+    disallow_correct: bool = False
+    """Never sample the original token."""
+    right_guess: Literal["original", "replaced"] = "original"
+    """What a sample that equals the original counts as; `replaced` is worse, for comparison."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
+        if self.discriminator_weight < 0:
+            raise ConfigError(f"discriminator_weight is {self.discriminator_weight}; it must be at least 0, usually 50")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One part of the whole: a sum over predictions, how many they are, and the weight of their mean."""
+
+    sum: Tensor  # []
+    count: Tensor  # []
+    weight: float = 1.0
+
+    def mean(self) -> Tensor:
+        """Loss per prediction; 0 where there was none."""
+        return self.sum / self.count.clamp(min=1)
+
+
+Losses = dict[str, Loss]
+
+
+def total(pieces: Sequence[Losses]) -> Tensor:
+    """The loss of a whole batch, from the losses of its pieces: Σ weight · mean over all pieces' predictions."""
+    means = []
+    for name, loss in pieces[0].items():
+        count = torch.stack([piece[name].count for piece in pieces]).sum().clamp(min=1)
+        means.append(loss.weight * torch.stack([piece[name].sum for piece in pieces]).sum() / count)
+    return torch.stack(means).sum()
+
+
+@dataclass(frozen=True)
+class Corrupted:
+    """Text the discriminator reads: the generator's samples stand where tokens were masked."""
+
+    input_ids: Tensor  # [B, L]
+    is_replaced: Tensor  # [B, L] bool; False where the sample happened to be right
+
+
+def replaced_token_detection(electra: Electra, batch: Batch, settings: ObjectiveConfig) -> Losses:
+    """Joint training (section 2): the generator fills blanks, the discriminator finds its fills."""
+    generator, discriminator = electra.pair()
+    masked = mask(batch, settings.vocabulary, settings.masking, settings.seed)
+    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.right_guess)
+    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    return {
+        "generator": mlm_loss(guesses, masked),
+        "discriminator": rtd_loss(verdicts, corrupted, batch.attention_mask, settings.discriminator_weight),
+    }
+
+
+def masked_language_modeling(electra: Electra, batch: Batch, settings: ObjectiveConfig) -> Losses:
+    """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
+    masked = mask(batch, settings.vocabulary, settings.masking, settings.seed)
+    guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    return {"generator": mlm_loss(guesses, masked)}
+
+
+OBJECTIVES: dict[str, Callable[[Electra, Batch, ObjectiveConfig], Losses]] = {
+    "rtd": replaced_token_detection,
+    "mlm": masked_language_modeling,
+}
+
+
+@torch.no_grad()
+def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: ObjectiveConfig) -> Tensor:
+    """x̂ ~ p_G at each slot [B, M], by Gumbel-max: argmax(logits / temperature + noise), in fp32 whatever came."""
+    logits = guesses.float() / settings.temperature  # half precision would overflow in the noise
+    if settings.disallow_correct:
+        logits = logits.scatter(2, masked.originals[:, :, None], float("-inf"))
+    slots, entries = logits.shape[1:]
+    keys = row_keys(settings.seed, batch.step, batch.rows, "sample")
+    return (logits + gumbel(keys, slots * entries).unflatten(1, (slots, entries))).argmax(2)
+
+
+def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, right_guess: str = "original") -> Corrupted:
+    """Write `sampled` [B, M] over `input_ids` [B, L] where tokens were masked."""
+    is_used = masked.weights > 0
+    corrupted = input_ids.scatter(1, masked.positions, torch.where(is_used, sampled, masked.originals))
+    if right_guess == "replaced":
+        return Corrupted(corrupted, torch.zeros_like(input_ids, dtype=torch.bool).scatter(1, masked.positions, is_used))
+    return Corrupted(corrupted, is_replaced=corrupted != input_ids)
+
+
+def mlm_loss(guesses: Tensor, masked: Masked) -> Loss:
+    """L_MLM: negative log-likelihood of the originals at the masked positions."""
+    losses = functional.cross_entropy(guesses.float().flatten(0, 1), masked.originals.flatten(), reduction="none")
+    return Loss((losses * masked.weights.flatten()).sum(), masked.weights.sum())
+
+
+def rtd_loss(verdicts: Tensor, corrupted: Corrupted, attention_mask: Tensor | None, weight: float) -> Loss:
+    """L_Disc: binary cross-entropy over every token that is not padding."""
+    losses = functional.binary_cross_entropy_with_logits(
+        verdicts.float(), corrupted.is_replaced.float(), reduction="none"
+    )
+    is_token = torch.ones_like(losses) if attention_mask is None else attention_mask.float()
+    return Loss((losses * is_token).sum(), is_token.sum(), weight)

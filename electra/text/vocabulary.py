@@ -1,0 +1,19 @@
+"""What later stages need to know of a vocabulary: its size and its special tokens."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Size and special token ids. The defaults are BERT's and ELECTRA's uncased English vocabulary."""
+
+    size: int = 30522
+    pad_id: int = 0
+    unk_id: int = 100
+    cls_id: int = 101
+    sep_id: int = 102
+    mask_id: int = 103
+
+    def unmaskable(self) -> list[int]:
+        """The ids that are never masked: [PAD], [CLS], [SEP], [MASK]."""
+        return [self.pad_id, self.cls_id, self.sep_id, self.mask_id]

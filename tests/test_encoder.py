@@ -1,0 +1,79 @@
+"""The encoder by itself; its agreement with transformers is in test_huggingface.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import WIDE
+
+from electra.errors import ConfigError
+from electra.model.encoder import Encoder, EncoderConfig
+
+
+@pytest.fixture
+def encoder() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(WIDE).eval()
+
+
+def test_padding_changes_nothing_for_the_tokens_before_it(encoder):
+    text = torch.tensor([[2, 11, 12, 3]])
+    padded = torch.tensor([[2, 11, 12, 3, 0, 0]])
+    hidden = encoder(padded, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
+    torch.testing.assert_close(hidden[:, :4], encoder(text))
+
+
+def test_packed_documents_do_not_see_each_other(encoder):
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    one = encoder(torch.tensor([[2, 11, 12, 2, 13, 14]]), documents=documents)
+    other = encoder(torch.tensor([[2, 11, 12, 2, 15, 16]]), documents=documents)
+    torch.testing.assert_close(one[:, :3], other[:, :3])
+    assert not torch.allclose(one[:, 3:], other[:, 3:])
+
+
+def test_the_first_packed_document_is_as_if_alone(encoder):
+    packed = encoder(torch.tensor([[2, 11, 12, 2, 13, 14]]), documents=torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    torch.testing.assert_close(packed[:, :3], encoder(torch.tensor([[2, 11, 12]])))
+
+
+def test_segments_are_told_apart_and_a_is_the_default(encoder):
+    text = torch.tensor([[2, 11, 12, 3]])
+    torch.testing.assert_close(encoder(text), encoder(text, segment_ids=torch.zeros_like(text)))
+    assert not torch.allclose(encoder(text), encoder(text, segment_ids=torch.tensor([[0, 0, 1, 1]])))
+
+
+def test_the_padding_row_of_the_token_table_gets_no_gradient_from_the_input(encoder):
+    encoder(torch.tensor([[2, 11, 0, 0]])).sum().backward()
+    gradient = encoder.embeddings.token.weight.grad
+    assert gradient[0].abs().sum() == 0
+    assert gradient[11].abs().sum() > 0
+
+
+def test_weights_start_as_released():
+    torch.manual_seed(0)
+    encoder = Encoder(EncoderConfig(layers=1, vocabulary=5000))
+    table = encoder.embeddings.token.weight
+    assert table.abs().max() <= 0.04  # truncated at two standard deviations
+    assert table.std().item() == pytest.approx(0.0176, abs=0.0005)  # 0.02 less its tails
+    glorot = (6 / (128 + 256)) ** 0.5
+    assert 0.9 * glorot < encoder.project.weight.abs().max() <= glorot
+    assert encoder.layers[0].attention.qkv.bias.abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"width": 100, "heads": 3}, "width 100 does not divide into 3 heads; try width 99"),
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
+        ({"pad_id": 60}, "pad_id 60 is not in the vocabulary of 60 entries"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        replace(WIDE, **settings)
+
+
+def test_a_row_longer_than_the_positions_is_refused(encoder):
+    with pytest.raises(ConfigError, match="a row of 33 tokens is longer than the model's 32 positions"):
+        encoder(torch.ones(1, 33, dtype=torch.long))

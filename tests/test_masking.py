@@ -1,0 +1,161 @@
+"""Which positions are masked, and what stands there then."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from electra.errors import ConfigError
+from electra.objective.masking import MaskingConfig, mask, masked_counts
+from electra.text.batches import Batch
+from electra.text.vocabulary import Vocabulary
+
+V = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
+
+
+def batch_of(rows: list[list[int]], **fields) -> Batch:
+    return Batch(torch.tensor(rows), torch.tensor(0), torch.arange(len(rows)), **fields)
+
+
+def used(masked) -> list[list[int]]:
+    """The positions in use, row by row, in order."""
+    pairs = zip(masked.positions.tolist(), masked.weights.tolist(), strict=True)
+    return [sorted(p for p, w in zip(*row, strict=True) if w) for row in pairs]
+
+
+def test_the_paper_masks_the_ceiling_for_rows_of_1_to_512_tokens():
+    assert masked_counts(512, 0.15, "paper")[1:] == [(15 * n + 99) // 100 for n in range(1, 513)]
+
+
+def test_the_released_code_masks_the_rounded_share_for_rows_of_1_to_512_tokens():
+    for length, most in ((128, 19), (512, 79)):
+        counts = masked_counts(length, 0.15, "released")
+        for n in range(1, length + 1):
+            assert counts[n] >= 1
+            assert counts[n] == 1 or abs(counts[n] - 0.15 * n) <= 0.5 + 1e-6
+            assert counts[n] <= most
+    assert [counts[n] for n in (1, 9, 10, 30, 50, 126, 512)] == [1, 1, 2, 4, 8, 19, 77]  # 1.5 → 2, 4.5 → 4, 7.5 → 8
+
+
+def test_a_row_has_as_many_slots_as_the_longest_row_needs():
+    assert max(masked_counts(128, 0.15, "released")) == 19
+    assert max(masked_counts(128, 0.15, "paper")) == 20
+    assert max(masked_counts(4, 0.15, "released")) == 1
+
+
+def test_special_tokens_and_padding_are_never_masked():
+    rows = [[2, 11, 3, 12, 4, 3, 0, 0]] * 50
+    attention_mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]] * 50).bool()
+    masked = mask(batch_of(rows, attention_mask=attention_mask), V, MaskingConfig(mask_fraction=0.9), seed=0)
+    assert used(masked) == [[1, 3]] * 50
+
+
+@given(tokens=st.integers(1, 64), fraction=st.sampled_from([0.15, 0.25, 0.5]), seed=st.integers(0, 2**40))
+def test_the_right_number_is_masked_and_no_position_twice(tokens, fraction, seed):
+    row = [2] + [11] * (tokens - 2) + [3] * (tokens > 1)
+    attention_mask = torch.arange(64)[None] < tokens
+    config = MaskingConfig(mask_fraction=fraction)
+    batch = batch_of([row + [0] * (64 - tokens)], attention_mask=attention_mask)
+    masked = mask(batch, V, config, seed)
+    assert masked.positions[0].unique().numel() == masked.positions.shape[1]
+    assert masked.weights.sum() == min(masked_counts(64, fraction, "released")[tokens], max(0, tokens - 2))
+
+
+def test_masked_positions_hold_mask_and_the_rest_is_untouched(make_batch):
+    batch = make_batch(lengths=[16, 10, 5, 2])
+    masked = mask(batch, V, MaskingConfig(), seed=0)
+    for row, positions in enumerate(used(masked)):
+        for position in range(16):
+            expected = V.mask_id if position in positions else batch.input_ids[row, position]
+            assert masked.input_ids[row, position] == expected
+    assert torch.equal(masked.originals, batch.input_ids.gather(1, masked.positions))
+    assert masked.weights.sum(1).tolist() == [2, 2, 1, 0]  # a row of [CLS] [SEP] has nothing to mask
+
+
+def test_every_token_is_masked_as_often_as_any_other():
+    batch = batch_of([[2, *range(11, 31), 3]] * 4000)
+    masked = mask(batch, V, MaskingConfig(), seed=3)
+    assert masked.weights.all()
+    times = masked.positions.flatten().bincount(minlength=22)[1:-1]
+    assert stats.chisquare(times).pvalue > 0.01
+
+
+def test_masks_change_with_seed_and_step_and_nothing_else(make_batch):
+    batch = make_batch(rows=8)
+    masks = [
+        used(mask(b, V, MaskingConfig(), seed)) for b, seed in ((batch, 0), (batch, 1), (make_batch(8, step=1), 0))
+    ]
+    assert masks[0] != masks[1]
+    assert masks[0] != masks[2]
+    assert used(mask(batch, V, MaskingConfig(), 0)) == masks[0]
+
+
+def test_masks_do_not_change_when_the_batch_is_split(make_batch):
+    batch = make_batch(rows=6)
+    config = MaskingConfig(mask_share=0.8, random_share=0.1)
+    whole = mask(batch, V, config, seed=0)
+    for rows in (slice(0, 2), slice(2, 5), slice(5, 6)):
+        piece = mask(replace(batch, input_ids=batch.input_ids[rows], rows=batch.rows[rows]), V, config, seed=0)
+        assert torch.equal(piece.input_ids, whole.input_ids[rows])
+        assert torch.equal(piece.positions, whole.positions[rows])
+
+
+def test_shares_of_mask_random_and_kept_tokens_are_as_set():
+    row = [2] + [59] * 62 + [3]
+    masked = mask(batch_of([row] * 3000), V, MaskingConfig(mask_share=0.8, random_share=0.1), seed=0)
+    shown = masked.input_ids.gather(1, masked.positions)[masked.weights > 0]
+    is_mask, is_kept = shown == V.mask_id, shown == 59
+    assert is_mask.float().mean().item() == pytest.approx(0.8 + 0.1 / 60, abs=0.01)
+    assert is_kept.float().mean().item() == pytest.approx(0.1 + 0.1 / 60, abs=0.01)
+    times = shown[~is_mask & ~is_kept].bincount(minlength=60)
+    assert stats.chisquare([count for token, count in enumerate(times) if token not in (V.mask_id, 59)]).pvalue > 0.01
+
+
+def test_the_released_85_15_keeps_the_rest_and_draws_no_random_tokens():
+    masked = mask(batch_of([[2] + [59] * 62 + [3]] * 1000), V, MaskingConfig(mask_share=0.85), seed=0)
+    shown = masked.input_ids.gather(1, masked.positions)
+    assert set(shown.unique().tolist()) == {V.mask_id, 59}
+    assert (shown == V.mask_id).float().mean().item() == pytest.approx(0.85, abs=0.01)
+
+
+def words_batch(rows: int) -> Batch:
+    """[CLS] un ##break ##able day s ##un ##s et . [SEP]: words of 3, 1, 3, 1 and 1 pieces."""
+    continues = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0]]).bool()
+    return batch_of([[2, 11, 12, 13, 14, 15, 16, 17, 18, 19, 3]] * rows, continues_word=continues.expand(rows, -1))
+
+
+def test_whole_words_are_masked_together_or_not_at_all():
+    masked = mask(words_batch(400), V, MaskingConfig(mask_fraction=0.4, whole_words=True), seed=0)
+    words = [{1, 2, 3}, {4}, {5, 6, 7}, {8}, {9}]
+    sizes = set()
+    for positions in map(set, used(masked)):
+        assert all(word <= positions or not word & positions for word in words)
+        sizes.add(len(positions))
+    assert sizes == {3, 4}  # four wanted: a long and a short word, or three short ones, where no long one fits
+    assert any(set(positions) >= {1, 2, 3} for positions in used(masked))
+
+
+def test_a_word_cut_off_by_the_row_start_is_a_word_of_its_own():
+    continues = torch.tensor([[False, True, True, False, False]] * 200)
+    batch = batch_of([[2, 12, 13, 14, 3]] * 200, continues_word=continues)
+    masked = mask(batch, V, MaskingConfig(mask_fraction=0.4, whole_words=True), seed=0)
+    assert {tuple(positions) for positions in used(masked)} == {(1, 2), (3,)}
+
+
+def test_whole_words_need_to_know_where_words_are(make_batch):
+    with pytest.raises(ConfigError, match="which tokens continue a word"):
+        mask(make_batch(), V, MaskingConfig(whole_words=True), seed=0)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, 1.5, -0.1, float("nan")])
+def test_a_mask_fraction_outside_0_and_1_is_refused(fraction):
+    with pytest.raises(ConfigError, match="it must lie between 0 and 1"):
+        MaskingConfig(mask_fraction=fraction)
+
+
+def test_shares_that_exceed_the_whole_are_refused():
+    with pytest.raises(ConfigError, match="their sum at most 1"):
+        MaskingConfig(mask_share=0.9, random_share=0.2)

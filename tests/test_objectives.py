@@ -1,0 +1,218 @@
+"""The objectives: facts of the paper."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+from torch.nn import functional
+
+from electra.errors import ConfigError
+from electra.objective.masking import Masked, MaskingConfig, mask
+from electra.objective.objectives import (
+    OBJECTIVES,
+    Corrupted,
+    Loss,
+    ObjectiveConfig,
+    corrupt,
+    masked_language_modeling,
+    mlm_loss,
+    replaced_token_detection,
+    rtd_loss,
+    sample,
+    total,
+)
+from electra.text.batches import Batch
+
+
+@pytest.fixture
+def settings(vocabulary) -> ObjectiveConfig:
+    return ObjectiveConfig(vocabulary=vocabulary, masking=MaskingConfig(mask_fraction=0.3))
+
+
+def masked_at(positions: list[int], originals: list[int], weights: list[float]) -> Masked:
+    return Masked(torch.empty(0), torch.tensor([positions]), torch.tensor([originals]), torch.tensor([weights]))
+
+
+def test_right_guess_counts_as_original():
+    text = torch.tensor([[5, 6, 7, 8]])
+    result = corrupt(text, masked_at([1, 3], [6, 8], [1, 1]), sampled=torch.tensor([[9, 8]]))
+    assert result.input_ids.tolist() == [[5, 9, 7, 8]]
+    assert result.is_replaced.tolist() == [[False, True, False, False]]
+
+
+def test_right_guess_counts_as_replaced_when_asked():
+    text = torch.tensor([[5, 6, 7, 8]])
+    result = corrupt(text, masked_at([1, 3], [6, 8], [1, 1]), torch.tensor([[9, 8]]), right_guess="replaced")
+    assert result.input_ids.tolist() == [[5, 9, 7, 8]]
+    assert result.is_replaced.tolist() == [[False, True, False, True]]
+
+
+@pytest.mark.parametrize("right_guess", ["original", "replaced"])
+def test_an_unused_slot_corrupts_nothing(right_guess):
+    text = torch.tensor([[5, 6, 7, 8]])
+    result = corrupt(text, masked_at([1, 0], [6, 5], [1, 0]), torch.tensor([[9, 9]]), right_guess)
+    assert result.input_ids.tolist() == [[5, 9, 7, 8]]
+    assert result.is_replaced.tolist() == [[False, True, False, False]]
+
+
+def test_mlm_loss_is_the_mean_over_used_slots():
+    guesses = torch.randn(1, 3, 7, generator=torch.Generator().manual_seed(0))
+    loss = mlm_loss(guesses, masked_at([1, 2, 3], [4, 5, 6], [1, 1, 0]))
+    expected = -(guesses.log_softmax(2)[0, 0, 4] + guesses.log_softmax(2)[0, 1, 5]) / 2
+    assert loss.count == 2
+    torch.testing.assert_close(loss.mean(), expected)
+
+
+def test_rtd_loss_is_the_mean_over_all_tokens_that_are_not_padding():
+    verdicts = torch.tensor([[2.0, -1.0, 0.5, 9.0]])
+    is_replaced = torch.tensor([[True, False, False, True]])
+    loss = rtd_loss(verdicts, Corrupted(torch.empty(0), is_replaced), torch.tensor([[True, True, True, False]]), 50)
+    probability = verdicts.sigmoid()[0]
+    expected = -(probability[0].log() + (1 - probability[1]).log() + (1 - probability[2]).log()) / 3
+    assert loss.count == 3
+    torch.testing.assert_close(loss.mean(), expected)
+
+
+def test_the_whole_is_the_generators_mean_plus_fifty_times_the_discriminators():
+    generator = Loss(torch.tensor(6.0), torch.tensor(3.0))
+    discriminator = Loss(torch.tensor(1.0), torch.tensor(10.0), ObjectiveConfig().discriminator_weight)
+    losses = {"generator": generator, "discriminator": discriminator}
+    assert total([losses]).item() == pytest.approx(2 + 50 * 0.1)
+
+
+def test_nothing_to_predict_is_no_loss():
+    assert total([{"generator": Loss(torch.tensor(0.0), torch.tensor(0.0))}]).item() == 0
+
+
+def test_the_discriminators_loss_never_reaches_the_generator(make_pair, make_batch, settings):
+    electra = make_pair("none")
+    replaced_token_detection(electra, make_batch(), settings)["discriminator"].mean().backward()
+    assert all(parameter.grad is None for parameter in electra.generator.parameters())
+    assert all(parameter.grad is not None for parameter in electra.discriminator.parameters())
+
+
+def test_the_generators_loss_never_reaches_the_discriminator(make_pair, make_batch, settings):
+    electra = make_pair("none")
+    replaced_token_detection(electra, make_batch(), settings)["generator"].mean().backward()
+    assert all(parameter.grad is None for parameter in electra.discriminator.parameters())
+
+
+def test_the_joint_loss_is_what_the_four_steps_by_hand_give(make_pair, make_batch, settings):
+    electra, batch = make_pair().eval(), make_batch(lengths=[16, 12, 7, 3])
+    losses = replaced_token_detection(electra, batch, settings)
+    masked = mask(batch, settings.vocabulary, settings.masking, settings.seed)
+    logits = electra.generator(masked.input_ids, batch.attention_mask)  # [B, L, V]
+    sampled = sample(logits.gather(1, masked.positions[:, :, None].expand(-1, -1, 60)), masked, batch, settings)
+    corrupted = batch.input_ids.clone()
+    nll, is_used = [], masked.weights > 0
+    for row, slot in is_used.nonzero().tolist():
+        position = masked.positions[row, slot]
+        corrupted[row, position] = sampled[row, slot]
+        nll.append(functional.cross_entropy(logits[row, position], batch.input_ids[row, position]))
+    verdicts = electra.discriminator(corrupted, batch.attention_mask)[batch.attention_mask]
+    truth = (corrupted != batch.input_ids)[batch.attention_mask].float()
+    torch.testing.assert_close(losses["generator"].mean(), torch.stack(nll).mean())
+    torch.testing.assert_close(
+        losses["discriminator"].mean(), functional.binary_cross_entropy_with_logits(verdicts, truth)
+    )
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_pieces_of_a_batch_have_the_gradients_of_the_whole(make_pair, make_batch, settings, objective):
+    batch = make_batch(rows=6, lengths=[16, 3, 9, 16, 5, 12])
+
+    def gradients(cuts: list[slice]) -> list[torch.Tensor]:
+        electra = make_pair()
+        pieces = [
+            Batch(batch.input_ids[rows], batch.step, batch.rows[rows], batch.attention_mask[rows]) for rows in cuts
+        ]
+        total([OBJECTIVES[objective](electra, piece, settings) for piece in pieces]).backward()
+        return [parameter.grad for parameter in electra.parameters() if parameter.grad is not None]
+
+    whole, split = gradients([slice(0, 6)]), gradients([slice(0, 1), slice(1, 6)])
+    assert len(whole) == len(split) > 0
+    torch.testing.assert_close(whole, split)
+
+
+def logits_for_sampling(rows: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([2.3, 1.1, 0.0, -0.7, 0.4, -3.0]).to(dtype).expand(rows, 3, 6)
+
+
+def draw(rows: int, settings: ObjectiveConfig, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    batch = Batch(torch.empty(rows, 8), torch.tensor(0), torch.arange(rows))
+    masked = Masked(torch.empty(0), torch.empty(0), torch.zeros(rows, 3, dtype=torch.long), torch.ones(rows, 3))
+    return sample(logits_for_sampling(rows, dtype), masked, batch, settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_samples_follow_the_softmax(dtype, temperature):
+    settings = ObjectiveConfig(temperature=temperature)
+    counts = draw(20_000, settings, dtype).flatten().bincount(minlength=6)
+    softmax = (logits_for_sampling(1, dtype)[0, 0].double() / temperature).softmax(0)
+    assert stats.chisquare(counts, softmax * counts.sum()).pvalue > 0.01
+    other = (logits_for_sampling(1, dtype)[0, 0].double() / temperature * 1.05).softmax(0)
+    assert stats.chisquare(counts, other * counts.sum()).pvalue < 1e-6  # the test tells 5 % apart
+
+
+def test_disallow_correct_never_samples_the_original_and_keeps_the_odds_of_the_rest():
+    counts = draw(20_000, ObjectiveConfig(disallow_correct=True)).flatten().bincount(minlength=6)
+    assert counts[0] == 0
+    softmax = logits_for_sampling(1, torch.float32)[0, 0, 1:].double().softmax(0)
+    assert stats.chisquare(counts[1:], softmax * counts.sum()).pvalue > 0.01
+
+
+def test_samples_at_different_slots_are_independent():
+    sampled = draw(20_000, ObjectiveConfig())
+    table = torch.zeros(6, 6).index_put((sampled[:, 0], sampled[:, 1]), torch.ones(20_000), accumulate=True)
+    assert stats.chi2_contingency(table[:4, :4] + 1).pvalue > 0.01
+
+
+def test_samples_do_not_change_when_the_batch_is_split():
+    whole = draw(10, ObjectiveConfig())
+    batch = Batch(torch.empty(3, 8), torch.tensor(0), torch.arange(7, 10))
+    masked = Masked(torch.empty(0), torch.empty(0), torch.zeros(3, 3, dtype=torch.long), torch.ones(3, 3))
+    assert torch.equal(sample(logits_for_sampling(3, torch.float32), masked, batch, ObjectiveConfig()), whole[7:])
+
+
+def test_documents_in_a_row_do_not_change_each_others_losses(make_pair, make_batch, settings):
+    electra, batch = make_pair().eval(), make_batch(rows=1)
+    documents = (torch.arange(16)[None] >= 8).long()
+    masked = mask(batch, settings.vocabulary, settings.masking, 0)
+    packed = electra.discriminator(masked.input_ids, None, None, documents)
+    alone = electra.discriminator(masked.input_ids[:, :8])
+    torch.testing.assert_close(packed[:, :8], alone)
+    losses = replaced_token_detection(electra, replace(batch, documents=documents), settings)
+    assert losses["discriminator"].mean() != replaced_token_detection(electra, batch, settings)["discriminator"].mean()
+
+
+def test_mlm_trains_a_generator_that_is_alone(make_pair, make_batch, settings):
+    electra = make_pair("none")
+    electra.discriminator = None
+    losses = masked_language_modeling(electra, make_batch(), settings)
+    assert list(losses) == ["generator"]
+    assert losses["generator"].mean().item() == pytest.approx(torch.tensor(60.0).log().item(), abs=0.3)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_each_objective_learns_a_batch_by_heart(make_pair, make_batch, settings, objective):
+    electra, batch = make_pair(), make_batch()
+    optimizer = torch.optim.AdamW(electra.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(60):
+        loss = total([OBJECTIVES[objective](electra, batch, settings)])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [({"temperature": 0}, "temperature is 0"), ({"discriminator_weight": -1}, "discriminator_weight is -1")],
+)
+def test_wrong_settings_are_refused(wrong, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ObjectiveConfig(**wrong)

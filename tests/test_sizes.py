@@ -1,0 +1,45 @@
+"""Sizes are the paper's, to the parameter."""
+
+import pytest
+import torch
+
+from electra.errors import ConfigError
+from electra.model.electra import Electra
+from electra.model.sizes import ModelConfig
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("small", 13_549_057), ("base", 109_483_009), ("large", 335_142_913)])
+def test_discriminators_have_the_parameters_of_transformers(size, parameters):
+    with torch.device("meta"):
+        electra = Electra(ModelConfig(size=size).electra())
+    assert sum(parameter.numel() for parameter in electra.discriminator.parameters()) == parameters
+
+
+@pytest.mark.parametrize(("size", "width", "heads"), [("small", 64, 1), ("base", 256, 4), ("large", 256, 4)])
+def test_generators_are_as_deep_and_a_fraction_as_wide(size, width, heads):
+    pair = ModelConfig(size=size).electra()
+    assert (pair.generator.width, pair.generator.heads, pair.generator.feedforward) == (width, heads, 4 * width)
+    assert pair.generator.layers == pair.discriminator.layers
+    assert pair.generator.embedding_width == pair.discriminator.embedding_width
+
+
+def test_departures_change_what_they_name_and_nothing_else():
+    pair = ModelConfig(size="small", layers=3, dropout=0.0, generator_layers=2, generator_width=128).electra()
+    assert (pair.discriminator.layers, pair.generator.layers, pair.generator.heads) == (3, 2, 2)
+    assert pair.discriminator.width == 256
+    assert pair.discriminator.attention_dropout == pair.generator.dropout == 0
+
+
+def test_sharing_all_makes_the_generator_as_large_as_the_discriminator():
+    pair = ModelConfig(size="small", sharing="all").electra()
+    assert pair.generator == pair.discriminator
+
+
+def test_a_smaller_generator_cannot_share_all():
+    with pytest.raises(ConfigError, match="the generator has 64 and the discriminator 256"):
+        ModelConfig(size="small", sharing="all", generator_width=64).electra()
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(ConfigError, match="there is no size 'huge'; choose from tiny, small, base, large"):
+        ModelConfig(size="huge").electra()
