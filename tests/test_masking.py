@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from electra.errors import ConfigError
-from electra.objective.masking import MaskingConfig, mask, masked_counts
+from electra.objective.masking import MaskingConfig, mask, masked_count, slots
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
@@ -26,24 +26,32 @@ def used(masked) -> list[list[int]]:
     return [sorted(p for p, w in zip(*row, strict=True) if w) for row in pairs]
 
 
-def test_the_paper_masks_the_ceiling_for_rows_of_1_to_512_tokens():
-    assert masked_counts(512, 0.15, "paper")[1:] == [(15 * n + 99) // 100 for n in range(1, 513)]
+def counts(length: int, rule: str, fraction: float = 0.15) -> list[int]:
+    """k for rows of 1 to `length` tokens."""
+    config = MaskingConfig(mask_count=rule, mask_fraction=fraction)
+    return masked_count(torch.arange(1, length + 1), length, config).tolist()
 
 
-def test_the_released_code_masks_the_rounded_share_for_rows_of_1_to_512_tokens():
-    for length, most in ((128, 19), (512, 79)):
-        counts = masked_counts(length, 0.15, "released")
-        for n in range(1, length + 1):
-            assert counts[n] >= 1
-            assert counts[n] == 1 or abs(counts[n] - 0.15 * n) <= 0.5 + 1e-6
-            assert counts[n] <= most
-    assert [counts[n] for n in (1, 9, 10, 30, 50, 126, 512)] == [1, 1, 2, 4, 8, 19, 77]  # 1.5 → 2, 4.5 → 4, 7.5 → 8
+@pytest.mark.parametrize("percent", [5, 15, 25, 40])
+def test_the_paper_masks_the_ceiling_for_rows_of_1_to_512_tokens(percent):
+    assert counts(512, "paper", percent / 100) == [(percent * n + 99) // 100 for n in range(1, 513)]
 
 
-def test_a_row_has_as_many_slots_as_the_longest_row_needs():
-    assert max(masked_counts(128, 0.15, "released")) == 19
-    assert max(masked_counts(128, 0.15, "paper")) == 20
-    assert max(masked_counts(4, 0.15, "released")) == 1
+@pytest.mark.parametrize(("length", "most"), [(128, 19), (512, 79)])
+def test_the_released_code_masks_the_rounded_share_for_rows_of_1_to_512_tokens(length, most):
+    for n, k in enumerate(counts(length, "released"), start=1):
+        assert k == 1 or abs(k - 0.15 * n) <= 0.5
+        assert 1 <= k <= most
+
+
+def test_the_released_code_rounds_halves_to_even():
+    k = [None, *counts(512, "released")]
+    assert [k[n] for n in (1, 9, 10, 30, 50, 126, 512)] == [1, 1, 2, 4, 8, 19, 77]  # 1.5 → 2, 4.5 → 4, 7.5 → 8
+
+
+def test_a_row_has_as_many_slots_as_the_longest_row_may_need():
+    assert [slots(length, MaskingConfig()) for length in (4, 128, 512)] == [1, 19, 79]
+    assert [slots(length, MaskingConfig(mask_count="paper")) for length in (4, 128, 512)] == [1, 20, 77]
 
 
 def test_special_tokens_and_padding_are_never_masked():
@@ -61,7 +69,7 @@ def test_the_right_number_is_masked_and_no_position_twice(tokens, fraction, seed
     batch = batch_of([row + [0] * (64 - tokens)], attention_mask=attention_mask)
     masked = mask(batch, V, config, seed)
     assert masked.positions[0].unique().numel() == masked.positions.shape[1]
-    assert masked.weights.sum() == min(masked_counts(64, fraction, "released")[tokens], max(0, tokens - 2))
+    assert masked.weights.sum() == min(counts(64, "released", fraction)[tokens - 1], max(0, tokens - 2))
 
 
 def test_masked_positions_hold_mask_and_the_rest_is_untouched(make_batch):

@@ -163,6 +163,16 @@ def test_disallow_correct_never_samples_the_original_and_keeps_the_odds_of_the_r
     assert stats.chisquare(counts[1:], softmax * counts.sum()).pvalue > 0.01
 
 
+def test_samples_follow_the_softmax_over_a_vocabulary_of_several_blocks():
+    logits = torch.randn(300, generator=torch.Generator().manual_seed(0)) * 2
+    rows = torch.arange(40_000)
+    batch = Batch(torch.empty(len(rows), 8), torch.tensor(0), rows)
+    masked = Masked(torch.empty(0), torch.empty(0), torch.zeros(len(rows), 1).long(), torch.ones(len(rows), 1))
+    counts = sample(logits.expand(len(rows), 1, -1), masked, batch, ObjectiveConfig()).flatten().bincount(minlength=300)
+    assert len(counts) == 300
+    assert stats.chisquare(counts, logits.double().softmax(0) * counts.sum()).pvalue > 0.01
+
+
 def test_samples_at_different_slots_are_independent():
     sampled = draw(20_000, ObjectiveConfig())
     table = torch.zeros(6, 6).index_put((sampled[:, 0], sampled[:, 1]), torch.ones(20_000), accumulate=True)
@@ -193,6 +203,21 @@ def test_mlm_trains_a_generator_that_is_alone(make_pair, make_batch, settings):
     losses = masked_language_modeling(electra, make_batch(), settings)
     assert list(losses) == ["generator"]
     assert losses["generator"].mean().item() == pytest.approx(torch.tensor(60.0).log().item(), abs=0.3)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_each_objective_is_one_graph_for_the_compiler(make_pair, make_batch, settings, objective):
+    electra = make_pair()
+
+    def loss(input_ids, step, rows, attention_mask):
+        batch = Batch(input_ids, step, rows, attention_mask, continues_word=input_ids % 3 == 0)
+        return total([OBJECTIVES[objective](electra, batch, settings)])
+
+    settings = replace(settings, masking=MaskingConfig(mask_count="paper", whole_words=True))
+    batch = make_batch(lengths=[16, 12, 7, 3])
+    inputs = (batch.input_ids, batch.step, batch.rows, batch.attention_mask)
+    traced = torch.compile(loss, fullgraph=True, backend="eager")
+    torch.testing.assert_close(traced(*inputs), loss(*inputs))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

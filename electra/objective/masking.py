@@ -4,16 +4,13 @@ A row has a fixed number of slots M; slots that a shorter row does not need have
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cache
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from electra.errors import ConfigError
-from electra.objective.randomness import random_bits, random_uniform, row_keys
+from electra.objective.randomness import Purpose, random_bits, random_uniform, row_keys
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
@@ -55,22 +52,30 @@ class Masked:
     weights: Tensor  # [B, M] 1 where a slot is used, 0 where not
 
 
-@cache
-def masked_counts(length: int, fraction: float, rule: Count) -> list[int]:
-    """How many of n tokens are masked, for every n from 0 to `length`: the only place that decides k."""
-    if rule == "paper":  # in exact fractions: 0.15 * 20 must not round up to 4
-        counts = [-(-n * Fraction(str(fraction)) // 1) for n in range(length + 1)]
-        return [int(count) for count in counts]
-    most = max(1, int((fraction + 0.005) * length))
-    rounded = np.round(np.arange(length + 1, dtype=np.float32) * np.float32(fraction))  # in fp32, halves to even
-    return [min(most, max(1, int(count))) for count in rounded]
+def masked_count(tokens: Tensor, length: int, config: MaskingConfig) -> Tensor:
+    """k, how many positions are masked in rows with so many `tokens`: the only place that decides it."""
+    if config.mask_count == "paper":
+        return -(-tokens * millionths(config) // 1_000_000)  # in integers: 0.15 · 20 must not round up to 4
+    return (tokens.float() * config.mask_fraction).round().long().clamp(1, slots(length, config))  # halves to even
+
+
+def slots(length: int, config: MaskingConfig) -> int:
+    """M, the slots of a row: as many as a row of `length` tokens may have masked."""
+    if config.mask_count == "paper":
+        return -(-length * millionths(config) // 1_000_000)
+    return max(1, int((config.mask_fraction + 0.005) * length))
+
+
+def millionths(config: MaskingConfig) -> int:
+    """The mask fraction as a whole number."""
+    return round(config.mask_fraction * 1_000_000)
 
 
 def mask(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int) -> Masked:
     """Choose positions of each row, never [CLS], [SEP], [MASK] or padding, and hide their tokens."""
     positions, weights = choose(batch, vocabulary, config, seed)
     originals = batch.input_ids.gather(1, positions)
-    shown = disguise(originals, row_keys(seed, batch.step, batch.rows, "disguise"), vocabulary, config)
+    shown = disguise(originals, row_keys(seed, batch.step, batch.rows, Purpose.DISGUISE), vocabulary, config)
     input_ids = batch.input_ids.scatter(1, positions, torch.where(weights > 0, shown, originals))
     return Masked(input_ids, positions, originals, weights)
 
@@ -78,31 +83,23 @@ def mask(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int)
 def choose(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int) -> tuple[Tensor, Tensor]:
     """Positions [B, M] without replacement, and their weights [B, M]: each token draws a lot, the highest are taken."""
     length = batch.input_ids.shape[1]
-    counts = masked_counts(length, config.mask_fraction, config.mask_count)
-    wanted = wanted_counts(batch, counts)
-    lots = random_bits(row_keys(seed, batch.step, batch.rows, "mask"), length)  # [B, L]
+    wanted = masked_count(batch.tokens(), length, config)[:, None]  # [B, 1]
+    lots = random_bits(row_keys(seed, batch.step, batch.rows, Purpose.MASK), length)  # [B, L]
     lots = lots * length + torch.arange(length, device=lots.device)  # no two alike
     is_maskable = maskable(batch, vocabulary)
     if config.whole_words:
         is_maskable = maskable_words(batch, is_maskable, lots, wanted)
-    lots, positions = lots.masked_fill(~is_maskable, -1).topk(min(max(counts), length), dim=1)
+    lots, positions = lots.masked_fill(~is_maskable, -1).topk(min(slots(length, config), length), dim=1)
     is_used = (lots >= 0) & (torch.arange(lots.shape[1], device=lots.device) < wanted)
     return positions, is_used.float()
 
 
 def maskable(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     """Where a token may be masked: [B, L] bool."""
-    never = torch.tensor(vocabulary.unmaskable(), device=batch.input_ids.device)
-    is_maskable = ~torch.isin(batch.input_ids, never)
+    is_maskable = torch.ones_like(batch.input_ids, dtype=torch.bool)
+    for never in vocabulary.unmaskable():
+        is_maskable = is_maskable & (batch.input_ids != never)
     return is_maskable if batch.attention_mask is None else is_maskable & batch.attention_mask.bool()
-
-
-def wanted_counts(batch: Batch, counts: list[int]) -> Tensor:
-    """How many positions each row is to have masked: [B, 1], by its number of tokens that are not padding."""
-    table = torch.tensor(counts, device=batch.input_ids.device)
-    if batch.attention_mask is None:
-        return table[-1:].expand(len(batch.input_ids), 1)
-    return table[batch.attention_mask.sum(1, keepdim=True)]
 
 
 def maskable_words(batch: Batch, is_maskable: Tensor, lots: Tensor, wanted: Tensor) -> Tensor:

@@ -15,9 +15,11 @@ from torch.nn import functional
 from electra.errors import ConfigError
 from electra.model.electra import Electra
 from electra.objective.masking import Masked, MaskingConfig, mask
-from electra.objective.randomness import gumbel, row_keys
+from electra.objective.randomness import Purpose, gumbel, row_keys
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
+
+BLOCK = 128  # entries of the vocabulary that are drawn among together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +107,23 @@ OBJECTIVES: dict[str, Callable[[Electra, Batch, ObjectiveConfig], Losses]] = {
 
 @torch.no_grad()
 def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: ObjectiveConfig) -> Tensor:
-    """x̂ ~ p_G at each slot [B, M], by Gumbel-max: argmax(logits / temperature + noise), in fp32 whatever came."""
-    logits = guesses.float() / settings.temperature  # half precision would overflow in the noise
+    """x̂ ~ p_G at each slot [B, M], in fp32 whatever came: half precision overflows in the noise.
+
+    In two draws, first a block of the vocabulary, then a token in it: the same distribution as one draw over all
+    entries, from a hundredth of the noise.
+    """
+    logits = guesses.float() / settings.temperature  # [B, M, V]
     if settings.disallow_correct:
         logits = logits.scatter(2, masked.originals[:, :, None], float("-inf"))
+    blocks = functional.pad(logits, (0, -logits.shape[2] % BLOCK), value=float("-inf")).unflatten(2, (-1, BLOCK))
+    block = gumbel_max(blocks.logsumexp(3), row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_BLOCK))
+    within = blocks.gather(2, block[:, :, None, None].expand(-1, -1, 1, BLOCK)).squeeze(2)  # [B, M, BLOCK]
+    return block * BLOCK + gumbel_max(within, row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN))
+
+
+def gumbel_max(logits: Tensor, keys: Tensor) -> Tensor:
+    """A draw from softmax(logits) over the last of [B, M, N], with the noise of each row's key: [B, M]."""
     slots, entries = logits.shape[1:]
-    keys = row_keys(settings.seed, batch.step, batch.rows, "sample")
     return (logits + gumbel(keys, slots * entries).unflatten(1, (slots, entries))).argmax(2)
 
 

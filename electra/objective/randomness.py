@@ -4,16 +4,27 @@ Masks and samples drawn from it do not change when a batch is split over ranks o
 The generator is a counter-based hash. All arithmetic stays below 2^63 in int64, so CPU, GPU and compiled code agree.
 """
 
-import zlib
+from enum import IntEnum
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 BITS = 32
 LOW = 2**BITS - 1
+Number = TypeVar("Number", int, Tensor)
 
 
-def scramble(value: Tensor) -> Tensor:
+class Purpose(IntEnum):
+    """What is drawn; draws for different purposes are independent."""
+
+    MASK = 0
+    DISGUISE = 1
+    SAMPLE_BLOCK = 2
+    SAMPLE_TOKEN = 3
+
+
+def scramble(value: Number) -> Number:
     """A bijection of 32-bit integers that looks random: xor-shift and multiply, twice (factors below 2^31)."""
     value = value ^ (value >> 16)
     value = value * 0x21F0AAAD & LOW
@@ -22,14 +33,15 @@ def scramble(value: Tensor) -> Tensor:
     return value ^ (value >> 15)
 
 
-def row_keys(seed: int, step: Tensor, rows: Tensor, purpose: str) -> Tensor:
-    """Two keys [B, 2] for each row, to draw from; draws for different purposes are independent."""
-    lanes = torch.tensor([zlib.crc32(f"{purpose} {lane}".encode()) for lane in range(2)], device=rows.device)  # [2]
-    keys = scramble(lanes ^ (seed & LOW))
-    keys = scramble(keys + (seed >> BITS & LOW) & LOW)
-    keys = scramble(keys + (step & LOW) & LOW)
-    keys = scramble(keys + (step >> BITS & LOW) & LOW)
-    return scramble(keys + (rows[:, None] & LOW) & LOW)  # [B, 2]
+def row_keys(seed: int, step: Tensor, rows: Tensor, purpose: Purpose) -> Tensor:
+    """Two keys [B, 2] for each row, to draw from."""
+    lanes = []
+    for lane in range(2):
+        start = scramble(scramble(2 * int(purpose) + lane + 1) + (seed & LOW) & LOW)
+        start = scramble(start + (seed >> BITS & LOW) & LOW)
+        key = scramble(scramble(start + (step & LOW) & LOW) + (step >> BITS & LOW) & LOW)
+        lanes.append(scramble(key + (rows & LOW) & LOW))
+    return torch.stack(lanes, dim=-1)
 
 
 def random_bits(keys: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ from electra.model.electra import Electra
 from electra.model.encoder import check_length
 from electra.model.flops import TRAINING, Item, flops, items_of, parameters
 from electra.model.sizes import ModelConfig
-from electra.objective.masking import MaskingConfig, masked_counts
+from electra.objective.masking import MaskingConfig, slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,5 @@ def count_costs(config: FlopsConfig) -> Costs:
         check_length(config.length, part)
     with torch.device("meta"):
         stored = sum(parameter.numel() for parameter in Electra(pair).parameters())
-    masked = max(masked_counts(config.length, config.mask_fraction, config.mask_count))
-    parts = items_of(pair, config.length, masked)
+    parts = items_of(pair, config.length, masked=slots(config.length, config))
     return Costs(parts, stored, TRAINING * sum(map(flops, parts.values())))

@@ -1,0 +1,33 @@
+"""The README keeps its word: its Python runs, its commands exist, and what it points to is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from electra.cli import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_python_in_the_readme_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    own = [block for block in blocks if "from_pretrained" not in block]  # that one needs a folder of the reader's
+    assert own
+    for block in own:
+        exec(block, {})
+    assert "discriminator" in capsys.readouterr().out
+
+
+def test_commands_in_the_readme_exist():
+    named = set(re.findall(r"^    electra (\w+)", README, re.MULTILINE))
+    assert named
+    assert named <= set(COMMANDS)
+
+
+@pytest.mark.parametrize(("path", "names"), re.findall(r"`(\w+/\w+\.py)`(?:: ((?:`\w+`(?:, )?)+))?", README))
+def test_what_the_readme_points_to_is_there(path, names):
+    source = (ROOT / "electra" / path).read_text()
+    for name in re.findall(r"\w+", names):
+        assert re.search(rf"^(def |class )?{name}\b", source, re.MULTILINE), f"{path} has no {name}"
