@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """A file or folder that cannot be used: says which, why, what to do."""
+
+
+class TrainingError(ValueError):
+    """A run that cannot go on: says at which step, why, and what is left of it."""

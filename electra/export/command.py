@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import torch
 import tyro
-from safetensors.torch import save_file
 
 from electra.errors import ConfigError
 from electra.export.huggingface import (
@@ -30,6 +29,7 @@ from electra.model.storage import (
     read_tensors,
     save_tensors,
     write_json,
+    write_tensors,
     written_whole,
 )
 
@@ -90,7 +90,7 @@ def export(config: ExportConfig) -> Moved:
     architecture, size = LEAVING[config.part], part.encoder.config
     tensors = to_huggingface(folded(part.state_dict()), ARCHITECTURES[architecture])
     with written_whole(config.output) as draft:
-        save_file(tensors, draft / WEIGHTS, metadata={"format": "pt"})  # transformers asks for this word
+        write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, huggingface_config(size, architecture, next(iter(tensors.values())).dtype))
         tokenizer = copy_tokenizer(config.model, draft)
     return Moved(str(config.output), architecture, count(tensors), tokenizer)

@@ -123,7 +123,7 @@ def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
         if ours.startswith("encoder.") or architecture.head:
             theirs = their_names(ours, architecture)
             renamed.update(zip(theirs, tensor.chunk(len(theirs)), strict=True))
-    return {name: tensor.contiguous() for name, tensor in renamed.items()}
+    return renamed
 
 
 def from_huggingface(tensors: Tensors, architecture: Architecture, config: EncoderConfig, path: Path) -> Tensors:

@@ -46,8 +46,6 @@ class ModelConfig:
     """Width of the embedding tables."""
     positions: int | None = None
     """The longest row the model can read."""
-    vocabulary: int | None = None
-    """Entries of the token table."""
     dropout: float | None = None
     """Dropout of hidden states and of attention weights."""
     generator_width: int | None = None
@@ -55,16 +53,16 @@ class ModelConfig:
     generator_layers: int | None = None
     """The generator's layers, where they differ."""
 
-    def electra(self) -> ElectraConfig:
-        """The pair these settings describe."""
+    def electra(self, vocabulary: int = SMALL.vocabulary, pad_id: int = SMALL.pad_id) -> ElectraConfig:
+        """The pair these settings describe, over a vocabulary of so many entries."""
         if self.size not in SIZES:
             raise ConfigError(f"there is no size {self.size!r}; choose from {', '.join(SIZES)}")
-        discriminator = replace(SIZES[self.size][0], **self.departures())
+        discriminator = replace(SIZES[self.size][0], vocabulary=vocabulary, pad_id=pad_id, **self.departures())
         return ElectraConfig(generator=self.generator(discriminator), discriminator=discriminator, sharing=self.sharing)
 
     def departures(self) -> dict[str, Any]:
         """The discriminator's settings that were named."""
-        names = ("layers", "width", "heads", "feedforward", "embedding_width", "positions", "vocabulary", "dropout")
+        names = ("layers", "width", "heads", "feedforward", "embedding_width", "positions", "dropout")
         named = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return named if self.dropout is None else named | {"attention_dropout": self.dropout}
 

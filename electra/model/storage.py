@@ -38,9 +38,14 @@ def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) ->
 def save_tensors(config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None) -> list[str]:
     """Write a model folder from its parts; returns the names of the tokenizer files in it."""
     with written_whole(folder) as draft:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in weights.items()}, draft / WEIGHTS)
+        write_tensors(draft / WEIGHTS, weights)
         write_json(draft / CONFIG, {"model": asdict(config)})
         return copy_tokenizer(tokenizer, draft)
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file; `transformers` asks for the word in its metadata."""
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def load_model(folder: Path) -> Electra:

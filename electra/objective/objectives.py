@@ -1,10 +1,9 @@
 """What is learnt: one function per objective, each beside its section of the paper.
 
-An objective takes the pair, a batch and settings, and returns what the trainer is to bring down. Losses are sums with
-the number of predictions they are over, so that a batch cut into pieces (micro-batches, ranks) has the same loss whole.
+An objective takes the pair, a batch and settings, and returns the losses that the trainer is to bring down.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +13,7 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.model.electra import Electra
+from electra.objective.losses import Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
 from electra.objective.randomness import Purpose, gumbel, row_keys
 from electra.text.batches import Batch
@@ -23,13 +23,11 @@ BLOCK = 128  # entries of the vocabulary that are drawn among together
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """Settings of the objectives."""
+class ObjectiveConfig(MaskingConfig):
+    """How the pair is trained: what is masked, how fills are drawn, how losses are weighed."""
 
-    masking: MaskingConfig = field(default_factory=MaskingConfig)
-    vocabulary: Vocabulary = field(default_factory=Vocabulary)
     seed: int = 0
-    """Masks and samples are functions of it, the step and the row."""
+    """Weights, order of the text, masks and samples are functions of it."""
     discriminator_weight: float = 50.0
     """λ: the binary loss is far smaller than the one over the vocabulary."""
     temperature: float = 1.0
@@ -40,35 +38,18 @@ class ObjectiveConfig:
     """What a sample that equals the original counts as; `replaced` is worse, for comparison."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.temperature <= 0:
             raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
         if self.discriminator_weight < 0:
             raise ConfigError(f"discriminator_weight is {self.discriminator_weight}; it must be at least 0, usually 50")
 
 
-@dataclass(frozen=True)
-class Loss:
-    """One part of the whole: a sum over predictions, how many they are, and the weight of their mean."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(ObjectiveConfig):
+    """What an objective is called with: the configuration, and the vocabulary of the text."""
 
-    sum: Tensor  # []
-    count: Tensor  # []
-    weight: float = 1.0
-
-    def mean(self) -> Tensor:
-        """Loss per prediction; 0 where there was none."""
-        return self.sum / self.count.clamp(min=1)
-
-
-Losses = dict[str, Loss]
-
-
-def total(pieces: Sequence[Losses]) -> Tensor:
-    """The loss of a whole batch, from the losses of its pieces: Σ weight · mean over all pieces' predictions."""
-    means = []
-    for name, loss in pieces[0].items():
-        count = torch.stack([piece[name].count for piece in pieces]).sum().clamp(min=1)
-        means.append(loss.weight * torch.stack([piece[name].sum for piece in pieces]).sum() / count)
-    return torch.stack(means).sum()
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
 
 
 @dataclass(frozen=True)
@@ -79,10 +60,10 @@ class Corrupted:
     is_replaced: Tensor  # [B, L] bool; False where the sample happened to be right
 
 
-def replaced_token_detection(electra: Electra, batch: Batch, settings: ObjectiveConfig) -> Losses:
+def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """Joint training (section 2): the generator fills blanks, the discriminator finds its fills."""
     generator, discriminator = electra.pair()
-    masked = mask(batch, settings.vocabulary, settings.masking, settings.seed)
+    masked = mask(batch, settings.vocabulary, settings, settings.seed)
     guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
     corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.right_guess)
     verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
@@ -92,21 +73,21 @@ def replaced_token_detection(electra: Electra, batch: Batch, settings: Objective
     }
 
 
-def masked_language_modeling(electra: Electra, batch: Batch, settings: ObjectiveConfig) -> Losses:
+def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
-    masked = mask(batch, settings.vocabulary, settings.masking, settings.seed)
+    masked = mask(batch, settings.vocabulary, settings, settings.seed)
     guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
     return {"generator": mlm_loss(guesses, masked)}
 
 
-OBJECTIVES: dict[str, Callable[[Electra, Batch, ObjectiveConfig], Losses]] = {
+OBJECTIVES: dict[str, Callable[[Electra, Batch, Settings], Losses]] = {
     "rtd": replaced_token_detection,
     "mlm": masked_language_modeling,
 }
 
 
 @torch.no_grad()
-def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: ObjectiveConfig) -> Tensor:
+def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Tensor:
     """x̂ ~ p_G at each slot [B, M], in fp32 whatever came: half precision overflows in the noise.
 
     In two draws, first a block of the vocabulary, then a token in it: the same distribution as one draw over all

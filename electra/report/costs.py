@@ -8,7 +8,7 @@ from electra.errors import ConfigError
 from electra.model.electra import Electra
 from electra.model.encoder import check_length
 from electra.model.flops import TRAINING, Item, flops, items_of, parameters
-from electra.model.sizes import ModelConfig
+from electra.model.sizes import SMALL, ModelConfig
 from electra.objective.masking import MaskingConfig, slots
 
 
@@ -18,6 +18,8 @@ class FlopsConfig(MaskingConfig, ModelConfig):
 
     length: int = 128
     """Tokens in a row."""
+    vocabulary: int = SMALL.vocabulary
+    """Entries of the token table."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -47,7 +49,7 @@ def line(name: str, parameters: int, flops: int) -> str:
 
 def count_costs(config: FlopsConfig) -> Costs:
     """The costs of the pair that `config` describes."""
-    pair = config.electra()
+    pair = config.electra(config.vocabulary)
     if config.length < 1:
         raise ConfigError(f"length is {config.length}; a row has at least 1 token")
     for part in filter(None, (pair.generator, pair.discriminator)):

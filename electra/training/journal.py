@@ -1,0 +1,106 @@
+"""What a run says of itself: metrics.jsonl, TensorBoard, and a progress bar with loss, speed and time left."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+METRICS = "metrics.jsonl"
+
+
+class Window:
+    """Losses and speed since the last line of metrics; losses stay on the device until they are asked for."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.steps = self.tokens = 0
+        self.seconds = 0.0
+
+    def add_losses(self, losses: dict[str, Tensor], gradient_norm: Tensor) -> None:
+        for name, loss in (losses | {"gradient_norm": gradient_norm}).items():
+            self.sums[name] = self.sums[name] + loss if name in self.sums else loss
+        self.steps += 1
+
+    def add_time(self, tokens: int, seconds: float) -> None:
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+
+    def means(self) -> dict[str, float]:
+        """Means over the steps taken."""
+        return {name: (value / self.steps).item() for name, value in self.sums.items()}
+
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Journal:
+    """The metrics of a run, a line a time; what a killed run wrote after its last checkpoint is forgotten."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        self.path = run / METRICS
+        kept = [line for line in read_lines(self.path) if line["step"] <= step]
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self.board = open_tensorboard(run, step)
+
+    def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        """Add a line: `kind` is train or validation."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "step": step, **numbers}) + "\n")
+        if self.board is not None:
+            for name, number in numbers.items():
+                self.board.add_scalar(f"{kind}/{name}", number, step)
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; the last may have been cut by a kill."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def open_tensorboard(run: Path, step: int) -> Any:
+    """A TensorBoard writer in the run folder, where TensorBoard is installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+
+class Bar:
+    """A progress bar on standard error: share of the budget, step, loss, tokens a second, time left."""
+
+    def __init__(self) -> None:
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty())
+        self.task = self.progress.add_task("", total=1.0)
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def show(self, share: float, text: str) -> None:
+        """Move the bar to `share` of the budget."""
+        self.progress.update(self.task, completed=share, description=text)
+
+    def say(self, sentence: str) -> None:
+        """A line above the bar; where there is no terminal, a plain line."""
+        if self.progress.disable:
+            print(sentence, file=sys.stderr, flush=True)
+        else:
+            self.progress.console.print(sentence, highlight=False)

@@ -1,0 +1,173 @@
+"""Optimizers and learning-rate schedules, by name."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from electra.errors import ConfigError
+
+OptimizerName = Literal["adam", "adamw", "muon"]
+ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How weights are moved, and how fast over the budget."""
+
+    optimizer: OptimizerName = "adamw"
+    """adam: as released, without bias correction; adamw; muon: for the layers' matrices, adamw for the rest."""
+    learning_rate: float = 5e-4
+    """The highest of the schedule."""
+    schedule: ScheduleName = "linear"
+    """linear: warm-up, then down to 0; released: the same, but the decay already runs during the warm-up; cosine; wsd:
+    warm-up, stable, then down to 0 over the last --decay of the budget; decay: only down (a branch of a wsd trunk)."""
+    warmup: float = 0.01
+    """Warm-up, as a share of the budget (below 1) or in steps (1 and more)."""
+    decay: float = 0.2
+    """wsd: the share of the budget over which the rate falls; 0 for a trunk that never decays."""
+    weight_decay: float = 0.01
+    """Decoupled; not on biases and norms."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    momentum: float = 0.95
+    """Of muon."""
+    clip: float = 1.0
+    """The largest norm of the whole gradient; 0 leaves it as it is."""
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be above 0, for instance 5e-4")
+        for name in ("warmup", "weight_decay", "clip"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if not 0 <= self.decay <= 1:
+            raise ConfigError(f"decay is {self.decay}; it is a share of the budget, from 0 to 1")
+
+
+class ReleasedAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay as ELECTRA was released with it: the moments are not corrected for their start.
+
+    So the first updates are about three times as large (m grows faster than √v), which the warm-up hides.
+    """
+
+    def __init__(self, parameters: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if parameters:
+                self.update(parameters, group)
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """m ← β₁m + (1 − β₁)g, v ← β₂v + (1 − β₂)g², θ ← θ − lr (m / (√v + ε) + wd θ), for all parameters at once."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        beta1, beta2 = group["betas"]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        means = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        squares = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        scales = torch._foreach_sqrt(squares)
+        torch._foreach_add_(scales, group["eps"])
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(parameters, means, scales, -group["lr"])
+
+
+def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
+    """The optimizers that together move every parameter of `model` once."""
+    matrices, tables, vectors = sort_parameters(model)
+    if config.optimizer != "muon":
+        return [OPTIMIZERS[config.optimizer](decay_groups(matrices + tables, vectors, config), config)]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",  # so that one learning rate serves both
+    )
+    return [muon, adamw(decay_groups(tables, vectors, config), config)]
+
+
+def sort_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Matrices of layers, tables and heads, and vectors (biases, norms): each parameter once."""
+    matrices: list[Tensor] = []
+    tables: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif ".layers." in name:
+            matrices.append(parameter)
+        else:
+            tables.append(parameter)
+    return matrices, tables, vectors
+
+
+def decay_groups(decayed: list[Tensor], spared: list[Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Parameters with weight decay, and those without."""
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return ReleasedAdam(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon)
+
+
+def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    is_cuda = groups[0]["params"][0].is_cuda
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=is_cuda or None
+    )
+
+
+OPTIMIZERS = {"adam": released_adam, "adamw": adamw}
+
+
+def linear(progress: float, warmup: float, config: OptimizerConfig) -> float:
+    """Up to 1 over the warm-up, then straight down to 0."""
+    return min(progress / warmup if warmup else 1.0, (1 - progress) / max(1 - warmup, 1e-12))
+
+
+def released(progress: float, warmup: float, config: OptimizerConfig) -> float:
+    """Straight down from the start, times the warm-up."""
+    return (1 - progress) * min(1.0, progress / warmup if warmup else 1.0)
+
+
+def cosine(progress: float, warmup: float, config: OptimizerConfig) -> float:
+    """Up over the warm-up, then down along half a cosine."""
+    if progress < warmup:
+        return progress / warmup
+    return (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, 1e-12))) / 2
+
+
+def wsd(progress: float, warmup: float, config: OptimizerConfig) -> float:
+    """Warm-up, stable, decay."""
+    falling = (1 - progress) / config.decay if config.decay else 1.0
+    return min(progress / warmup if warmup else 1.0, 1.0, falling)
+
+
+def decay(progress: float, warmup: float, config: OptimizerConfig) -> float:
+    """Only down: what a trunk at its highest rate ends with."""
+    return 1 - progress
+
+
+SCHEDULES: dict[str, Callable[[float, float, OptimizerConfig], float]] = {
+    "linear": linear,
+    "released": released,
+    "cosine": cosine,
+    "wsd": wsd,
+    "decay": decay,
+}

@@ -1,0 +1,319 @@
+"""The loop: one step, then named questions. It knows nothing of masks, tasks or vocabularies."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from electra.errors import ConfigError, TrainingError
+from electra.objective.losses import Counts, Losses, total
+from electra.training.checkpoint import (
+    checkpoint_folders,
+    checkpoint_name,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from electra.training.journal import Bar, Journal, Window
+from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(OptimizerConfig):
+    """How a run goes: how often it looks, saves and reports."""
+
+    micro_batches: int = 1
+    """Take each step's batch in so many pieces, to fit memory; the result is the same."""
+    log_every: int = 50
+    """Steps between lines of training metrics."""
+    evaluate_every: int = 1000
+    """Steps between measures on held-out text."""
+    save_every: int = 1000
+    """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints kept: the last so many, and the best."""
+    most_skipped: int = 20
+    """A step whose loss or gradient is not finite is skipped; after so many the run stops."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("micro_batches", "log_every", "evaluate_every", "save_every", "keep", "most_skipped"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How long a run trains: a number of steps, or seconds of training."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def share(self, steps: float, seconds: float) -> float:
+        """How much of it is spent, from 0 to 1."""
+        return min(1.0, steps / self.steps if self.steps else seconds / self.seconds if self.seconds else 1.0)
+
+
+class Rows(Protocol):
+    """What a trainer asks of a batch."""
+
+    def size(self) -> int: ...  # rows
+    def token_count(self) -> int: ...
+    def pieces(self, count: int) -> list[Any]: ...
+
+
+class Lesson(Protocol):
+    """What a trainer is given: a model, batches and their losses, measures, and a way to write the model down."""
+
+    model: nn.Module
+
+    def next_batch(self) -> Rows: ...
+    def losses(self, batch: Any) -> Losses: ...
+    def counts(self, batch: Any) -> Counts: ...  # what losses are divided by, before there are any
+    def evaluate(self) -> dict[str, float]: ...  # "loss" decides which checkpoint is best
+    def rates(self, tokens_per_second: float) -> dict[str, float]: ...
+    def write_model(self, folder: Path) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Place:
+    """Where a run stands."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+    best: str | None = None  # the checkpoint with the lowest held-out loss
+    best_loss: float | None = None
+    start_step: int = 0  # where the budget counts from: the trunk's place for a branch
+    start_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run: str
+    checkpoint: str
+    step: int
+    tokens: int
+    seconds: float
+    skipped: int
+    measures: dict[str, float]
+    signal: int = 0  # the one that ended it; 0: the budget is spent
+
+    @property
+    def exit_code(self) -> int:
+        """As the shell has it for programs that a signal ended."""
+        return 128 + self.signal if self.signal else 0
+
+    def __str__(self) -> str:
+        end = f"stopped by {signal.Signals(self.signal).name}, go on with --resume" if self.signal else "finished"
+        lines = [f"{end}: {self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"]
+        lines += [f"{self.skipped} steps were skipped: their loss was not finite"] if self.skipped else []
+        lines += [f"  {name:<24}{number:.4f}" for name, number in self.measures.items()]
+        return "\n".join([*lines, f"checkpoint: {self.checkpoint}"])
+
+
+class Trainer:
+    """Moves a lesson's weights down its losses until the budget is spent, and loses nothing on the way."""
+
+    def __init__(self, lesson: Lesson, config: TrainerConfig, budget: Budget, run: Path, seed: int = 0) -> None:
+        self.lesson, self.config, self.budget, self.run, self.seed = lesson, config, budget, run, seed
+        self.optimizers = build_optimizers(lesson.model, config)
+        self.place = Place()
+        self.measures: dict[str, float] = {}
+        self.window = Window()
+        self.is_warm = False  # the first step compiles and fills caches: its time is not training's
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        state = load_checkpoint(checkpoint, self.lesson.model, self.optimizers)
+        self.lesson.restore(state["lesson"])
+        self.place = Place(**state["place"])
+
+    def branch(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint of another run; the budget counts from there."""
+        self.resume(checkpoint)
+        step, seconds = self.place.step, self.place.seconds
+        self.place = Place(step, self.place.tokens, seconds, start_step=step, start_seconds=seconds)
+
+    def train(self) -> Outcome:
+        """Steps, until the budget is spent or a signal asks to stop."""
+        self.journal = Journal(self.run, self.place.step)
+        with stop_signals() as asked, Bar() as self.bar:
+            while self.share() < 1 and not asked:
+                self.take_step()
+                if self.is_time(self.config.log_every):
+                    self.log()
+                if self.is_time(self.config.evaluate_every):
+                    self.evaluate()
+                if self.is_time(self.config.save_every):
+                    self.save()
+            if not asked and not self.is_time(self.config.evaluate_every):
+                self.evaluate()
+            checkpoint = self.save()
+        self.journal.close()
+        return self.outcome(checkpoint, asked[0] if asked else 0)
+
+    def share(self, ahead: float = 0.0) -> float:
+        """How much of the budget is spent, `ahead` steps from now."""
+        place = self.place
+        return self.budget.share(place.step + ahead - place.start_step, place.seconds - place.start_seconds)
+
+    def is_time(self, every: int) -> bool:
+        """Whether this step is one of `every` so many."""
+        return self.place.step % every == 0
+
+    def take_step(self) -> None:
+        """One batch: learning rate, losses and gradients, update."""
+        began = time.perf_counter()
+        batch = self.lesson.next_batch()
+        torch.manual_seed(self.seed * 1_000_003 + self.place.step)  # dropout, too, is a function of the step
+        self.set_learning_rate()
+        self.update(self.backward(batch))
+        self.place.step += 1
+        self.place.tokens += batch.token_count()
+        if self.is_warm:
+            self.place.seconds += time.perf_counter() - began
+            self.window.add_time(batch.token_count(), time.perf_counter() - began)
+        self.is_warm = True
+
+    def set_learning_rate(self) -> None:
+        """The rate at the middle of this step, so that neither the first nor the last step is for nothing."""
+        steps = self.budget.steps
+        warmup = self.config.warmup if self.config.warmup < 1 or not steps else self.config.warmup / steps
+        factor = SCHEDULES[self.config.schedule](self.share(ahead=0.5), warmup, self.config)
+        self.rate = self.config.learning_rate * factor
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate
+
+    def backward(self, batch: Rows) -> dict[str, Tensor]:
+        """Gradients of the batch; returns its losses. If it does not fit memory, says in how many pieces it would."""
+        try:
+            return self.accumulate(batch, self.config.micro_batches)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        pieces = self.fitting_pieces(batch)
+        advice = f"try --micro-batches {pieces}" if pieces else "not even single rows fit: choose a smaller --size"
+        raise ConfigError(f"a batch of {batch.size()} rows does not fit the device's memory; {advice}")
+
+    def accumulate(self, batch: Rows, count: int) -> dict[str, Tensor]:
+        """Add up the gradients of `count` pieces, each divided by the counts of the whole batch."""
+        counts = self.lesson.counts(batch) if count > 1 else None
+        means: dict[str, Tensor] = {}
+        for piece in batch.pieces(count):
+            losses = self.lesson.losses(piece)
+            total(losses, counts).backward()
+            for name, loss in losses.items():
+                share = loss.sum.detach() / (loss.count if counts is None else counts[name]).clamp(min=1)
+                means[name] = means[name] + share if name in means else share
+        return means
+
+    def fitting_pieces(self, batch: Rows) -> int | None:
+        """The smallest number of pieces, by doubling, in which the batch fits memory."""
+        count = 2 * self.config.micro_batches
+        while count <= batch.size():
+            self.lesson.model.zero_grad()
+            torch.cuda.empty_cache()
+            try:
+                self.accumulate(batch, count)
+                return count
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            count *= 2
+        return None
+
+    def update(self, losses: dict[str, Tensor]) -> None:
+        """Clip the gradient and move the weights; skip a step whose loss or gradient is not finite."""
+        norm = nn.utils.clip_grad_norm_(self.lesson.model.parameters(), self.config.clip or float("inf"))
+        if bool(torch.isfinite(torch.stack([norm, *losses.values()])).all()):
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.window.add_losses(losses, norm)
+        else:
+            self.skip()
+        self.lesson.model.zero_grad()
+
+    def skip(self) -> None:
+        """Count a step that was not taken; too many end the run."""
+        self.place.skipped += 1
+        if self.place.skipped >= self.config.most_skipped:
+            saved = checkpoint_folders(self.run)
+            left = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
+            raise TrainingError(
+                f"step {self.place.step}: loss or gradient not finite, the {self.place.skipped}th time in this run; {left}; "
+                f"try a lower --learning-rate or a longer --warmup"
+            )
+
+    def log(self) -> None:
+        """A line of training metrics since the last."""
+        losses, speed, place = self.window.means(), self.window.speed(), self.place
+        numbers = losses | {"learning_rate": self.rate, "tokens": place.tokens, "seconds": place.seconds}
+        numbers |= {"skipped": place.skipped, "tokens_per_second": speed} | self.lesson.rates(speed)
+        self.journal.write("train", place.step, numbers)
+        shown = "  ".join(f"{name} {number:.3f}" for name, number in losses.items() if name != "gradient_norm")
+        self.bar.show(self.share(), f"step {place.step:,}  {shown}  {speed:,.0f} tokens/s")
+        self.window = Window()
+
+    def evaluate(self) -> None:
+        """Measure on held-out text."""
+        self.measures = self.lesson.evaluate()
+        self.journal.write("validation", self.place.step, self.measures)
+        shown = ", ".join(f"{name} {number:.3f}" for name, number in self.measures.items())
+        self.bar.say(f"step {self.place.step:,}: {shown}")
+        self.measured_step = self.place.step
+
+    def save(self) -> Path:
+        """Write a checkpoint, and remove those that are neither recent nor best."""
+        place, loss = self.place, self.measures.get("loss")
+        if (
+            loss is not None
+            and self.measured_step == place.step
+            and (place.best_loss is None or loss < place.best_loss)
+        ):
+            place.best, place.best_loss = checkpoint_name(place.step), loss
+        state = {"step": place.step, "place": asdict(place), "lesson": self.lesson.state()}
+        folder = save_checkpoint(self.run, self.lesson.model, self.optimizers, state, self.lesson.write_model)
+        prune_checkpoints(self.run, self.config.keep, place.best)
+        return folder
+
+    def outcome(self, checkpoint: Path, signal: int) -> Outcome:
+        """How the run ended."""
+        place = self.place
+        numbers = (place.step, place.tokens, place.seconds, place.skipped)
+        return Outcome(str(self.run), str(checkpoint), *numbers, self.measures, signal)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch ran out of memory: on CUDA it says so by type, on the CPU by words."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list that SIGTERM and SIGINT are put into as they come; a second SIGINT interrupts at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: object) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
