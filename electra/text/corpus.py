@@ -131,7 +131,7 @@ def stream_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, document_end
         refuse_binary(name, line, held, chunk)
         held += chunk
         end = held.rfind(b"\n") + 1 if by_line else last_blank_line(held)
-        is_cut = not end and len(held) >= LONGEST
+        is_cut = not end and len(held) > LONGEST
         if is_cut and file.format == ".jsonl":
             raise DataError(f"{name}, line {line}: longer than {LONGEST >> 20} MB; divide its text over several lines")
         end = space_before(held, LONGEST) if is_cut else end

@@ -66,7 +66,7 @@ class ShardConfig(CorpusConfig):
     """The folder for the shards."""
     validation_fraction: float = 0.005
     """The share of documents held out, chosen by their text."""
-    shard_megabytes: int = 32
+    shard_megabytes: float = 32
     """Text in each shard; a worker needs about four times as much memory."""
     workers: int | None = None
     """Processes that encode; one for each core if not given. Changes no byte of the result."""
@@ -76,9 +76,9 @@ class ShardConfig(CorpusConfig):
     def __post_init__(self):
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(f"validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1")
-        if self.shard_megabytes < 1 or (self.workers is not None and self.workers < 1):
+        if self.shard_megabytes <= 0 or (self.workers is not None and self.workers < 1):
             raise ConfigError(
-                f"shard_megabytes is {self.shard_megabytes} and workers {self.workers}; both must be at least 1"
+                f"shard_megabytes is {self.shard_megabytes} and workers {self.workers}; both must be above 0"
             )
 
     def processes(self) -> int:
@@ -144,7 +144,7 @@ def shard(config: ShardConfig) -> Sharded:
     """Make the shards that are missing or damaged, then the index."""
     began = monotonic()
     tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config)
-    units = cut_units(corpus, config.shard_megabytes << 20)
+    units = cut_units(corpus, int(config.shard_megabytes * 1e6))
     first = next(units)  # raises if there is no text, before anything is written
     with claimed(config.output):
         index = prepare(config.output, settings_of(config, corpus, tokenizer))
@@ -331,7 +331,7 @@ def finish(config: ShardConfig, before: Index | None, settings: dict[str, Any]) 
         raise DataError(
             f"{', '.join(changed)} came out unlike before: the text has changed; start over in a new folder"
         )
-    if not any(index.total("tokens", split) for split in SPLITS):
+    if not any(index.totals("tokens").values()):
         raise DataError(f"no document of {config.corpus} has any token; is it text?")
     write_whole(config.output / INDEX, index.as_json())
     (config.output / UNFINISHED).unlink(missing_ok=True)
@@ -343,11 +343,11 @@ def summary(config: ShardConfig, index: Index, made: int, seconds: float) -> Sha
     return Sharded(
         output=str(config.output),
         shards=len(index.shards),
-        documents={split: index.total("documents", split) for split in SPLITS},
-        tokens={split: index.total("tokens", split) for split in SPLITS},
-        megabytes=sum(shard.text_bytes for shard in index.shards) / 1e6,
+        documents=index.totals("documents"),
+        tokens=index.totals("tokens"),
+        megabytes=index.total("text_bytes") / 1e6,
         seconds=seconds,
         made=made,
-        replaced=sum(shard.replaced for shard in index.shards),
-        cut=sum(shard.cut for shard in index.shards),
+        replaced=index.total("replaced"),
+        cut=index.total("cut"),
     )

@@ -55,9 +55,13 @@ class Index:
     command: str  # makes these shards again
     shards: list[Shard]
 
-    def total(self, count: Literal["documents", "tokens"], split: Split) -> int:
-        """Documents or tokens of a split."""
-        return sum(getattr(shard, count)[split] for shard in self.shards)
+    def totals(self, count: Literal["documents", "tokens"]) -> dict[str, int]:
+        """Documents or tokens of each split."""
+        return {split: sum(getattr(shard, count)[split] for shard in self.shards) for split in SPLITS}
+
+    def total(self, count: Literal["text_bytes", "replaced", "cut", "unknown"]) -> int:
+        """What the shards counted, together."""
+        return sum(getattr(shard, count) for shard in self.shards)
 
     def uncovered(self, most: int) -> dict[str, int]:
         """The most frequent words with [UNK] in them."""
@@ -68,7 +72,7 @@ class Index:
 
     def as_json(self) -> bytes:
         """The content of index.json."""
-        totals = {split: {count: self.total(count, split) for count in ("documents", "tokens")} for split in SPLITS}
+        totals = {"documents": self.totals("documents"), "tokens": self.totals("tokens")}
         return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
