@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
 import shlex
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 from itertools import accumulate, chain
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +32,7 @@ from electra.text.shards import (
     TOKENIZER,
     UNFINISHED,
     Index,
+    Shard,
     Shards,
     Split,
     describe,
@@ -48,12 +42,10 @@ from electra.text.shards import (
     shard_name,
 )
 from electra.text.tokenizer import TextTokenizer, load_tokenizer
+from electra.text.workers import in_order
 
 UNCOVERED_WORDS = 1000
 """Words with [UNK] that each shard remembers."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +126,9 @@ class Unit:
 class Encoded:
     """One shard as its worker hands it back."""
 
-    unit: Unit  # without its text
+    shard: Shard
     content: bytes
-    text_bytes: int
-    tokens: int
+    position: int  # that of its unit
 
 
 def shard(config: ShardConfig) -> Sharded:
@@ -147,13 +138,17 @@ def shard(config: ShardConfig) -> Sharded:
     units = cut_units(corpus, int(config.shard_megabytes * 1e6))
     first = next(units)  # raises if there is no text, before anything is written
     with claimed(config.output):
-        index = prepare(config.output, settings_of(config, corpus, tokenizer))
-        made = 0
-        if index is None or Shards(config.output, index).damaged():
-            tokenizer.save(config.output / TOKENIZER)
-            made = make_shards(config, chain([first], units), kept_in(config.output, index), tokenizer, corpus)
-            index = finish(config, index, settings_of(config, corpus, tokenizer))
-    return summary(config, index, made, monotonic() - began)
+        settings = settings_of(config, corpus, tokenizer)
+        before = prepare(config.output, settings)
+        kept = kept_in(config.output, before)
+        tokenizer.save(config.output / TOKENIZER)
+        if before is not None and len(kept) == len(before.shards):
+            return summary(config, before, 0, monotonic() - began)
+        made = make_shards(config, chain([first], units), kept, tokenizer, corpus)
+        shards = sorted([*kept.values(), *made], key=lambda shard: shard.name)
+        after = Index(settings=settings, command=config.command(), shards=shards)
+        finish(config, before, after)
+        return summary(config, after, len(made), monotonic() - began)
 
 
 def cut_units(corpus: Corpus, size: int) -> Iterator[Unit]:
@@ -230,62 +225,27 @@ def difference(old: Any, new: Any) -> tuple[str, str]:
     return before, now
 
 
-def kept_in(output: Path, index: Index | None) -> set[str]:
-    """The names of the shards that are there and whole."""
+def kept_in(output: Path, index: Index | None) -> dict[str, Shard]:
+    """The shards that are there and whole, by their names."""
     if index is None:
-        return {path.name for path in output.glob("*.safetensors")}
-    return {shard.name for shard in index.shards} - set(Shards(output, index).damaged())
+        return {path.name: describe(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
+    damaged = Shards(output, index).damaged()
+    return {shard.name: shard for shard in index.shards if shard.name not in damaged}
 
 
 def make_shards(
-    config: ShardConfig, units: Iterable[Unit], kept: set[str], tokenizer: TextTokenizer, corpus: Corpus
-) -> int:
-    """Encode and write every unit whose shard is not kept; gives their number."""
-    made = 0
+    config: ShardConfig, units: Iterable[Unit], kept: dict[str, Shard], tokenizer: TextTokenizer, corpus: Corpus
+) -> list[Shard]:
+    """Encode and write every unit whose shard is not kept."""
+    made = []
     encode = partial(encode_unit, config, tokenizer.fingerprint)
+    todo = (unit for unit in units if shard_name(unit.number) not in kept)
     with meter(sum(corpus.sizes())) as progress:
-        todo = (unit for unit in units if shard_name(unit.number) not in kept)
-        for encoded in ahead(encode, todo, config.processes()):
-            write_whole(config.output / shard_name(encoded.unit.number), encoded.content)
-            progress.update(encoded.unit.position, encoded.text_bytes, encoded.tokens)
-            made += 1
+        for encoded in in_order(encode, todo, config.processes()):
+            write_whole(config.output / encoded.shard.name, encoded.content)
+            progress.update(encoded.position, encoded.shard.text_bytes, sum(encoded.shard.tokens.values()))
+            made.append(encoded.shard)
     return made
-
-
-def ahead(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """The function's results in order, by worker processes that are a bounded number of items ahead."""
-    if workers == 1:
-        yield from map(function, items)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, start_worker) as pool:
-        waiting: deque[Future[Result]] = deque()
-        try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) > workers + 1:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise DataError("a worker was killed, perhaps for want of memory; run again with fewer --workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def start_worker() -> None:
-    """Make a worker quiet, single-threaded, and end with its parent even if that is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-
-
-def end_with(parent: BaseProcess) -> None:
-    """Wait for the parent's end, then end this process."""
-    parent.join()
-    os._exit(1)
 
 
 @lru_cache(maxsize=1)
@@ -297,45 +257,47 @@ def encoder_of(folder: Path, fingerprint: str) -> Encoder:
 
 
 def encode_unit(config: ShardConfig, fingerprint: str, unit: Unit) -> Encoded:
-    """One shard of one unit: documents found, held out by their text, encoded."""
+    """The shard of one unit; runs in a worker and touches no files."""
     encoder = encoder_of(config.output / TOKENIZER, fingerprint)
     encoder.uncovered.clear()
-    counts = Counts()
+    counts, type = Counts(), np.dtype(encoder.type)
+    documents = encode_documents(config, encoder, unit, counts)
+    facts = {
+        "text_bytes": sum(map(len, unit.blocks)),
+        "unknown": sum(count(encoder.unk_id, ids, type) for split in SPLITS for ids in documents[split]),
+        "uncovered": most_frequent(encoder.uncovered, UNCOVERED_WORDS),
+        **asdict(counts),
+    }
+    content = shard_bytes(documents, facts, type)
+    return Encoded(describe(shard_name(unit.number), content), content, unit.position)
+
+
+def encode_documents(config: ShardConfig, encoder: Encoder, unit: Unit, counts: Counts) -> dict[Split, list[bytes]]:
+    """The ids of the unit's documents, each in its split."""
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
     for block in unit.blocks:
         documents = list(documents_of(block, config, counts))
         for document, ids in zip(documents, encoder.encode(documents), strict=True):
-            split: Split = "validation" if is_validation(document, config.validation_fraction) else "train"
             if ids:
-                encoded[split].append(ids)
-    type = np.dtype(encoder.type)
-    tokens = sum(len(ids) for split in SPLITS for ids in encoded[split]) // type.itemsize
-    text_bytes = sum(map(len, unit.blocks))
-    unknown = sum(int((np.frombuffer(ids, type) == encoder.unk_id).sum()) for split in SPLITS for ids in encoded[split])
-    facts = {
-        "text_bytes": text_bytes,
-        "replaced": counts.replaced,
-        "cut": counts.cut,
-        "unknown": unknown,
-        "uncovered": most_frequent(encoder.uncovered, UNCOVERED_WORDS),
-    }
-    return Encoded(Unit(unit.number, [], unit.position), shard_bytes(encoded, facts, type), text_bytes, tokens)
+                is_held_out = is_validation(document, config.validation_fraction)
+                encoded["validation" if is_held_out else "train"].append(ids)
+    return encoded
 
 
-def finish(config: ShardConfig, before: Index | None, settings: dict[str, Any]) -> Index:
-    """Write the index of all shards; a repair must have given the bytes that were there before."""
-    paths = sorted(config.output.glob("*.safetensors"))
-    index = Index(settings=settings, command=config.command(), shards=list(ahead(describe, paths, config.processes())))
-    if before is not None and before.shards != index.shards:
-        changed = [new.name for old, new in zip(before.shards, index.shards, strict=False) if old != new]
-        raise DataError(
-            f"{', '.join(changed)} came out unlike before: the text has changed; start over in a new folder"
-        )
-    if not any(index.totals("tokens").values()):
+def count(token: int, ids: bytes, type: np.dtype) -> int:
+    """How often a token is among ids."""
+    return int(np.count_nonzero(np.frombuffer(ids, type) == token))
+
+
+def finish(config: ShardConfig, before: Index | None, after: Index) -> None:
+    """Write the index, the last of all; a repair must have given the bytes that were there before."""
+    if before is not None and before.shards != after.shards:
+        changed = [new.name for old, new in zip(before.shards, after.shards, strict=False) if old != new]
+        raise DataError(f"{', '.join(changed)} came out unlike before, so the text has changed; start over elsewhere")
+    if not any(after.totals("tokens").values()):
         raise DataError(f"no document of {config.corpus} has any token; is it text?")
-    write_whole(config.output / INDEX, index.as_json())
+    write_whole(config.output / INDEX, after.as_json())
     (config.output / UNFINISHED).unlink(missing_ok=True)
-    return index
 
 
 def summary(config: ShardConfig, index: Index, made: int, seconds: float) -> Sharded:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from hashlib import sha256
+from hashlib import file_digest, sha256
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,31 +95,27 @@ def shard_bytes(documents: dict[Split, list[bytes]], facts: dict[str, Any], type
     return save(arrays, {"facts": json.dumps(facts)})
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The description at the head of a safetensors file, and where its data begins."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
-
-
-def describe(path: Path) -> Shard:
-    """Read a shard and say what is in it."""
-    header, _ = read_header(path)
-    facts = json.loads(header["__metadata__"]["facts"])
+def describe(name: str, content: bytes) -> Shard:
+    """What the index keeps of a shard with this content."""
+    header, _ = header_of(content)
     counts: dict[str, Any] = {
         count: {split: header[f"{split}.{array}"]["shape"][0] for split in SPLITS}
         for count, array in (("documents", "ends"), ("tokens", "tokens"))
     }
-    return Shard(name=path.name, bytes=path.stat().st_size, sha256=checksum(path), **counts, **facts)
+    facts = json.loads(header["__metadata__"]["facts"])
+    return Shard(name=name, bytes=len(content), sha256=sha256(content).hexdigest(), **counts, **facts)
+
+
+def header_of(content: bytes | mmap) -> tuple[dict[str, Any], int]:
+    """The description at the head of a safetensors file, and where its data begins."""
+    begin = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:begin]), begin
 
 
 def checksum(path: Path) -> str:
     """The SHA-256 of a file."""
-    found = sha256()
     with open(path, "rb") as file:
-        while data := file.read(1 << 20):
-            found.update(data)
-    return found.hexdigest()
+        return file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -144,25 +140,22 @@ class Shards:
 
     def array(self, shard: Shard, name: str) -> NDArray:
         """One array of a shard, memory-mapped."""
-        path = self.folder / shard.name
+        with open(self.folder / shard.name, "rb") as file:
+            mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
         try:
-            header, data = read_header(path)
+            header, begin = header_of(mapped)
             [length], (start, _) = header[name]["shape"], header[name]["data_offsets"]
-            type = TYPES[header[name]["dtype"]]
-        except (ValueError, KeyError, UnicodeDecodeError):
+            return np.frombuffer(mapped, TYPES[header[name]["dtype"]], length, begin + start)
+        except (ValueError, KeyError):
             raise damaged_error(self, [shard.name]) from None
-        if not length:  # an empty file part cannot be mapped
-            return np.zeros(0, type)
-        return np.memmap(path, type, "r", data + start, (length,))
 
-    def damaged(self, shards: Iterable[Shard] | None = None) -> list[str]:
+    def damaged(self) -> list[str]:
         """The shards that are not what the index says, by their checksums."""
-        shards = self.index.shards if shards is None else shards
-        return [
-            shard.name
-            for shard in shards
-            if self.has_wrong_size(shard) or checksum(self.folder / shard.name) != shard.sha256
-        ]
+        return [shard.name for shard in self.index.shards if self.is_damaged(shard)]
+
+    def is_damaged(self, shard: Shard) -> bool:
+        """Whether a shard's bytes are others than the index says."""
+        return self.has_wrong_size(shard) or checksum(self.folder / shard.name) != shard.sha256
 
     def has_wrong_size(self, shard: Shard) -> bool:
         """Whether a shard is missing or cut."""
