@@ -22,6 +22,9 @@ from electra.errors import ConfigError
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
+    "tokenizer": ("electra.text.tokenizer", "TokenizerConfig", "train_tokenizer", "learn a vocabulary from text"),
+    "shard": ("electra.text.sharding", "ShardConfig", "shard", "turn text into shards of tokens"),
+    "inspect": ("electra.text.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),
     "flops": ("electra.report.costs", "FlopsConfig", "count_costs", "count a model's parameters and operations"),
     "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
     "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),

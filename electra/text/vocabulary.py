@@ -1,4 +1,4 @@
-"""What later stages need to know of a vocabulary: its size and its special tokens."""
+"""What later stages need to know of a vocabulary: its size, its special tokens, and which tokens continue a word."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ class Vocabulary:
     cls_id: int = 101
     sep_id: int = 102
     mask_id: int = 103
+    continues_word: tuple[bool, ...] = ()  # of each id: whether it is a word's second or later piece
 
-    def unmaskable(self) -> list[int]:
+    def unmaskable(self) -> tuple[int, ...]:
         """The ids that are never masked: [PAD], [CLS], [SEP], [MASK]."""
-        return [self.pad_id, self.cls_id, self.sep_id, self.mask_id]
+        return self.pad_id, self.cls_id, self.sep_id, self.mask_id

@@ -253,8 +253,8 @@ class Trainer:
             saved = checkpoint_folders(self.run)
             left = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
             raise TrainingError(
-                f"step {self.place.step}: loss or gradient not finite, the {self.place.skipped}th time in this run; {left}; "
-                f"try a lower --learning-rate or a longer --warmup"
+                f"step {self.place.step}: loss or gradient not finite, {self.place.skipped} times in this run; "
+                f"{left}; try a lower --learning-rate or a longer --warmup"
             )
 
     def log(self) -> None:

@@ -1,0 +1,158 @@
+"""Files of text: which ones a corpus has, and how each is opened, compressed or not."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import importlib
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO
+
+from electra.errors import ConfigError, DataError
+
+FORMATS = (".txt", ".jsonl", ".parquet")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+PARTIAL = ".partial"
+"""Ends the name of a file that is being written."""
+ALLOWED = f"{', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of a corpus."""
+
+    path: Path
+    format: str  # one of FORMATS
+    compression: str  # one of COMPRESSIONS, or ""
+
+
+def find_files(source: str) -> list[TextFile]:
+    """The text files of a file name, a folder (with all folders in it) or a glob, in the order of their names."""
+    path = Path(source)
+    if path.is_dir():
+        visible = (found for found in path.rglob("*") if not hidden(found.relative_to(path)))
+        files = [file for found in visible if found.is_file() and (file := recognise(found))]
+    elif path.exists():
+        files = [named(path)]
+    else:
+        files = [named(Path(found)) for found in glob.glob(source, recursive=True) if Path(found).is_file()]
+    if not files:
+        raise DataError(f"no text in {source}; a corpus is a file, folder or glob of {ALLOWED}, or hub:NAME")
+    return sorted(files, key=lambda file: str(file.path))
+
+
+def hidden(path: Path) -> bool:
+    """Whether a name on the way to the file starts with a dot."""
+    return any(part.startswith(".") for part in path.parts)
+
+
+def recognise(path: Path) -> TextFile | None:
+    """The file, if its name says that it holds text."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    format = Path(path.name.removesuffix(compression)).suffix
+    return TextFile(path, format, compression) if format in FORMATS else None
+
+
+def named(path: Path) -> TextFile:
+    """The file the user named, which therefore must be text."""
+    file = recognise(path)
+    if file is None:
+        raise ConfigError(f"cannot tell what is in {path} from its name; the names of text files end in {ALLOWED}")
+    return file
+
+
+def needs(module: str, extra: str, what: str) -> ModuleType:
+    """An optional library, imported where it is used, or a sentence on how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"{what} needs another library: pip install 'electra[{extra}]'") from None
+
+
+@contextmanager
+def opened(file: TextFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The file's text as a stream, and the file on disk below it, whose `tell` says how far reading has come."""
+    with open(file.path, "rb") as disk:
+        try:
+            yield decompressed(file.compression, disk), disk
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise DataError(f"{file.path} is damaged or cut short ({error}); fetch or compress it again") from None
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            # bz2 reports damage as an OSError without a number
+            raise DataError(f"{file.path} is damaged ({error}); fetch or compress it again") from None
+
+
+def decompressed(compression: str, disk: BinaryIO) -> Any:
+    """A stream whose `read(n)` gives n bytes unless the text ends."""
+    match compression:
+        case ".gz":
+            return gzip.GzipFile(fileobj=disk)
+        case ".bz2":
+            return bz2.BZ2File(disk)
+        case ".xz":
+            return lzma.LZMAFile(disk)
+        case ".zst":
+            return io.BufferedReader(Zstandard(disk))
+        case _:
+            return disk
+
+
+class Zstandard(io.RawIOBase):
+    """The text of a .zst file, which may have several frames; unlike the library's reader it notices a cut file."""
+
+    def __init__(self, disk: BinaryIO):
+        self.library = needs("zstandard", "zstd", "reading .zst")
+        self.disk = disk
+        self.frame: Any = None  # the frame being read
+        self.packed = b""  # compressed bytes that were read and belong to the next frame
+        self.text = b""  # text that nobody has asked for yet
+
+    def readable(self) -> bool:
+        """It is for reading."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as the next piece of text goes."""
+        while not self.text and (packed := self.packed or self.disk.read(1 << 17)):
+            self.text = self.unpacked(packed)
+        if not self.text and self.frame is not None:
+            raise EOFError("its last frame has no end")
+        count = min(len(buffer), len(self.text))
+        buffer[:count], self.text = self.text[:count], self.text[count:]
+        return count
+
+    def unpacked(self, packed: bytes) -> bytes:
+        """The text of compressed bytes up to the end of their frame."""
+        self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+        try:
+            text = self.frame.decompress(packed)
+        except self.library.ZstdError as error:
+            raise EOFError(str(error)) from None
+        self.packed = self.frame.unused_data if self.frame.eof else b""
+        self.frame = None if self.frame.eof else self.frame
+        return text
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file beside its name and rename it, so that under its name it is whole or not there."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot write ({error.strerror})", str(path)) from None
