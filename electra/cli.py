@@ -25,6 +25,11 @@ COMMANDS = {
     "tokenizer": ("electra.text.tokenizer", "TokenizerConfig", "train_tokenizer", "learn a vocabulary from text"),
     "shard": ("electra.text.sharding", "ShardConfig", "shard", "turn text into shards of tokens"),
     "inspect": ("electra.text.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),
+    "pretrain": ("electra.training.pretraining", "PretrainConfig", "pretrain", "train a generator and a discriminator"),
+    "detect": ("electra.serve.command", "DetectConfig", "detect", "say which tokens of a text look replaced"),
+    "fill": ("electra.serve.command", "FillConfig", "fill", "fill in the [MASK]s of a text"),
+    "embed": ("electra.serve.command", "EmbedConfig", "embed", "turn a text into a vector"),
+    "doctor": ("electra.serve.doctor", "DoctorConfig", "examine", "say what this machine has and what will be used"),
     "flops": ("electra.report.costs", "FlopsConfig", "count_costs", "count a model's parameters and operations"),
     "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
     "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
@@ -75,6 +80,8 @@ def run(arguments: list[str]) -> None:
     result = getattr(stage, function)(settings)
     if result is not None:
         print(json.dumps(dataclasses.asdict(result), default=str) if getattr(settings, "json", False) else result)
+    if code := getattr(result, "exit_code", 0):
+        sys.exit(code)
 
 
 def overview() -> str:
@@ -92,7 +99,24 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
     """Flags, and before them the fields of a `--config` file, as the command's configuration."""
     file, flags = config_file(flags)
     fields = as_flags(configuration, read_fields(file)) if file else []
-    return tyro.cli(configuration, prog=f"electra {name}", args=fields + flags)  # the last of two equal flags wins
+    flags = fields + flags  # the last of two equal flags wins
+    default = preset(configuration, flags) if hasattr(configuration, "preset") else None
+    return tyro.cli(configuration, prog=f"electra {name}", args=flags, default=default)
+
+
+def preset(configuration: Any, flags: list[str]) -> Any:
+    """Defaults that depend on some of the flags (a size, a recipe), so that --help shows them as they will be."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for field in dataclasses.fields(configuration):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
+    given = vars(parser.parse_known_args(flags)[0])
+    required = {field.name: tyro.MISSING for field in dataclasses.fields(configuration) if is_required(field)}
+    return configuration(**required | configuration.preset(given))
+
+
+def is_required(field: dataclasses.Field) -> bool:
+    """Whether a field has no default."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def config_file(flags: list[str]) -> tuple[Path | None, list[str]]:

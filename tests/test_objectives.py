@@ -8,7 +8,7 @@ from scipy import stats
 from torch.nn import functional
 
 from electra.errors import ConfigError
-from electra.objective.losses import Loss, added, total
+from electra.objective.losses import Loss, total
 from electra.objective.masking import Masked, mask
 from electra.objective.objectives import (
     OBJECTIVES,
@@ -126,8 +126,8 @@ def test_pieces_of_a_batch_have_the_gradients_of_the_whole(make_pair, make_batch
         pieces = [
             Batch(batch.input_ids[rows], batch.step, batch.rows[rows], batch.attention_mask[rows]) for rows in cuts
         ]
-        losses = [OBJECTIVES[objective](electra, piece, settings) for piece in pieces]
-        counts = added([{name: loss.count for name, loss in piece.items()} for piece in losses])
+        losses = [OBJECTIVES[objective].losses(electra, piece, settings) for piece in pieces]
+        counts = OBJECTIVES[objective].counts(batch, settings)
         for piece in losses:
             total(piece, counts).backward()
         return [parameter.grad for parameter in electra.parameters() if parameter.grad is not None]
@@ -213,7 +213,7 @@ def test_each_objective_is_one_graph_for_the_compiler(make_pair, make_batch, set
 
     def loss(input_ids, step, rows, attention_mask):
         batch = Batch(input_ids, step, rows, attention_mask, continues_word=input_ids % 3 == 0)
-        return total(OBJECTIVES[objective](electra, batch, settings))
+        return total(OBJECTIVES[objective].losses(electra, batch, settings))
 
     settings = replace(settings, mask_count="paper", whole_words=True)
     batch = make_batch(lengths=[16, 12, 7, 3])
@@ -228,7 +228,7 @@ def test_each_objective_learns_a_batch_by_heart(make_pair, make_batch, settings,
     optimizer = torch.optim.AdamW(electra.parameters(), lr=1e-2)
     losses = []
     for _ in range(60):
-        loss = total(OBJECTIVES[objective](electra, batch, settings))
+        loss = total(OBJECTIVES[objective].losses(electra, batch, settings))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -27,11 +27,12 @@ from electra.model.storage import (
     has_head,
     load_model,
     read_tensors,
-    save_tensors,
     write_json,
+    write_parts,
     write_tensors,
     written_whole,
 )
+from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]
 
@@ -41,7 +42,7 @@ class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code."""
 
     model: Path
-    """The model folder."""
+    """A model folder, or a run folder: that stands for its newest checkpoint."""
     output: Path
     """The folder to write; it must not exist yet."""
     to: Literal["huggingface"] = "huggingface"
@@ -83,16 +84,17 @@ class Moved:
 
 def export(config: ExportConfig) -> Moved:
     """Write one part of a model as a Hugging Face folder."""
-    electra = load_model(config.model)
+    folder = model_folder(config.model)
+    electra = load_model(folder)
     part = part_of(electra, config.part)
-    if config.part == "discriminator" and not has_head(read_tensors(config.model / WEIGHTS)):
+    if config.part == "discriminator" and not has_head(read_tensors(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {config.model} has no trained head; leave it out with --part encoder")
     architecture, size = LEAVING[config.part], part.encoder.config
     tensors = to_huggingface(folded(part.state_dict()), ARCHITECTURES[architecture])
     with written_whole(config.output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, huggingface_config(size, architecture, next(iter(tensors.values())).dtype))
-        tokenizer = copy_tokenizer(config.model, draft)
+        tokenizer = copy_tokenizer(folder, draft)
     return Moved(str(config.output), architecture, count(tensors), tokenizer)
 
 
@@ -108,7 +110,8 @@ def import_model(config: ImportConfig) -> Moved:
     if sharing == "embeddings":  # stored once, under the generator's name
         tensors = {name: tensor for name, tensor in tensors.items() if "discriminator.encoder.embeddings" not in name}
     model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
-    tokenizer = save_tensors(model, tensors, config.output, config.source)
+    with written_whole(config.output) as draft:
+        tokenizer = write_parts(model, tensors, draft, config.source)
     return Moved(str(config.output), f"{' and '.join(sizes)}, sharing {sharing}", count(tensors), tokenizer)
 
 

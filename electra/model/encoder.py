@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
 from electra.model.attention import Reach, attend, has_document_kernel, reach_of
@@ -157,6 +158,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.project = project_of(config)
         self.layers = nn.ModuleList(ClassicLayer(config) for _ in range(config.layers))
+        self.recomputes_layers = False  # gradient checkpointing: less memory, a third more work
         initialize(self)
 
     def forward(
@@ -175,7 +177,10 @@ class Encoder(nn.Module):
         hidden = self.project(self.embeddings(input_ids, segment_ids))  # [B, L, D]
         reach = reach_of(attention_mask, documents, has_kernel=self.has_document_kernel())
         for layer in self.layers:
-            hidden = layer(hidden, reach)
+            if self.recomputes_layers and self.training:
+                hidden = checkpoint(layer, hidden, reach, use_reentrant=False)
+            else:
+                hidden = layer(hidden, reach)
         return hidden
 
     def has_document_kernel(self) -> bool:

@@ -30,17 +30,22 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) -> None:
-    """Write a model folder, with the tokenizer files that lie in the folder `tokenizer`."""
-    weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}  # what is shared, once
-    save_tensors(electra.config, weights, folder, tokenizer)
-
-
-def save_tensors(config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None) -> list[str]:
-    """Write a model folder from its parts; returns the names of the tokenizer files in it."""
+    """Make a model folder, with the tokenizer files that lie in the folder `tokenizer`."""
     with written_whole(folder) as draft:
-        write_tensors(draft / WEIGHTS, weights)
-        write_json(draft / CONFIG, {"model": asdict(config)})
-        return copy_tokenizer(tokenizer, draft)
+        write_model(electra, draft, tokenizer)
+
+
+def write_model(electra: Electra, folder: Path, tokenizer: Path | None) -> None:
+    """Write a model's files into a folder."""
+    weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}  # what is shared, once
+    write_parts(electra.config, weights, folder, tokenizer)
+
+
+def write_parts(config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None) -> list[str]:
+    """Write a model's files from its parts; returns the names of the tokenizer's among them."""
+    write_tensors(folder / WEIGHTS, weights)
+    write_json(folder / CONFIG, {"model": asdict(config)})
+    return copy_tokenizer(tokenizer, folder)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

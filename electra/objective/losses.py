@@ -31,8 +31,3 @@ def total(losses: Losses, counts: Counts | None = None) -> Tensor:
     """Σ weight · sum / count: over these losses' own predictions, or over `counts` of the batch they are a piece of."""
     counts = {name: loss.count for name, loss in losses.items()} if counts is None else counts
     return torch.stack([loss.weight * loss.sum / counts[name].clamp(min=1) for name, loss in losses.items()]).sum()
-
-
-def added(counts: list[Counts]) -> Counts:
-    """The counts of several pieces together."""
-    return {name: torch.stack([piece[name] for piece in counts]).sum() for name in counts[0]}

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.model.electra import Electra
-from electra.objective.losses import Loss, Losses
+from electra.objective.losses import Counts, Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
 from electra.objective.randomness import Purpose, gumbel, row_keys
 from electra.text.batches import Batch
@@ -80,9 +80,28 @@ def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings)
     return {"generator": mlm_loss(guesses, masked)}
 
 
-OBJECTIVES: dict[str, Callable[[Electra, Batch, Settings], Losses]] = {
-    "rtd": replaced_token_detection,
-    "mlm": masked_language_modeling,
+def count_masked(batch: Batch, settings: Settings) -> Counts:
+    """What the generator's loss is divided by."""
+    return {"generator": mask(batch, settings.vocabulary, settings, settings.seed).weights.sum()}
+
+
+def count_masked_and_tokens(batch: Batch, settings: Settings) -> Counts:
+    """What the generator's and the discriminator's loss are divided by."""
+    return count_masked(batch, settings) | {"discriminator": batch.tokens().sum()}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """An objective: its losses, what they are divided by (known before any weight is), and whom it trains."""
+
+    losses: Callable[[Electra, Batch, Settings], Losses]
+    counts: Callable[[Batch, Settings], Counts]
+    has_discriminator: bool
+
+
+OBJECTIVES = {
+    "rtd": Objective(replaced_token_detection, count_masked_and_tokens, has_discriminator=True),
+    "mlm": Objective(masked_language_modeling, count_masked, has_discriminator=False),
 }
 
 

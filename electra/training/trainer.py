@@ -71,8 +71,8 @@ class Rows(Protocol):
 class Lesson(Protocol):
     """What a trainer is given: a model, batches and their losses, measures, and a way to write the model down."""
 
-    model: nn.Module
-
+    @property
+    def model(self) -> nn.Module: ...
     def next_batch(self) -> Rows: ...
     def losses(self, batch: Any) -> Losses: ...
     def counts(self, batch: Any) -> Counts: ...  # what losses are divided by, before there are any

@@ -1,0 +1,116 @@
+"""Measures on held-out text: always the same masks, whatever the run's own settings are, so that runs compare."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from electra.model.electra import Electra, Generator
+from electra.objective.masking import mask
+from electra.objective.objectives import Corrupted, Settings, corrupt, sample
+from electra.objective.randomness import Purpose, random_uniform, row_keys
+from electra.text.batches import Batch
+from electra.text.vocabulary import Vocabulary
+
+SEED = 20200310  # of the masks and replacements that are measured on; never a run's own
+
+
+@dataclass
+class Tally:
+    """Sums of per-prediction numbers, and how many there were."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, values: Tensor, weights: Tensor) -> None:
+        """Add numbers, each as often as its weight says."""
+        self.sums[name] = self.sums.get(name, 0.0) + (values.float() * weights).sum().item()
+        self.counts[name] = self.counts.get(name, 0.0) + weights.sum().item()
+
+    def means(self) -> dict[str, float]:
+        return {name: self.sums[name] / max(1.0, self.counts[name]) for name in self.sums}
+
+
+@dataclass
+class Verdicts:
+    """A discriminator's logits and the truth, over all tokens that are not padding."""
+
+    logits: list[NDArray] = field(default_factory=list)
+    is_replaced: list[NDArray] = field(default_factory=list)
+
+    def add(self, logits: Tensor, corrupted: Corrupted, attention_mask: Tensor | None) -> None:
+        """Add a batch's [B, L]."""
+        is_token = torch.ones_like(corrupted.is_replaced) if attention_mask is None else attention_mask.bool()
+        self.logits.append(logits.float()[is_token].cpu().numpy())
+        self.is_replaced.append(corrupted.is_replaced[is_token].cpu().numpy())
+
+    def measures(self, prefix: str) -> dict[str, float]:
+        """Loss, accuracy, precision, recall and AUC."""
+        logits, truth = np.concatenate(self.logits).astype(np.float64), np.concatenate(self.is_replaced)
+        said = logits > 0
+        return {
+            f"{prefix}_loss": float(np.mean(np.logaddexp(0, np.where(truth, -logits, logits)))),
+            f"{prefix}_accuracy": float(np.mean(said == truth)),
+            f"{prefix}_precision": float(truth[said].mean()) if said.any() else 0.0,
+            f"{prefix}_recall": float(said[truth].mean()) if truth.any() else 0.0,
+            f"{prefix}_auc": auc(logits, truth),
+        }
+
+
+def auc(scores: NDArray, is_positive: NDArray) -> float:
+    """How often a positive scores above a negative, ties counting half; 0.5 where one of them is missing."""
+    _, ranks, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    mean_ranks = (np.cumsum(counts) - (counts - 1) / 2)[ranks]
+    positives, negatives = int(is_positive.sum()), int((~is_positive).sum())
+    if not positives or not negatives:
+        return 0.5
+    return float((mean_ranks[is_positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+@torch.no_grad()
+def measure(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabulary: Vocabulary) -> dict[str, float]:
+    """All measures of a pair (or of the part that is there) over held-out batches; `unigram` [V] adds up to 1."""
+    settings = Settings(vocabulary=vocabulary, seed=SEED)
+    tally, joint, frozen = Tally(), Verdicts(), Verdicts()
+    for batch in batches:
+        if electra.generator is not None:
+            corrupted = measure_generator(electra.generator, batch, settings, tally)
+            if electra.discriminator is not None:
+                joint.add(
+                    electra.discriminator(corrupted.input_ids, *batch.surroundings()), corrupted, batch.attention_mask
+                )
+        if electra.discriminator is not None:
+            corrupted = frozen_corruption(batch, settings, unigram)
+            frozen.add(
+                electra.discriminator(corrupted.input_ids, *batch.surroundings()), corrupted, batch.attention_mask
+            )
+    found = tally.means()
+    for prefix, verdicts in (("rtd", joint), ("frozen", frozen)):
+        found |= verdicts.measures(prefix) if verdicts.logits else {}
+    return {"loss": found.get("mlm_loss", 0.0) + settings.discriminator_weight * found.get("rtd_loss", 0.0)} | found
+
+
+def measure_generator(generator: Generator, batch: Batch, settings: Settings, tally: Tally) -> Corrupted:
+    """Tally the generator's loss, accuracy, entropy and right samples; returns the text with its samples."""
+    masked = mask(batch, settings.vocabulary, settings, settings.seed)
+    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions).float()  # [B, M, V]
+    logs = guesses.log_softmax(2)
+    sampled = sample(guesses, masked, batch, settings)
+    tally.add("mlm_loss", -logs.gather(2, masked.originals[:, :, None]).squeeze(2), masked.weights)
+    tally.add("mlm_accuracy", guesses.argmax(2) == masked.originals, masked.weights)
+    tally.add("samples_right", sampled == masked.originals, masked.weights)
+    tally.add("generator_entropy", -(logs.exp() * logs).sum(2), masked.weights)
+    return corrupt(batch.input_ids, masked, sampled)
+
+
+def frozen_corruption(batch: Batch, settings: Settings, unigram: Tensor) -> Corrupted:
+    """Text with replacements drawn from the unigram distribution: the same whatever generator a run has."""
+    settings = replace(settings, seed=settings.seed + 1)
+    masked = mask(batch, settings.vocabulary, settings, settings.seed)
+    keys = row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN)
+    draws = random_uniform(keys, masked.positions.shape[1]).double()
+    sampled = torch.searchsorted(unigram.double().cumsum(0), draws).clamp(max=len(unigram) - 1)
+    return corrupt(batch.input_ids, masked, sampled)

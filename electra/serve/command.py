@@ -1,0 +1,111 @@
+"""`electra detect`, `electra fill`, `electra embed`: a model on one text, from the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from electra.errors import ConfigError
+from electra.serve.model import Detected, Filled, Pooling, load
+from electra.training.machine import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """A model and a text for it."""
+
+    text: tyro.conf.Positional[str]
+    """The text, in quotes."""
+    model: Path
+    """A model folder or a run folder."""
+    device: Device = "auto"
+    """auto: the GPU where there is one."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ConfigError("the text is empty; give some words in quotes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectConfig(TextConfig):
+    """Say of every token of a text whether it looks replaced: the discriminator's verdict, from 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillConfig(TextConfig):
+    """Fill in each [MASK] of a text: the generator's likeliest tokens."""
+
+    count: int = 5
+    """Guesses for each blank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedConfig(TextConfig):
+    """Turn a text into a vector: the encoder's hidden states, pooled."""
+
+    pooling: Pooling = "mean"
+    """mean: over all tokens; cls: the first token's."""
+
+
+@dataclass(frozen=True)
+class Shown(Detected):
+    """Verdicts as a line of text, suspicious tokens marked."""
+
+    def __str__(self) -> str:
+        return colored(self)
+
+
+@dataclass(frozen=True)
+class Guesses(Filled):
+    """Guesses, a line for each blank."""
+
+    def __str__(self) -> str:
+        lines = []
+        for blank in self.blanks:
+            guesses = "  ".join(f"{token} {probability:.3f}" for token, probability in blank.guesses.items())
+            lines.append(f"[MASK] at {blank.position}: {guesses}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A text's vector."""
+
+    vector: list[float]
+
+    def __str__(self) -> str:
+        shown = " ".join(f"{number:.4f}" for number in self.vector[:8])
+        return f"{len(self.vector)} numbers: {shown} …  (--json for all)"
+
+
+def detect(config: DetectConfig) -> Shown:
+    """The discriminator's verdicts on a text."""
+    return Shown(**vars(load(config.model, config.device).detect(config.text)))
+
+
+def fill(config: FillConfig) -> Guesses:
+    """The generator's guesses for the blanks of a text."""
+    return Guesses(**vars(load(config.model, config.device).fill(config.text, config.count)))
+
+
+def embed(config: EmbedConfig) -> Embedded:
+    """The vector of a text."""
+    return Embedded(load(config.model, config.device).embed(config.text, config.pooling)[0].tolist())
+
+
+def colored(detected: Detected) -> str:
+    """Tokens side by side, suspicious ones red and with their verdict; without a terminal only the verdict marks them."""
+    line = Text()
+    for token, verdict in zip(detected.tokens, detected.replaced, strict=True):
+        is_suspicious = verdict > 0.5
+        line.append(f"{token}({verdict:.2f})" if is_suspicious else token, style="bold red" if is_suspicious else "")
+        line.append(" ")
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(line)
+    note = "\n(the text was cut to the model's positions)" if detected.is_truncated else ""
+    return captured.get().rstrip() + note

@@ -1,0 +1,118 @@
+"""A trained model at work: which tokens look replaced, what belongs in a blank, what a text means as a vector."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from electra.errors import ConfigError, DataError
+from electra.model.electra import Electra
+from electra.model.encoder import Encoder
+from electra.model.storage import TOKENIZER_FILES, load_model
+from electra.text.tokenizer import TextTokenizer, load_tokenizer
+from electra.training.checkpoint import model_folder
+from electra.training.machine import Device, choose_device
+
+Pooling = Literal["mean", "cls"]
+
+
+@dataclass(frozen=True)
+class Detected:
+    """A text's tokens, and how surely each was replaced: 0 is original, 1 replaced."""
+
+    tokens: list[str]
+    replaced: list[float]
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A [MASK] and the likeliest tokens for it, with their probabilities."""
+
+    position: int
+    guesses: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A text's tokens, and what belongs in its blanks."""
+
+    tokens: list[str]
+    blanks: list[Blank]
+    is_truncated: bool = False
+
+
+class Model:
+    """A pair (or the part of it that is there) with its tokenizer."""
+
+    def __init__(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device) -> None:
+        self.electra, self.tokenizer, self.device = electra.float().to(device).eval(), tokenizer, device
+
+    def detect(self, text: str) -> Detected:
+        """How surely each token of `text` was replaced."""
+        ids, tokens, is_truncated = self.encode(text, self.electra.the_discriminator().encoder)
+        with torch.no_grad():
+            verdicts = self.electra.the_discriminator()(ids)[0].sigmoid()
+        return Detected(tokens, [round(verdict, 4) for verdict in verdicts.tolist()], is_truncated)
+
+    def fill(self, text: str, count: int = 5) -> Filled:
+        """The likeliest tokens for each [MASK] in `text`."""
+        ids, tokens, is_truncated = self.encode(text, self.electra.the_generator().encoder)
+        blanks = (ids[0] == self.tokenizer.vocabulary.mask_id).nonzero().flatten()
+        if not len(blanks):
+            raise ConfigError("there is no [MASK] in the text; write one where a word is to be filled in")
+        with torch.no_grad():
+            guesses = self.electra.the_generator()(ids, at=blanks[None])[0].softmax(1)  # [blanks, V]
+        best = guesses.topk(min(count, guesses.shape[1]), dim=1)
+        return Filled(tokens, [self.blank(*row) for row in zip(blanks, *best, strict=True)], is_truncated)
+
+    def blank(self, position: Tensor, probabilities: Tensor, ids: Tensor) -> Blank:
+        """A blank with its guesses."""
+        names = [self.name(number) for number in ids.tolist()]
+        return Blank(int(position), dict(zip(names, [round(p, 4) for p in probabilities.tolist()], strict=True)))
+
+    def embed(self, texts: str | Sequence[str], pooling: Pooling = "mean") -> Tensor:
+        """A vector for each text [N, D]: the mean of its tokens' hidden states, or that of [CLS]."""
+        texts = [texts] if isinstance(texts, str) else texts
+        return torch.stack([self.vector(text, pooling) for text in texts])
+
+    def vector(self, text: str, pooling: Pooling) -> Tensor:
+        """The vector of one text [D]."""
+        part = self.electra.discriminator or self.electra.the_generator()
+        with torch.no_grad():
+            hidden = part.encoder(self.encode(text, part.encoder)[0])[0]  # [L, D]
+        return (hidden[0] if pooling == "cls" else hidden.mean(0)).cpu()
+
+    def encode(self, text: str, encoder: Encoder) -> tuple[Tensor, list[str], bool]:
+        """Token ids [1, L], the tokens as words, and whether the text was cut to the model's positions."""
+        ids = self.tokenizer.library.encode(text).ids
+        kept = ids[: encoder.config.positions]
+        return torch.tensor([kept], device=self.device), [self.name(number) for number in kept], len(kept) < len(ids)
+
+    def name(self, number: int) -> str:
+        """A token as a word."""
+        return self.tokenizer.library.id_to_token(number) or f"<{number}>"
+
+
+def load(path: str | Path, device: Device = "auto") -> Model:
+    """Load a model folder, or the newest checkpoint of a run, with its tokenizer."""
+    folder = model_folder(Path(path))
+    electra = load_model(folder)
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")
+    tokenizer = load_tokenizer(folder)
+    check_vocabulary(electra, tokenizer, folder)
+    return Model(electra, tokenizer, choose_device(device))
+
+
+def check_vocabulary(electra: Electra, tokenizer: TextTokenizer, folder: Path) -> None:
+    """Refuse a tokenizer with more entries than the model's token table."""
+    for part in filter(None, (electra.config.generator, electra.config.discriminator)):
+        if tokenizer.vocabulary.size > part.vocabulary:
+            raise DataError(
+                f"{folder}: the tokenizer has {tokenizer.vocabulary.size:,} entries but the model "
+                f"{part.vocabulary:,}; put the tokenizer it was trained with beside it"
+            )

@@ -1,0 +1,45 @@
+"""Curves of a run, drawn from its metrics."""
+
+from pathlib import Path
+from typing import Any
+
+from electra.training.journal import METRICS, read_lines
+
+PANELS = (
+    # title, and the metrics in it, by kind
+    ("generator: MLM loss", (("train", "generator"), ("validation", "mlm_loss"))),
+    ("discriminator: RTD loss", (("train", "discriminator"), ("validation", "rtd_loss"))),
+    ("area under the curve", (("validation", "rtd_auc"), ("validation", "frozen_auc"))),
+    ("accuracy and right samples", (("validation", "mlm_accuracy"), ("validation", "samples_right"))),
+    ("learning rate", (("train", "learning_rate"),)),
+    ("tokens a second", (("train", "tokens_per_second"),)),
+)
+
+
+def draw_curves(run: Path) -> Path | None:
+    """Write curves.png into the run folder, where matplotlib is installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    lines = read_lines(run / METRICS)
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    for (title, metrics), axes in zip(PANELS, figure.subplots(2, 3).flat, strict=True):
+        for kind, name in metrics:
+            points = series(lines, kind, name)
+            if points:
+                axes.plot(*zip(*points, strict=True), label=f"{kind}: {name}", marker="." if len(points) < 30 else None)
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    figure.savefig(run / "curves.png", dpi=100)
+    return run / "curves.png"
+
+
+def series(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[int, float]]:
+    """Steps and values of one metric."""
+    return [(line["step"], line[name]) for line in lines if line["kind"] == kind and name in line]

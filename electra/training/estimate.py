@@ -1,0 +1,85 @@
+"""What a run would be, before it is run: parameters, operations, tokens, time and memory."""
+
+from dataclasses import dataclass
+
+import torch
+
+from electra.model.electra import Electra, ElectraConfig
+from electra.model.encoder import EncoderConfig
+from electra.model.flops import TRAINING, flops, items_of
+from electra.training.machine import measured_flops, memory_bytes
+from electra.training.trainer import Budget
+
+EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # of a plain matrix product's speed that training reaches, roughly
+PER_PARAMETER = 16  # bytes: weight, gradient and two moments in fp32
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run's size; time and memory are estimates."""
+
+    parameters: int
+    steps: int
+    tokens: int
+    epochs: float
+    flops: float
+    minutes: float
+    memory_bytes: int
+    available_bytes: int
+    device: str
+
+    def __str__(self) -> str:
+        lines = [
+            f"parameters  {self.parameters:,}",
+            f"steps       {self.steps:,}",
+            f"tokens      {self.tokens:,} ({self.epochs:.2f} times the training text)",
+            f"operations  {self.flops:.3g} FLOPs",
+            f"time        about {self.minutes:,.1f} minutes on this machine's {self.device}",
+            f"memory      about {self.memory_bytes / 1e9:.1f} of {self.available_bytes / 1e9:.0f} GB",
+        ]
+        if self.memory_bytes > self.available_bytes:
+            lines.append("it may not fit: take the batch in pieces with --micro-batches, or use --recompute")
+        return "\n".join(lines)
+
+
+def estimate(
+    pair: ElectraConfig,
+    *,
+    budget: Budget,
+    rows: int,
+    micro_rows: int,
+    length: int,
+    masked: int,
+    recomputes: bool,
+    tokens_in_data: int,
+    device: torch.device,
+    precision: torch.dtype,
+) -> Estimate:
+    """The size of a run over `rows` of `length` tokens a step, `micro_rows` of them at a time."""
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Electra(pair).parameters())
+    step_flops = TRAINING * rows * sum(map(flops, items_of(pair, length, masked).values()))
+    speed = measured_flops(device, precision) * EFFICIENCY[device.type]
+    steps = budget.steps or max(1, int((budget.seconds or 0) * speed / step_flops))
+    activations = sum(
+        activation_bytes(part, length, precision, recomputes) for part in (pair.generator, pair.discriminator) if part
+    )
+    logits = 3 * 4 * masked * pair.generator.vocabulary if pair.generator else 0  # logits, noise and gradient in fp32
+    return Estimate(
+        parameters=parameters,
+        steps=steps,
+        tokens=steps * rows * length,
+        epochs=steps * rows * length / max(1, tokens_in_data),
+        flops=float(steps * step_flops),
+        minutes=steps * step_flops / speed / 60,
+        memory_bytes=PER_PARAMETER * parameters + micro_rows * (activations + logits),
+        available_bytes=memory_bytes(device),
+        device=device.type,
+    )
+
+
+def activation_bytes(config: EncoderConfig, length: int, precision: torch.dtype, recomputes: bool) -> int:
+    """What the backward pass needs of one row: some vectors per token and layer, or with recomputing one."""
+    size = torch.finfo(precision).bits // 8
+    vectors = config.width if recomputes else 10 * config.width + 2 * config.feedforward
+    return size * length * config.layers * vectors

@@ -1,0 +1,57 @@
+"""Recipes: settings that go together, as Python values. A flag given by hand wins over its recipe."""
+
+from typing import Any, Literal
+
+from electra.errors import ConfigError
+from electra.model.sizes import SIZES
+
+Recipe = Literal["faithful", "fast"]
+
+FAITHFUL: dict[str, Any] = {
+    # the released code's settings, and those of its quirks that change what is learnt
+    "optimizer": "adam",  # without bias correction
+    "schedule": "released",  # the decay already runs during the warm-up
+    "warmup": 0.01,  # 10k of 1M steps
+    "weight_decay": 0.01,
+    "mask_share": 0.85,  # of the chosen positions; the rest keeps its token
+    "mask_count": "released",
+    "form": "paper",  # two segments, padding
+    "dropout": 0.1,
+}
+
+FAST: dict[str, Any] = {
+    # our best so far; docs/log.md has what was tried
+    "optimizer": "adamw",  # bias correction makes the first steps no larger than the others
+    "schedule": "linear",
+    "warmup": 0.02,
+    "weight_decay": 0.01,
+    "mask_share": 1.0,  # every chosen position is a blank: more to learn from
+    "mask_count": "released",
+    "form": "dense",  # no padding: every position is a token
+    "dropout": 0.0,  # a short run never sees the text often enough to overfit
+}
+
+RECIPES = {"faithful": FAITHFUL, "fast": FAST}
+
+BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {
+    "faithful": {
+        "tiny": {"learning_rate": 5e-4, "batch_size": 32, "length": 128, "mask_fraction": 0.15, "steps": 10_000},
+        "small": {"learning_rate": 5e-4, "batch_size": 128, "length": 128, "mask_fraction": 0.15, "steps": 1_000_000},
+        "base": {"learning_rate": 2e-4, "batch_size": 256, "length": 512, "mask_fraction": 0.15, "steps": 766_000},
+        "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "mask_fraction": 0.25, "steps": 400_000},
+    },
+    "fast": {
+        "tiny": {"learning_rate": 2e-3, "batch_size": 32, "length": 128, "mask_fraction": 0.15, "steps": 10_000},
+        "small": {"learning_rate": 1e-3, "batch_size": 128, "length": 128, "mask_fraction": 0.15, "steps": 100_000},
+        "base": {"learning_rate": 4e-4, "batch_size": 256, "length": 128, "mask_fraction": 0.15, "steps": 200_000},
+        "large": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "mask_fraction": 0.25, "steps": 200_000},
+    },
+}
+
+
+def settings_for(recipe: str, size: str) -> dict[str, Any]:
+    """What a recipe sets for a size."""
+    for name, value, table in (("recipe", recipe, RECIPES), ("size", size, SIZES)):
+        if value not in table:
+            raise ConfigError(f"there is no {name} {value!r}; choose from {', '.join(table)}")
+    return RECIPES[recipe] | BY_SIZE[recipe][size]
