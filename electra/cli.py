@@ -22,6 +22,7 @@ from electra.errors import ConfigError
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
+    "demo": ("electra.demo", "DemoConfig", "demonstrate", "try everything in minutes, on prose found on this computer"),
     "tokenizer": ("electra.text.tokenizer", "TokenizerConfig", "train_tokenizer", "learn a vocabulary from text"),
     "shard": ("electra.text.sharding", "ShardConfig", "shard", "turn text into shards of tokens"),
     "inspect": ("electra.text.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),

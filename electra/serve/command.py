@@ -98,7 +98,7 @@ def embed(config: EmbedConfig) -> Embedded:
 
 
 def colored(detected: Detected) -> str:
-    """Tokens side by side, suspicious ones red and with their verdict; without a terminal only the verdict marks them."""
+    """Tokens side by side, suspicious ones red and with their verdict (red on a terminal only)."""
     line = Text()
     for token, verdict in zip(detected.tokens, detected.replaced, strict=True):
         is_suspicious = verdict > 0.5
