@@ -8,7 +8,10 @@ import torch
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig
 from electra.text.batches import Batch
+from electra.text.sharding import ShardConfig, shard
 from electra.text.vocabulary import Vocabulary
+from electra.training.pretraining import PretrainConfig
+from electra.training.recipes import settings_for
 
 torch.set_num_threads(1)
 
@@ -49,5 +52,59 @@ def make_batch():
         input_ids = torch.where(place >= ends, VOCABULARY.pad_id, input_ids)
         attention_mask = None if lengths is None else place < ends
         return Batch(input_ids, torch.tensor(step), torch.arange(rows), attention_mask)
+
+    return build
+
+
+WORDS = [
+    *("the", "big", "small", "red", "."),
+    *("cat", "sat", "on", "mat"),
+    *("dog", "ran", "in", "house"),
+    *("bird", "flew", "over", "tree"),
+]
+
+
+def simple_text(documents: int) -> str:
+    """Sentences of a small grammar: who did what where."""
+    lines = []
+    for number in range(documents):
+        draw = torch.randint(0, 1000, (8,), generator=torch.Generator().manual_seed(number)).tolist()
+        who = draw[0] % 3  # cats sit on mats, dogs run in houses, birds fly over trees
+        animal, did, where, what = WORDS[5 + 4 * who : 9 + 4 * who]
+        adjective = ("big", "small", "red")[draw[1] % 3]
+        lines += [" ".join(f"the {adjective} {animal} {did} {where} the {what} ." for _ in range(1 + draw[2] % 3)), ""]
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """A folder of shards of simple text, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text(simple_text(1500))
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    shard(
+        ShardConfig(
+            corpus=str(folder / "text.txt"),
+            tokenizer=folder / "vocab.txt",
+            output=folder / "shards",
+            validation_fraction=0.1,
+            workers=1,
+        )
+    )
+    return folder / "shards"
+
+
+@pytest.fixture
+def settings_of_run(shards, tmp_path):
+    """Build the configuration of a small run in tmp_path; what is named differs from it."""
+
+    def build(output: str = "run", **departures) -> PretrainConfig:
+        size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16, "generator_width": 32}
+        rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64}
+        often = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
+        settings = settings_for("fast", "tiny") | size | rows | often | {"steps": 20} | departures
+        return PretrainConfig(
+            **({"data": shards, "output": tmp_path / output, "size": "tiny", "device": "cpu"} | settings)
+        )
 
     return build

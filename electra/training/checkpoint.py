@@ -30,6 +30,12 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
+def remove_drafts(run: Path) -> None:
+    """Remove what a killed run was still writing."""
+    for draft in (run / CHECKPOINTS).glob(".step-*"):
+        shutil.rmtree(draft)
+
+
 def model_folder(path: Path) -> Path:
     """The model folder that `path` stands for: itself, or the newest checkpoint of a run."""
     if (path / WEIGHTS).exists():

@@ -25,7 +25,7 @@ from electra.objective.measures import measure
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
 from electra.text.batches import Batch, Batches, BatchesConfig, validation_batches
 from electra.text.shards import TOKENIZER, Shards, open_shards
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.checkpoint import checkpoint_folders, model_folder, remove_drafts
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate
 from electra.training.machine import Device, Precision, choose_device, choose_precision, environment, peak_flops
@@ -146,6 +146,7 @@ def open_run(config: PretrainConfig, shards: Shards) -> Path | None:
         if not config.resume:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
         refuse_other_settings(read_json(run / CONFIG), record, run)
+        remove_drafts(run)
     elif run.exists() and any(run.iterdir()):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
     else:
@@ -217,7 +218,7 @@ class PretrainingLesson:
         with self.autocast(), torch.no_grad():
             held_out = list(held_out_batches(self.config, self.shards, self.device))
             measures = measure(self.model, held_out, self.unigram, self.settings.vocabulary)
-            write_samples(self.config.output, self.model, held_out[0], self.settings, self.shards.tokenizer)
+            write_samples(self.config.output, self.model, held_out[0], self.shards.tokenizer)
         self.model.train()
         return measures
 

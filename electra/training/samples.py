@@ -6,6 +6,7 @@ import torch
 
 from electra.model.electra import Electra
 from electra.objective.masking import mask
+from electra.objective.measures import SEED
 from electra.objective.objectives import Settings, corrupt, sample
 from electra.text.batches import Batch
 from electra.text.tokenizer import TextTokenizer
@@ -15,10 +16,11 @@ SAMPLES = "samples.md"
 
 
 @torch.no_grad()
-def write_samples(run: Path, electra: Electra, batch: Batch, settings: Settings, tokenizer: TextTokenizer) -> None:
+def write_samples(run: Path, electra: Electra, batch: Batch, tokenizer: TextTokenizer) -> None:
     """Write samples.md: of each sentence a line of text, then its masked words, fills and verdicts as a table."""
     if electra.generator is None:
         return
+    settings = Settings(vocabulary=tokenizer.vocabulary, seed=SEED)
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
     guesses = electra.generator(masked.input_ids, *batch.surroundings(), at=masked.positions)
     corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings))

@@ -1,0 +1,102 @@
+"""What must hold on a GPU; these run where there is one."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from electra.model import encoder as encoder_module
+from electra.model.encoder import Encoder, EncoderConfig
+from electra.objective.losses import total
+from electra.objective.masking import MaskingConfig, mask
+from electra.objective.objectives import Settings, replaced_token_detection
+from electra.text.batches import Batch
+from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.pretraining import pretrain
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def on_gpu(batch: Batch) -> Batch:
+    tensors = {name: value for name, value in vars(batch).items() if value is not None}
+    return replace(batch, **{name: value.cuda() for name, value in tensors.items()})
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_attention_document_by_document_equals_the_mask(monkeypatch, is_padded):
+    torch.manual_seed(0)
+    encoder = Encoder(EncoderConfig(layers=3, vocabulary=500, dropout=0, attention_dropout=0)).cuda()
+    ids = torch.randint(5, 500, (6, 128), device="cuda")
+    documents = (torch.rand(6, 128, device="cuda") < 0.03).cumsum(1)
+    attention_mask = torch.arange(128, device="cuda") < torch.tensor(
+        [[128], [90], [1], [64], [128], [17]], device="cuda"
+    )
+    attention_mask = attention_mask if is_padded else None
+    is_token = torch.ones_like(ids).bool() if attention_mask is None else attention_mask
+    weights = torch.randn(6, 128, 256, device="cuda")
+
+    def outcome(dtype: torch.dtype, has_kernel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(encoder_module, "has_document_kernel", lambda weight, dropout: has_kernel)
+        encoder.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            hidden = encoder(ids, attention_mask, None, documents).float()
+        (hidden * weights)[is_token].sum().backward()
+        return hidden.detach()[is_token], encoder.layers[0].attention.qkv.weight.grad.clone()
+
+    exact, by_mask, by_kernel = (
+        outcome(torch.float32, False),
+        outcome(torch.bfloat16, False),
+        outcome(torch.bfloat16, True),
+    )
+    for truth, masked, kernel in zip(exact, by_mask, by_kernel, strict=True):
+        rounding = (masked - truth).norm()
+        assert (kernel - truth).norm() < 1.5 * rounding  # both are as far from fp32 as bf16 is
+        assert (kernel - masked).norm() < 2 * rounding
+
+
+def test_the_kernel_is_used_in_half_precision_without_dropout():
+    encoder = Encoder(EncoderConfig(layers=1, vocabulary=50)).cuda()
+    assert not encoder.eval().has_document_kernel()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert encoder.eval().has_document_kernel()
+        assert not encoder.train().has_document_kernel()
+
+
+def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
+    batch = make_batch(rows=64, lengths=[16, 9, 4, 2] * 16)
+    batch = replace(batch, continues_word=batch.input_ids % 3 == 0)
+    for config in (MaskingConfig(mask_share=0.8, random_share=0.1), MaskingConfig(mask_fraction=0.4, whole_words=True)):
+        here, there = mask(batch, vocabulary, config, 7), mask(on_gpu(batch), vocabulary, config, 7)
+        assert torch.equal(here.input_ids, there.input_ids.cpu())
+        assert torch.equal(
+            here.positions[here.weights > 0].sort()[0], there.positions.cpu()[here.weights > 0].sort()[0]
+        )
+
+
+def test_the_compiled_joint_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
+    electra, batch, settings = make_pair().cuda(), on_gpu(make_batch()), Settings(vocabulary=vocabulary)
+    eager = total(replaced_token_detection(electra, batch, settings))
+    compiled = torch.compile(replaced_token_detection, fullgraph=True)
+    torch.testing.assert_close(total(compiled(electra, batch, settings)), eager, rtol=1e-4, atol=1e-4)
+
+
+def difference(one, other) -> float:
+    """The largest difference of two runs' weights."""
+    ours, theirs = (load_file(model_folder(config.output) / "model.safetensors") for config in (one, other))
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(settings_of_run):
+    runs = [
+        settings_of_run(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")
+    ]
+    for run in runs:
+        pretrain(run)
+    for folder in checkpoint_folders(runs[3].output)[-2:]:
+        shutil.rmtree(folder)
+    assert pretrain(replace(runs[3], resume=True)).step == 60
+    unbroken = max(difference(runs[0], runs[1]), difference(runs[0], runs[2]), difference(runs[1], runs[2]))
+    print(f"unbroken runs differ by {unbroken:.2e}, the resumed one by {difference(runs[0], runs[3]):.2e}")
+    assert min(difference(run, runs[3]) for run in runs[:3]) <= max(unbroken, 1e-7)

@@ -1,0 +1,343 @@
+"""Pre-training: it learns, it can be killed at any moment, and it says what is wrong in one sentence."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from electra.cli import main
+from electra.errors import ConfigError, DataError, TrainingError
+from electra.model.storage import load_model
+from electra.text.shards import open_shards
+from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.journal import read_lines
+from electra.training.pretraining import PretrainConfig, PretrainingLesson, pretrain, unigram
+from electra.training.recipes import BY_SIZE, RECIPES, settings_for
+from electra.training.trainer import Trainer
+
+
+def weights(run: Path) -> bytes:
+    return (model_folder(run) / "model.safetensors").read_bytes()
+
+
+def lines(run: Path, kind: str) -> list[dict]:
+    return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == kind]
+
+
+def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_run):
+    config = settings_of_run()
+    outcome = pretrain(config)
+    run = config.output
+    assert (outcome.step, outcome.tokens, outcome.signal) == (20, 20 * 8 * 16, 0)
+    assert [folder.name for folder in checkpoint_folders(run)] == ["step-000000010", "step-000000020"]
+    assert [line["step"] for line in lines(run, "train")] == [5, 10, 15, 20]
+    assert [line["step"] for line in lines(run, "validation")] == [20]
+    record = json.loads((run / "config.json").read_text())
+    assert record["pretraining"]["steps"] == 20
+    assert {"command", "environment", "model", "data"} <= set(record)
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "replaced, says the discriminator" in (run / "samples.md").read_text()
+    assert list((run / "tensorboard").glob("events*"))
+
+
+def test_it_learns_the_grammar(settings_of_run):
+    departures = {"steps": 300, "learning_rate": 3e-3, "batch_size": 128, "save_every": 300, "evaluate_every": 300}
+    outcome = pretrain(settings_of_run(**departures))
+    frequencies = unigram(open_shards(settings_of_run().data), torch.device("cpu"))
+    entropy = -(frequencies * frequencies.clamp(min=1e-9).log()).sum().item()
+    assert outcome.measures["mlm_loss"] < entropy - 0.2
+    assert outcome.measures["frozen_auc"] > 0.6
+
+
+@pytest.mark.parametrize(
+    "departures",
+    [
+        {"sharing": "none"},
+        {"sharing": "all", "generator_width": None},
+        {"sharing": "disentangled"},
+        {"objective": "mlm"},
+        {"optimizer": "adam"},
+        {"optimizer": "muon"},
+        {"schedule": "released"},
+        {"schedule": "cosine"},
+        {"schedule": "wsd"},
+        {"form": "paper", "length": 24, "mask_share": 0.85},
+        {"whole_words": True},
+        {"recompute": True, "dropout": 0.1},
+        {"resident": True},
+        {"mask_share": 0.8, "random_share": 0.1, "mask_count": "paper"},
+        {"tokens": 80 * 8 * 16, "steps": None},
+        {"disallow_correct": True, "temperature": 0.8, "right_guess": "replaced"},
+    ],
+    ids=lambda departures: ",".join(departures),
+)
+def test_every_setting_lowers_the_loss(settings_of_run, departures):
+    config = settings_of_run(
+        **{"steps": 80, "learning_rate": 5e-3, "save_every": 80, "evaluate_every": 80} | departures
+    )
+    pretrain(config)
+    generator = [line["generator"] for line in lines(config.output, "train")]
+    assert generator[-1] < generator[0] - 0.1
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_size_and_recipe_runs_from_the_command_line(shards, tmp_path, capsys, size, recipe):
+    small = "--layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --generator-width 16 --batch-size 4 "
+    small += "--length 16 --steps 4 --log-every 1 --evaluation-rows 8 --device cpu --warmup 0"
+    main(f"pretrain --data {shards} --output {tmp_path}/run --size {size} --recipe {recipe} {small}".split())
+    assert "finished: 4 steps" in capsys.readouterr().out
+    record = json.loads((tmp_path / "run/config.json").read_text())["pretraining"]
+    expected = settings_for(recipe, size)
+    assert {name: record[name] for name in ("learning_rate", "optimizer", "form", "mask_fraction")} == {
+        name: expected[name] for name in ("learning_rate", "optimizer", "form", "mask_fraction")
+    }
+
+
+def test_the_faithful_recipe_has_the_papers_settings():
+    small, base, large = (settings_for("faithful", size) for size in ("small", "base", "large"))
+    assert [s["learning_rate"] for s in (small, base, large)] == [5e-4, 2e-4, 2e-4]
+    assert [s["batch_size"] for s in (small, base, large)] == [128, 256, 2048]
+    assert [s["length"] for s in (small, base, large)] == [128, 512, 512]
+    assert [s["mask_fraction"] for s in (small, base, large)] == [0.15, 0.15, 0.25]
+    assert [s["steps"] for s in (small, base, large)] == [1_000_000, 766_000, 400_000]
+    assert (small["optimizer"], small["schedule"], small["mask_share"], small["form"]) == (
+        "adam",
+        "released",
+        0.85,
+        "paper",
+    )
+    assert set(BY_SIZE["faithful"]) == set(BY_SIZE["fast"])
+
+
+def killed(config: PretrainConfig, after: float) -> bool:
+    """Run in a process of its own and kill it; whether it was killed before it was done."""
+    child = os.fork()
+    if child == 0:
+        os.close(2)
+        try:
+            pretrain(config)
+        finally:
+            os._exit(0)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_twenty_kills_change_no_byte_of_the_weights(settings_of_run):
+    settings = {"steps": 300, "save_every": 5, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
+    pretrain(settings_of_run("unbroken", **settings))
+    broken = settings_of_run("broken", **settings, resume=True)
+    moments, kills = random.Random(0), 0
+    while kills < 20:
+        assert killed(broken, after=moments.uniform(0.05, 0.6)), f"the run was over after {kills} kills: make it longer"
+        kills += 1
+    outcome = pretrain(broken)
+    assert outcome.step == 300
+    assert weights(broken.output) == weights(settings_of_run("unbroken").output)
+    assert not [path.name for path in (broken.output / "checkpoints").iterdir() if path.name.startswith(".")]
+    own = [[line[name] for name in ("step", "generator", "discriminator")] for line in lines(broken.output, "train")]
+    steps = [step for step, *_ in own]
+    assert steps == sorted(set(steps))
+
+
+def test_resumed_equals_unbroken_whatever_the_optimizer(settings_of_run):
+    for optimizer in ("adam", "adamw", "muon"):
+        whole = settings_of_run(f"{optimizer}-whole", optimizer=optimizer, dropout=0.1)
+        pretrain(whole)
+        part = settings_of_run(f"{optimizer}-part", optimizer=optimizer, dropout=0.1)
+        pretrain(part)
+        shutil.rmtree(checkpoint_folders(part.output)[-1])  # as if it had been killed between step 10 and 20
+        pretrain(replace(part, resume=True))
+        assert weights(part.output) == weights(whole.output)
+
+
+def test_micro_batches_do_not_change_what_is_learnt(settings_of_run):
+    for form in ("dense", "paper"):
+        losses = []
+        for pieces in (1, 4):
+            config = settings_of_run(f"{form}-{pieces}", micro_batches=pieces, form=form, length=24)
+            pretrain(config)
+            losses.append([(line["generator"], line["discriminator"]) for line in lines(config.output, "train")])
+        np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_says_where_and_exits(settings_of_run, monkeypatch, number):
+    take_step = Trainer.take_step
+
+    def step_then_signal(self):
+        take_step(self)
+        if self.place.step == 7:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    outcome = pretrain(settings_of_run())
+    assert (outcome.step, outcome.signal, outcome.exit_code) == (7, number, 128 + number)
+    assert outcome.checkpoint.endswith("step-000000007")
+    assert f"stopped by {signal.Signals(number).name}, go on with --resume" in str(outcome)
+    monkeypatch.undo()
+    assert pretrain(settings_of_run(resume=True)).step == 20
+
+
+def poison(monkeypatch, steps: set[int]) -> None:
+    """Make the loss infinite at some steps."""
+    losses = PretrainingLesson.losses
+
+    def poisoned(self, batch):
+        found = losses(self, batch)
+        if int(batch.step) in steps:
+            found["generator"] = replace(found["generator"], sum=found["generator"].sum * float("inf"))
+        return found
+
+    monkeypatch.setattr(PretrainingLesson, "losses", poisoned)
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(settings_of_run, monkeypatch):
+    poison(monkeypatch, {3, 8})
+    outcome = pretrain(settings_of_run())
+    assert (outcome.step, outcome.skipped) == (20, 2)
+    assert "2 steps were skipped" in str(outcome)
+    assert all(parameter.isfinite().all() for parameter in load_model(model_folder(Path(outcome.run))).parameters())
+
+
+def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_whole(settings_of_run, monkeypatch):
+    poison(monkeypatch, set(range(12, 100)))
+    config = settings_of_run(most_skipped=4)
+    with pytest.raises(TrainingError, match=r"step 15: loss or gradient not finite, 4 times .*step-000000010"):
+        pretrain(config)
+    load_model(model_folder(config.output))
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch):
+    measured = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5])
+    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda self: {"loss": next(measured)})
+    config = settings_of_run(steps=60, save_every=10, evaluate_every=10, keep=2)
+    pretrain(config)
+    names = [folder.name for folder in checkpoint_folders(config.output)]
+    assert names == ["step-000000020", "step-000000050", "step-000000060"]
+
+
+def test_a_trunk_grows_branches_that_decay(settings_of_run):
+    trunk = settings_of_run("trunk", schedule="wsd", decay=0.0, steps=20)
+    pretrain(trunk)
+    branch = settings_of_run("branch", schedule="decay", steps=10, branch_from=trunk.output)
+    outcome = pretrain(branch)
+    assert outcome.step == 30
+    rates = [line["learning_rate"] for line in lines(branch.output, "train")]
+    assert rates == pytest.approx([trunk.learning_rate * share for share in (0.55, 0.05)])
+    assert lines(trunk.output, "train")[-1]["learning_rate"] == trunk.learning_rate
+    assert pretrain(replace(branch, resume=True)).step == 30
+
+
+def test_a_budget_of_minutes_ends_and_its_schedule_with_it(settings_of_run):
+    config = settings_of_run(steps=None, minutes=0.01, log_every=1, warmup=0.0)
+    outcome = pretrain(config)
+    assert 0.6 <= outcome.seconds < 3
+    rates = [line["learning_rate"] for line in lines(config.output, "train")]
+    assert rates[0] > rates[len(rates) // 2] > rates[-1]
+
+
+def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(settings_of_run):
+    config = settings_of_run(dry_run=True)
+    estimate = pretrain(config)
+    assert (estimate.steps, estimate.tokens) == (20, 20 * 8 * 16)
+    with torch.device("meta"):
+        assert estimate.parameters == sum(
+            p.numel()
+            for p in PretrainingLesson.__init__.__globals__["Electra"](
+                config.pair(open_shards(config.data))
+            ).parameters()
+        )
+    assert not config.output.exists()
+
+
+def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monkeypatch):
+    losses = PretrainingLesson.losses
+
+    def hungry(self, batch):
+        if batch.size() > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return losses(self, batch)
+
+    monkeypatch.setattr(PretrainingLesson, "losses", hungry)
+    with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .* try --micro-batches 4"):
+        pretrain(settings_of_run())
+    assert pretrain(settings_of_run("smaller", micro_batches=4)).step == 20
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"steps": 0}, "--steps is 0; a run needs a budget above 0"),
+        ({"minutes": 1.0}, "give one budget, .*; steps and minutes came"),
+        ({"micro_batches": 3}, "8 rows do not divide into 3 micro-batches"),
+        ({"save_every": 0}, "save_every is 0; it must be at least 1"),
+        ({"steps": None, "minutes": 1.0, "warmup": 100}, "give --warmup as a share"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(settings_of_run, wrong, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        settings_of_run(**wrong)
+
+
+def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
+    config = settings_of_run()
+    pretrain(config)
+    with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
+        pretrain(config)
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.002 and is now 0.1; .*resume with the same"):
+        pretrain(replace(config, resume=True, learning_rate=0.1))
+    assert pretrain(replace(config, resume=True, save_every=7)).step == 20
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(settings_of_run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/letter.txt").write_text("dear")
+    with pytest.raises(DataError, match="is not empty and holds no run"):
+        pretrain(settings_of_run())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "state.json"])
+def test_a_checkpoint_cut_in_half_is_named_with_the_one_before(settings_of_run, name):
+    config = settings_of_run()
+    pretrain(config)
+    damaged = checkpoint_folders(config.output)[-1] / name
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    with pytest.raises(DataError, match=rf"{name} .*; remove .*step-000000020 to go on from step-000000010"):
+        pretrain(replace(config, resume=True))
+
+
+def test_data_that_is_gone_or_other_is_named(settings_of_run, tmp_path):
+    config = settings_of_run()
+    pretrain(config)
+    with pytest.raises(DataError, match=r"no shards in .*gone; make them with"):
+        pretrain(replace(config, resume=True, data=tmp_path / "gone"))
+
+
+def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
+    config = settings_of_run()
+    write_model = PretrainingLesson.write_model
+
+    def full(self, folder):
+        if "000000020" in folder.name:
+            raise OSError(28, "No space left on device", str(folder))
+        write_model(self, folder)
+
+    monkeypatch.setattr(PretrainingLesson, "write_model", full)
+    with pytest.raises(OSError, match="No space left"):
+        pretrain(config)
+    assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step-000000010"]
+    monkeypatch.undo()
+    assert pretrain(replace(config, resume=True)).step == 20
