@@ -58,8 +58,11 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor
 
 
 def has_document_kernel(weight: Tensor, dropout: float) -> bool:
-    """Whether attention can run document by document: the kernel wants CUDA, half precision, and no dropout."""
-    if not weight.is_cuda or dropout > 0:
+    """Whether attention can run document by document: the kernel wants CUDA, half precision, and no dropout.
+
+    A compiled graph takes the mask: the list of documents has another length in every batch.
+    """
+    if not weight.is_cuda or dropout > 0 or torch.compiler.is_compiling():
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
     return dtype in (torch.bfloat16, torch.float16)
