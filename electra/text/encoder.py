@@ -13,16 +13,21 @@ from collections import Counter
 from electra.text.tokenizer import TextTokenizer
 
 PUNCTUATION = rb"!-/:-@\[-`{-~"
-WORDS = re.compile(rb"[^\s%b]+|[%b]" % (PUNCTUATION, PUNCTUATION))
-IDEOGRAPHS = re.compile("([\u4e00-\u9fff])")
+IDEOGRAPH = rb"(?:\xe4[\xb8-\xbf]|[\xe5-\xe9][\x80-\xbf])[\x80-\xbf]"  # U+4E00 to U+9FFF in UTF-8
+WORDS = re.compile(rb"[^\s%b]++|[%b]" % (PUNCTUATION, PUNCTUATION))
+WORDS_AND_IDEOGRAPHS = re.compile(
+    rb"(?:[^\s%b\xe4-\xe9]++|\xe4[\x80-\xb7][\x80-\xbf])++|[%b]|%b" % (PUNCTUATION, PUNCTUATION, IDEOGRAPH)
+)
 DELETED = b"\x0b\x0c"  # BERT's normaliser drops these; Python would split words at them
 
 CACHED_WORDS = 1 << 18
 """Words a cache holds before it starts anew: about 50 MB, whatever the size of the corpus."""
 CACHED_BYTES = 64
 """Longer words are not kept."""
-LONGEST_RUN = 10_000
-"""Characters without space or punctuation that the library gets at once; it needs 100 bytes for each."""
+LONGEST_WORD = 10_000
+"""Characters the library gets at once, of a word that has more; it needs some 100 bytes for each."""
+LONG_TEXT = 1 << 20
+"""Bytes from which on the words of a text are not listed but found one after the other."""
 
 
 def encoder_for(tokenizer: TextTokenizer) -> Encoder:
@@ -67,7 +72,7 @@ class WordEncoder(Encoder):
         super().__init__(tokenizer)
         normalizer = tokenizer.parts["normalizer"]
         self.is_lowercase = normalizer["lowercase"]
-        self.splits_ideographs = normalizer["handle_chinese_chars"]
+        self.words = WORDS_AND_IDEOGRAPHS if normalizer["handle_chinese_chars"] else WORDS
         self.model = tokenizer.library.model
         self.cache = WordCache(self)
 
@@ -79,22 +84,18 @@ class WordEncoder(Encoder):
         """The ids of a text."""
         text = text.translate(None, DELETED)
         text = text.lower() if self.is_lowercase else text
-        return b"".join(map(self.cache.__getitem__, WORDS.findall(text)))
+        is_long = len(text) > LONG_TEXT
+        words = (found[0] for found in self.words.finditer(text)) if is_long else self.words.findall(text)
+        return b"".join(map(self.cache.__getitem__, words))
 
     def word_ids(self, word: bytes) -> bytes:
-        """The ids of a word that cannot be divided further."""
-        if word.isalnum():  # ASCII, so there is nothing to normalise
-            return self.packed([token.id for token in self.model.tokenize(word.decode())])
-        return self.packed(self.library.encode(word.decode(), add_special_tokens=False).ids)
-
-    def parts_of(self, text: str) -> list[str]:
-        """The word in parts that can be encoded alone: Chinese characters and what stands between them."""
-        parts = IDEOGRAPHS.split(text) if self.splits_ideographs else [text]
-        return [
-            part[start : start + LONGEST_RUN]
-            for part in parts
-            for start in range(0, len(part), LONGEST_RUN)  # none if empty
-        ]
+        """The ids of a word."""
+        text = word.decode()
+        if word.isalnum() and len(word) <= LONGEST_WORD:  # ASCII, so there is nothing to normalise
+            return self.packed([token.id for token in self.model.tokenize(text)])
+        starts = range(0, len(text), LONGEST_WORD)
+        parts = [self.library.encode(text[at : at + LONGEST_WORD], add_special_tokens=False) for at in starts]
+        return self.packed([number for part in parts for number in part.ids])
 
     def is_uncovered(self, ids: bytes) -> bool:
         """Whether [UNK] is among the ids."""
@@ -110,9 +111,6 @@ class WordCache(dict[bytes, bytes]):
         self.uncovered: dict[bytes, bytes] = {}
 
     def __missing__(self, word: bytes) -> bytes:
-        parts = self.encoder.parts_of(word.decode())
-        if len(parts) > 1:
-            return b"".join(self[part.encode()] for part in parts)
         ids = self.uncovered.get(word) or self.encoder.word_ids(word)
         if self.encoder.is_uncovered(ids):
             self.encoder.uncovered[word.decode()] += 1
