@@ -9,15 +9,17 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 
 from electra.text.tokenizer import TextTokenizer
 
 PUNCTUATION = rb"!-/:-@\[-`{-~"
 IDEOGRAPH = rb"(?:\xe4[\xb8-\xbf]|[\xe5-\xe9][\x80-\xbf])[\x80-\xbf]"  # U+4E00 to U+9FFF in UTF-8
-WORDS = re.compile(rb"[^\s%b]++|[%b]" % (PUNCTUATION, PUNCTUATION))
+WORDS = re.compile(rb"[^\s%b]+|[%b]" % (PUNCTUATION, PUNCTUATION))
 WORDS_AND_IDEOGRAPHS = re.compile(
     rb"(?:[^\s%b\xe4-\xe9]++|\xe4[\x80-\xb7][\x80-\xbf])++|[%b]|%b" % (PUNCTUATION, PUNCTUATION, IDEOGRAPH)
 )
+NO_LEADS = bytes(set(range(256)) - set(range(0xE4, 0xEA)))  # all bytes but the first ones of ideographs
 DELETED = b"\x0b\x0c"  # BERT's normaliser drops these; Python would split words at them
 
 CACHED_WORDS = 1 << 18
@@ -72,7 +74,7 @@ class WordEncoder(Encoder):
         super().__init__(tokenizer)
         normalizer = tokenizer.parts["normalizer"]
         self.is_lowercase = normalizer["lowercase"]
-        self.words = WORDS_AND_IDEOGRAPHS if normalizer["handle_chinese_chars"] else WORDS
+        self.splits_ideographs = normalizer["handle_chinese_chars"]
         self.model = tokenizer.library.model
         self.cache = WordCache(self)
 
@@ -84,9 +86,13 @@ class WordEncoder(Encoder):
         """The ids of a text."""
         text = text.translate(None, DELETED)
         text = text.lower() if self.is_lowercase else text
-        is_long = len(text) > LONG_TEXT
-        words = (found[0] for found in self.words.finditer(text)) if is_long else self.words.findall(text)
-        return b"".join(map(self.cache.__getitem__, words))
+        return b"".join(map(self.cache.__getitem__, self.words_of(text)))
+
+    def words_of(self, text: bytes) -> Iterable[bytes]:
+        """The parts of a text that can be encoded alone."""
+        has_ideographs = self.splits_ideographs and text.translate(None, NO_LEADS)
+        words = WORDS_AND_IDEOGRAPHS if has_ideographs else WORDS  # the plain pattern is half as fast again
+        return (found[0] for found in words.finditer(text)) if len(text) > LONG_TEXT else words.findall(text)
 
     def word_ids(self, word: bytes) -> bytes:
         """The ids of a word."""
