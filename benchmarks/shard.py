@@ -2,7 +2,7 @@
 
     python benchmarks/shard.py --corpus FOLDER --vocab vocab.txt [--megabytes 160] [--json]
 
-Each side runs as a process of its own on the same text and cores, in turn, and the best of its rounds counts. Seconds are
+Each side runs as a process of its own on the same text and cores, in turn; the best of its rounds counts. Seconds are
 from start to end of the process, except for the bare tokenizer, which has its text in memory and throws its ids away.
 """
 

@@ -103,4 +103,7 @@ def test_large_vocabularies_take_four_bytes():
 def test_tokens_a_user_added_are_left_to_the_library():
     tokenizer = word_piece(TOKENS, lowercase=True)
     tokenizer.library.add_tokens([AddedToken("new york")])
-    assert type(encoder_for(tokenizer)) is Encoder
+    words = encoder_for(tokenizer)
+    assert type(words) is Encoder
+    ids = array("H", words.encode([b"new york [MASK]"])[0])
+    assert [tokenizer.library.id_to_token(number) for number in ids] == ["new york", "[", "mask", "]", "[SEP]"]

@@ -99,29 +99,29 @@ def test_a_document_stays_in_its_split_when_files_are_added(text):
 
 
 def test_stopped_at_any_write_it_goes_on_to_the_same_bytes(text, monkeypatch):
-    """The process is stopped before and after each rename in turn; every run keeps what was finished."""
+    """The run is stopped just before or just after its first rename, then its second, …, always in the same folder."""
     shard(config(text, "whole"))
-    rename, stops = os.replace, iter(range(100))
-    state = {"left": 0}
+    rename = os.replace
+    renames_left = 0
+    for stop in range(100):
+        renames_left = stop // 2
 
-    def stopping(source, target):
-        if state["left"] == 0:
-            if state["is_before"]:
+        def stopping(source, target, is_before=stop % 2 == 0):
+            nonlocal renames_left
+            if renames_left == 0 and is_before:
                 raise KeyboardInterrupt
             rename(source, target)
-            raise KeyboardInterrupt
-        state["left"] -= 1
-        rename(source, target)
+            if renames_left == 0:
+                raise KeyboardInterrupt
+            renames_left -= 1
 
-    monkeypatch.setattr(os, "replace", stopping)
-    for stop in stops:
-        state |= {"left": 1 + stop // 4, "is_before": stop % 2 == 0}
+        monkeypatch.setattr(os, "replace", stopping)
         try:
             shard(config(text))
             break
         except KeyboardInterrupt:
             continue
-    assert stop > 10
+    assert 10 < stop < 99
     assert content(text.parent / "shards") == content(text.parent / "whole")
 
 
