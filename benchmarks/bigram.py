@@ -68,7 +68,9 @@ def main() -> None:
     best = max(found, key=lambda weight: found[weight])
     entropy = -(frequencies * frequencies.clamp(min=1e-12).log()).sum().item()
     result = {"bigram_auc": found[best], "smoothing": best, "unigram_entropy": entropy, "tokens": int(counted[2].sum())}
-    print(json.dumps(result) if arguments.json else "\n".join(f"{name:<18}{value:.4g}" for name, value in result.items()))
+    print(
+        json.dumps(result) if arguments.json else "\n".join(f"{name:<18}{value:.4g}" for name, value in result.items())
+    )
 
 
 if __name__ == "__main__":

@@ -206,13 +206,15 @@ def test_a_longer_length_needs_no_other_shards(shards):
 
 
 @pytest.mark.parametrize("form", ["dense", "paper"])
-def test_resident_tokens_give_equal_rows(shards, form):
+@pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def test_resident_tokens_give_equal_rows(shards, device, form):
     config = {"length": 24, "batch_size": 6, "form": form, "whole_words": True}
-    mapped = take(Batches(shards, BatchesConfig(**config)), 30)
-    resident = take(Batches(shards, BatchesConfig(**config, resident=True)), 30)
-    for one, other in zip(mapped, resident, strict=True):
-        assert one.input_ids.equal(other.input_ids)
-        assert one.continues_word.equal(other.continues_word)
+    expected = take(Batches(shards, BatchesConfig(**config)), 30)
+    for is_resident in (False, True):
+        found = take(Batches(shards, BatchesConfig(**config, resident=is_resident), device=device), 30)
+        for one, other in zip(expected, found, strict=True):
+            assert one.input_ids.equal(other.input_ids.cpu())
+            assert one.continues_word.equal(other.continues_word.cpu())
 
 
 def test_large_ids_stay_positive(shards):

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -100,56 +99,65 @@ def test_a_document_stays_in_its_split_when_files_are_added(text):
 
 
 def test_stopped_at_any_write_it_goes_on_to_the_same_bytes(text, monkeypatch):
-    """The process is stopped before and after each rename in turn; every run keeps what was finished."""
+    """The run is stopped just before or just after its first rename, then its second, …, always in the same folder."""
     shard(config(text, "whole"))
-    rename, stops = os.replace, iter(range(100))
-    state = {"left": 0}
+    rename = os.replace
+    renames_left = 0
+    for stop in range(100):
+        renames_left = stop // 2
 
-    def stopping(source, target):
-        if state["left"] == 0:
-            if state["is_before"]:
+        def stopping(source, target, is_before=stop % 2 == 0):
+            nonlocal renames_left
+            if renames_left == 0 and is_before:
                 raise KeyboardInterrupt
             rename(source, target)
-            raise KeyboardInterrupt
-        state["left"] -= 1
-        rename(source, target)
+            if renames_left == 0:
+                raise KeyboardInterrupt
+            renames_left -= 1
 
-    monkeypatch.setattr(os, "replace", stopping)
-    for stop in stops:
-        state |= {"left": 1 + stop // 4, "is_before": stop % 2 == 0}
+        monkeypatch.setattr(os, "replace", stopping)
         try:
             shard(config(text))
             break
         except KeyboardInterrupt:
             continue
-    assert stop > 10
+    assert 10 < stop < 99
     assert content(text.parent / "shards") == content(text.parent / "whole")
 
 
 def test_twenty_kills_leave_no_trace(tmp_path):
-    draw = random.Random(0)
-    (tmp_path / "text").mkdir()
-    for number in range(40):
-        words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(15_000))
-        (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
-    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    settings = config(tmp_path / "text", workers=2)
+    """Killed at random moments, mostly when it has written some shards more; what is finished is begun anew."""
+    draw, kills = random.Random(0), 0
+    settings = write_words(tmp_path, draw)
     run = [sys.executable, "-m", "electra", *command(settings)]
-    kills, finished_early = 0, 0
     while kills < 20:
+        wanted = shards_in(settings.output) + draw.randint(0, 5)
         process = subprocess.Popen(run, stdout=subprocess.DEVNULL, start_new_session=True)
-        while process.poll() is None and not settings.output.exists():
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.9))
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == 0:  # it was done before the kill: start over
-            finished_early += 1
+        while process.poll() is None and shards_in(settings.output) < wanted:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.1))
+        process.kill()
+        if process.wait() == 0:
             shutil.rmtree(settings.output)
-        kills += 1
+        else:
+            kills += 1
     subprocess.run(run, check=True, stdout=subprocess.DEVNULL, timeout=60)
     shard(config(tmp_path / "text", "whole"))
-    assert finished_early < 15
     assert content(settings.output) == content(tmp_path / "whole")
+
+
+def write_words(folder: Path, draw: random.Random) -> ShardConfig:
+    """Forty files of random words, one word a document, each file a shard."""
+    (folder / "text").mkdir()
+    for number in range(40):
+        words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(5000))
+        (folder / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
+    (folder / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    return config(folder / "text", workers=2)
+
+
+def shards_in(folder: Path) -> int:
+    return len(list(folder.glob("*.safetensors")))
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path):

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -198,12 +199,14 @@ def hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     datasets = needs("datasets", "hub", "reading from the hub")
     name, _, part = config.corpus.removeprefix("hub:").partition(":")
     try:
-        rows = datasets.load_dataset(name, part or None, split="train", streaming=True)
+        rows = iter(datasets.load_dataset(name, part or None, split="train", streaming=True))
+        first: dict[str, Any] = next(rows, {})
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise DataError(f"cannot read {config.corpus}: {' '.join(str(error).split())}") from None
-    first: dict[str, Any] = next(iter(rows), {})
-    require_field(config.corpus, config.text_field, list(first) or [config.text_field])
-    yield from row_blocks(config.corpus, (row[config.text_field] for row in rows), lambda: 0)
+    if first:
+        require_field(config.corpus, config.text_field, list(first))
+    texts = (row.get(config.text_field) for row in chain([first], rows))
+    yield from row_blocks(config.corpus, texts, lambda: 0)
 
 
 def require_field(name: str, text_field: str, fields: list[str]) -> None:

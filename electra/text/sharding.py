@@ -23,7 +23,7 @@ import numpy as np
 
 from electra.errors import ConfigError, DataError
 from electra.text.corpus import Block, Corpus, CorpusConfig, Counts, documents_of, is_validation
-from electra.text.encoder import Encoder, encoder_for
+from electra.text.encoding import TextEncoder, encoder_for
 from electra.text.files import PARTIAL, write_whole
 from electra.text.progress import meter
 from electra.text.shards import (
@@ -249,7 +249,7 @@ def make_shards(
 
 
 @lru_cache(maxsize=1)
-def encoder_of(folder: Path, fingerprint: str) -> Encoder:
+def encoder_of(folder: Path, fingerprint: str) -> TextEncoder:
     """The worker's encoder, kept from unit to unit for the words it has met."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer.fingerprint == fingerprint
@@ -272,7 +272,7 @@ def encode_unit(config: ShardConfig, fingerprint: str, unit: Unit) -> Encoded:
     return Encoded(describe(shard_name(unit.number), content), content, unit.position)
 
 
-def encode_documents(config: ShardConfig, encoder: Encoder, unit: Unit, counts: Counts) -> dict[Split, list[bytes]]:
+def encode_documents(config: ShardConfig, encoder: TextEncoder, unit: Unit, counts: Counts) -> dict[Split, list[bytes]]:
     """The ids of the unit's documents, each in its split."""
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
     for block in unit.blocks:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from electra.text import encoder
-from electra.text.encoder import Encoder, WordEncoder, encoder_for
+from electra.text.encoding import TextEncoder, WordEncoder, encoder_for
 from electra.text.tokenizer import word_piece
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -16,7 +16,7 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyzABCXYZéÉßæ[]#.,-'=中文字12·", "in
 TOKENS = list(dict.fromkeys([*SPECIALS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]))
 HARD = [
     "The cat's naïve CAFÉ, déjà-vu… “quoted” – and 3.14% of #hashtags",
-    "中文字mixed中x文, 漢字かな交じり文　全角。",
+    "中文字mixed中x文, 漢字かな交じり文　全角。 a䷀b中䶵c䷿㐀d\uf900e",
     "[MASK] [SEP] ##ing [CLS]x [UNK] [unused1]",
     "a\x0bb c\x0cd e\x1cf g\x85h i\u2028j k\xa0l m\u3000n o\x7fp q\u200br s\u00adt \ufeffu \ufffdv",
     "e\u0301 \u0301x =\u0338 中\u0301文 \u0130 \u212a \ufb01 \U0001f600 \U00020000 \U000e0001",
@@ -30,7 +30,7 @@ CASES = [
     for accents in (None, True, False)
     for chinese in (True, False)
 ]
-PAIRS = [(encoder_for(word_piece(TOKENS, **case)), Encoder(word_piece(TOKENS, **case))) for case in CASES]
+PAIRS = [(encoder_for(word_piece(TOKENS, **case)), TextEncoder(word_piece(TOKENS, **case))) for case in CASES]
 for _, library in PAIRS:
     library.library.encode_special_tokens = True
 
@@ -70,9 +70,16 @@ def test_a_full_cache_changes_nothing(monkeypatch):
 
 
 def test_an_endless_word_is_encoded_in_pieces(monkeypatch):
-    monkeypatch.setattr(encoder, "LONGEST_RUN", 10)
+    monkeypatch.setattr(encoder, "LONGEST_WORD", 10)
     words = encoder_for(word_piece(TOKENS, lowercase=True))
     assert len(words.encode([b"a" * 25])[0]) == 2 * (25 + 1)
+
+
+def test_words_of_long_text_are_found_one_after_the_other(monkeypatch):
+    text = " ".join(HARD).encode()
+    whole = encoder_for(word_piece(TOKENS, lowercase=True)).encode([text])
+    monkeypatch.setattr(encoder, "LONG_TEXT", 10)
+    assert encoder_for(word_piece(TOKENS, lowercase=True)).encode([text]) == whole
 
 
 def test_words_with_unknown_pieces_are_counted():
@@ -96,4 +103,7 @@ def test_large_vocabularies_take_four_bytes():
 def test_tokens_a_user_added_are_left_to_the_library():
     tokenizer = word_piece(TOKENS, lowercase=True)
     tokenizer.library.add_tokens([AddedToken("new york")])
-    assert type(encoder_for(tokenizer)) is Encoder
+    words = encoder_for(tokenizer)
+    assert type(words) is TextEncoder
+    ids = array("H", words.encode([b"new york [MASK]"])[0])
+    assert [tokenizer.library.id_to_token(number) for number in ids] == ["new york", "[", "mask", "]", "[SEP]"]
