@@ -3,8 +3,8 @@
     python benchmarks/bigram.py --data shards/
 
 prints its measures on the frozen corrupted set that `electra pretrain` reports as frozen_auc, so that the
-discriminator's number has something to beat. The score of a token is how much rarer it makes the pairs it stands in than
-chance: −log p(x | before) / p(x) − log p(after | x) / p(after), counts smoothed towards the unigram. Several weights of
+discriminator's number has something to beat. The score of a token is how much rarer than chance it makes the pairs it
+stands in: −log p(x | before) / p(x) − log p(after | x) / p(after), smoothed towards the unigram. Several weights of
 that smoothing are tried, and the best on the measured set itself is reported: a bound that flatters the detector.
 """
 

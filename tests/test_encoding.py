@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from electra.text import encoder
+from electra.text import encoding
 from electra.text.encoding import TextEncoder, WordEncoder, encoder_for
 from electra.text.tokenizer import word_piece
 
@@ -63,14 +63,14 @@ def test_special_tokens_written_in_text_stay_text():
 def test_a_full_cache_changes_nothing(monkeypatch):
     text = " ".join(HARD).encode()
     whole = encoder_for(word_piece(TOKENS, lowercase=True)).encode([text])
-    monkeypatch.setattr(encoder, "CACHED_WORDS", 3)
+    monkeypatch.setattr(encoding, "CACHED_WORDS", 3)
     small = encoder_for(word_piece(TOKENS, lowercase=True))
     assert small.encode([text]) == whole
     assert len(small.cache) <= 3
 
 
 def test_an_endless_word_is_encoded_in_pieces(monkeypatch):
-    monkeypatch.setattr(encoder, "LONGEST_WORD", 10)
+    monkeypatch.setattr(encoding, "LONGEST_WORD", 10)
     words = encoder_for(word_piece(TOKENS, lowercase=True))
     assert len(words.encode([b"a" * 25])[0]) == 2 * (25 + 1)
 
@@ -78,7 +78,7 @@ def test_an_endless_word_is_encoded_in_pieces(monkeypatch):
 def test_words_of_long_text_are_found_one_after_the_other(monkeypatch):
     text = " ".join(HARD).encode()
     whole = encoder_for(word_piece(TOKENS, lowercase=True)).encode([text])
-    monkeypatch.setattr(encoder, "LONG_TEXT", 10)
+    monkeypatch.setattr(encoding, "LONG_TEXT", 10)
     assert encoder_for(word_piece(TOKENS, lowercase=True)).encode([text]) == whole
 
 
