@@ -127,6 +127,7 @@ def test_every_scheme_survives_json(make_pair):
         ({"sharing": "some"}, "there is no sharing 'some'; choose from none, embeddings, all, disentangled"),
         ({"discriminator": None}, "sharing=embeddings needs a generator and a discriminator"),
         ({"generator": replace(NARROW, embedding_width=8)}, "same embedding_width, but the generator has 8"),
+        ({"generator": replace(NARROW, dropout=0.2)}, "same dropout, but the generator has 0.2 and the discriminator"),
     ],
 )
 def test_a_pair_that_cannot_be_is_refused(settings, sentence):

@@ -65,6 +65,10 @@ def test_weights_start_as_released():
     [
         ({"width": 100, "heads": 3}, "width 100 does not divide into 3 heads; try width 99"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"layers": 2.0}, "layers is 2.0; it must be a whole number"),
+        ({"heads": True}, "heads is True; it must be a whole number"),
+        ({"norm_epsilon": -1}, "norm_epsilon is -1; it must lie between 0 and 1"),
+        ({"norm_epsilon": "tiny"}, "norm_epsilon is 'tiny'; it must be a number"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
         ({"pad_id": 60}, "pad_id 60 is not in the vocabulary of 60 entries"),
     ],
