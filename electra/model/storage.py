@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -128,7 +128,7 @@ def missing_weights(path: Path) -> str:
     return f"there is no {path.name} in {path.parent}; a model folder has {CONFIG} and {WEIGHTS}"
 
 
-def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
     """Refuse weights that are not just those the model has, by name and shape, or that are no fractions."""
     check_names(set(found), set(wanted), path)
     for name, tensor in found.items():
