@@ -57,7 +57,7 @@ class Corrupted:
     """Text the discriminator reads: the generator's samples stand where tokens were masked."""
 
     input_ids: Tensor  # [B, L]
-    is_replaced: Tensor  # [B, L] bool; False where the sample happened to be right
+    is_replaced: Tensor  # [B, L] bool; where the sample happened to be right, as `right_guess` says
 
 
 def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
@@ -123,8 +123,8 @@ def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: Settings) ->
 
 def gumbel_max(logits: Tensor, keys: Tensor) -> Tensor:
     """A draw from softmax(logits) over the last of [B, M, N], with the noise of each row's key: [B, M]."""
-    slots, entries = logits.shape[1:]
-    return (logits + gumbel(keys, slots * entries).unflatten(1, (slots, entries))).argmax(2)
+    places, entries = logits.shape[1:]
+    return (logits + gumbel(keys, places * entries).unflatten(1, (places, entries))).argmax(2)
 
 
 def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, right_guess: str = "original") -> Corrupted:
