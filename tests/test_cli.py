@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from electra.cli import COMMANDS, Flag, flags_of, main, parse
+from electra.cli import COMMANDS, flags_of, main, parse
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.report.costs import FlopsConfig

@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import WIDE
+from torch import nn
 
 from electra.errors import ConfigError
 from electra.model.encoder import Encoder, EncoderConfig
+from electra.model.heads import DiscriminatorHead
+
+TEXT = torch.tensor([[2, 11, 12, 3]])
 
 
 @pytest.fixture
@@ -58,6 +62,32 @@ def test_weights_start_as_released():
     glorot = (6 / (128 + 256)) ** 0.5
     assert 0.9 * glorot < encoder.project.weight.abs().max() <= glorot
     assert encoder.layers[0].attention.qkv.bias.abs().sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_each_kind_of_dropout_works_in_training_and_only_there(kind):
+    torch.manual_seed(0)
+    encoder = Encoder(replace(WIDE, **({"dropout": 0.0, "attention_dropout": 0.0} | {kind: 0.5})))
+    assert not torch.equal(encoder(TEXT), encoder(TEXT))
+    encoder.eval()
+    assert torch.equal(encoder(TEXT), encoder(TEXT))
+
+
+@pytest.mark.parametrize("module", ["embeddings", "layers.0"])
+def test_hidden_states_are_dropped_after_the_embeddings_and_in_each_layer(module):
+    torch.manual_seed(0)
+    encoder = Encoder(replace(WIDE, attention_dropout=0.0, dropout=0.5))
+    for name, other in encoder.named_modules():
+        if isinstance(other, nn.Dropout) and not name.startswith(module):
+            other.p = 0.0
+    assert not torch.equal(encoder(TEXT), encoder(TEXT))
+
+
+def test_a_verdict_starts_as_released():
+    torch.manual_seed(0)
+    verdict = DiscriminatorHead(EncoderConfig()).verdict.weight
+    glorot = (6 / (256 + 1)) ** 0.5
+    assert 0.9 * glorot < verdict.abs().max() <= glorot
 
 
 @pytest.mark.parametrize(
