@@ -11,6 +11,7 @@ from electra.errors import ConfigError
 from electra.objective.losses import Loss, total
 from electra.objective.masking import Masked, mask
 from electra.objective.objectives import (
+    BLOCK,
     OBJECTIVES,
     Corrupted,
     Settings,
@@ -70,11 +71,26 @@ def test_segments_reach_generator_and_discriminator(make_pair, make_batch, setti
     assert one["discriminator"].sum != other["discriminator"].sum
 
 
-def test_samples_change_with_seed_and_step():
-    first = draw(100, Settings())
-    assert torch.equal(draw(100, Settings()), first)
-    assert not torch.equal(draw(100, Settings(seed=1)), first)
-    assert not torch.equal(draw(100, Settings(), step=1), first)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_masks_by_the_settings_seed_and_the_batchs_step(make_pair, make_batch, settings, objective):
+    def generator_loss(seed: int, step: int) -> float:
+        batch = make_batch(step=step)
+        return OBJECTIVES[objective].losses(electra, batch, replace(settings, seed=seed))["generator"].sum.item()
+
+    electra = make_pair().eval()
+    assert len({generator_loss(0, 0), generator_loss(1, 0), generator_loss(0, 1)}) == 3
+
+
+def test_blocks_and_tokens_within_them_are_sampled_by_seed_and_step():
+    def drawn(seed: int, step: int) -> torch.Tensor:
+        batch = Batch(torch.empty(100, 8), torch.tensor(step), torch.arange(100))
+        return sample(torch.zeros(100, 1, 3 * BLOCK), Masked(*[torch.empty(0)] * 4), batch, Settings(seed=seed))
+
+    first = drawn(0, 0)
+    assert torch.equal(drawn(0, 0), first)
+    for other in (drawn(1, 0), drawn(0, 1)):
+        assert not torch.equal(other // BLOCK, first // BLOCK)
+        assert not torch.equal(other % BLOCK, first % BLOCK)
 
 
 def test_right_guess_counts_as_original():
@@ -185,8 +201,8 @@ def logits_for_sampling(rows: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([2.3, 1.1, 0.0, 0.7, 0.4, -0.5]).to(dtype).expand(rows, 3, 6)
 
 
-def draw(rows: int, settings: Settings, dtype: torch.dtype = torch.float32, step: int = 0) -> torch.Tensor:
-    batch = Batch(torch.empty(rows, 8), torch.tensor(step), torch.arange(rows))
+def draw(rows: int, settings: Settings, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    batch = Batch(torch.empty(rows, 8), torch.tensor(0), torch.arange(rows))
     masked = Masked(torch.empty(0), torch.empty(0), torch.zeros(rows, 3, dtype=torch.long), torch.ones(rows, 3))
     return sample(logits_for_sampling(rows, dtype), masked, batch, settings)
 
