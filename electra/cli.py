@@ -5,15 +5,18 @@ reads well as `str` and, with `--json`, is printed as the JSON of its fields.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, get_type_hints
 
 import tyro
 
@@ -54,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def fail(sentence: str) -> None:
+def fail(sentence: str) -> NoReturn:
     """Say what is wrong and exit with 2."""
     print(f"electra: {sentence}", file=sys.stderr)
     sys.exit(2)
@@ -99,17 +102,33 @@ def overview() -> str:
 def parse(name: str, configuration: type, flags: list[str]) -> Any:
     """Flags, and before them the fields of a `--config` file, as the command's configuration."""
     file, flags = config_file(flags)
-    fields = as_flags(configuration, read_fields(file)) if file else []
+    fields = as_arguments(configuration, read_fields(file)) if file else []
     flags = fields + flags  # the last of two equal flags wins
     default = preset(configuration, flags) if hasattr(configuration, "preset") else None
-    return tyro.cli(configuration, prog=f"electra {name}", args=flags, default=default)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(configuration, prog=f"electra {name}", args=flags, default=default)
+    except SystemExit as exit:
+        if not exit.code:  # --help
+            raise
+        raise ConfigError(one_sentence(said.getvalue())) from None
+
+
+def one_sentence(box: str) -> str:
+    """What a box of tyro's says, in whichever characters it is drawn, without its title and excerpts of the help."""
+    _, *sections = re.split(r"^.*[─-]{5,}.*$", box, flags=re.MULTILINE)
+    sections = [re.sub(r"^│? {9}.*$", "", section, flags=re.MULTILINE) for section in sections]  # a flag's help
+    said = [" ".join(section.replace("│", " ").split()) for section in sections]
+    sentence = "; ".join(part for part in said if part and not part.startswith(("For full", "Argument helptext")))
+    return re.sub(r"^Error parsing \w+Config: | Got errors: .*", "", sentence)
 
 
 def preset(configuration: Any, flags: list[str]) -> Any:
     """Defaults that depend on some of the flags (a size, a recipe), so that --help shows them as they will be."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for field in dataclasses.fields(configuration):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", nargs="?", default=argparse.SUPPRESS)
+    for flag in flags_of(configuration):
+        parser.add_argument(f"--{flag.name}", dest=flag.field, nargs="?", default=argparse.SUPPRESS)
     given = vars(parser.parse_known_args(flags)[0])
     required = {field.name: tyro.MISSING for field in dataclasses.fields(configuration) if is_required(field)}
     return configuration(**required | configuration.preset(given))
@@ -118,6 +137,35 @@ def preset(configuration: Any, flags: list[str]) -> Any:
 def is_required(field: dataclasses.Field) -> bool:
     """Whether a field has no default."""
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """How a field of a configuration is given on the command line."""
+
+    field: str
+    name: str  # the field's, or the one its annotation gives it: some words cannot be fields in Python
+    is_positional: bool  # given by its place, without a flag
+    is_switch: bool  # --name or --no-name
+
+    def arguments(self, value: Any) -> list[str]:
+        """The arguments that give the field a value of a `--config` file."""
+        if self.is_switch and isinstance(value, bool):
+            return [f"--{self.name}" if value else f"--no-{self.name}"]
+        values = [str(item) for item in (value if isinstance(value, list) else [value])]
+        return values if self.is_positional else [f"--{self.name}", *values]
+
+
+def flags_of(configuration: type) -> list[Flag]:
+    """The flags of a configuration's fields."""
+    hints = get_type_hints(configuration, include_extras=True)
+    flags = []
+    for field in dataclasses.fields(configuration):
+        hint = hints[field.name]
+        marks = getattr(hint, "__metadata__", ())  # of Annotated
+        name = next((mark.name for mark in marks if getattr(mark, "name", None)), field.name.replace("_", "-"))
+        flags.append(Flag(field.name, name, is_positional=tyro.conf.Positional in marks, is_switch=hint is bool))
+    return flags
 
 
 def config_file(flags: list[str]) -> tuple[Path | None, list[str]]:
@@ -131,39 +179,47 @@ def config_file(flags: list[str]) -> tuple[Path | None, list[str]]:
     return found.config, rest
 
 
-def read_fields(path: Path) -> dict[str, Any]:
+def read_fields(path: Path) -> dict[Any, Any]:
     """The fields in a JSON or YAML file."""
-    text = path.read_text()
-    if path.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError:
-            raise ConfigError(f"{path} is YAML, which needs: pip install pyyaml; or write it as JSON") from None
-        try:
-            fields = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    else:
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    read = read_yaml if path.suffix in (".yaml", ".yml") else read_json
+    try:
+        fields = read(path.read_text(encoding="utf-8"), path)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text in UTF-8: {error}; write it as JSON or YAML") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} holds a {type(fields).__name__}; a configuration is a table of fields")
     return fields
 
 
-def as_flags(configuration: type, fields: dict[str, Any]) -> list[str]:
-    """The flags that the fields of a file stand for."""
-    known = {field.name for field in dataclasses.fields(configuration)}
-    flags = []
+def read_json(text: str, path: Path) -> Any:
+    """What a JSON file says."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+
+
+def read_yaml(text: str, path: Path) -> Any:
+    """What a YAML file says."""
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(f"{path} is YAML, which needs: pip install 'electra[yaml]'; or write it as JSON") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def as_arguments(configuration: type, fields: dict[Any, Any]) -> list[str]:
+    """The arguments that the fields of a file stand for."""
+    known = {flag.name: flag for flag in flags_of(configuration)}
+    arguments = []
     for key, value in fields.items():
-        name = key.replace("-", "_")
+        name = str(key).replace("_", "-")
         if name not in known:
-            raise ConfigError(f"unknown setting {key!r}; the settings are {', '.join(sorted(known))}")
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
-    return flags
+            settings = ", ".join(sorted(known)).replace("-", "_")
+            raise ConfigError(f"unknown setting {key!r}; the settings are {settings}")
+        if value is not None:
+            arguments += known[name].arguments(value)
+    return arguments

@@ -1,8 +1,14 @@
 """Who attends to whom."""
 
-import torch
+from dataclasses import replace
 
+import pytest
+import torch
+from conftest import WIDE
+
+from electra.model import attention
 from electra.model.attention import Reach, attend, reach_of, starts_of
+from electra.model.encoder import Encoder
 
 
 def test_without_padding_and_documents_there_is_no_mask():
@@ -38,3 +44,49 @@ def test_attention_by_mask_equals_attention_document_by_document():
     for row, start, end in ((0, 0, 2), (0, 2, 4), (1, 0, 1), (1, 1, 4)):
         own = [tensor[row : row + 1, start:end] for tensor in (query, key, value)]
         torch.testing.assert_close(packed[row : row + 1, start:end], attend(*own, Reach(), dropout=0))
+
+
+def attend_one_by_one(query, key, value, starts, _, longest, __):
+    """What the kernel on a GPU does: attention within each stretch of the flattened batch."""
+    assert int(starts.diff().max()) <= longest
+    stretches = [slice(*pair) for pair in zip(starts.tolist()[:-1], starts.tolist()[1:], strict=True)]
+    own = [[tensor[None, stretch] for tensor in (query, key, value)] for stretch in stretches]
+    return torch.cat([attend(*tensors, Reach(), dropout=0)[0] for tensors in own])
+
+
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
+DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("attention_mask", [None, PADDING])
+def test_attention_by_starts_equals_attention_by_mask(monkeypatch, attention_mask):
+    monkeypatch.setattr(attention, "varlen_attn", attend_one_by_one)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 6, 3, 8, generator=generator) for _ in range(3))  # [B, L, H, K]
+    by_mask, by_starts = (
+        attend(query, key, value, reach_of(attention_mask, DOCUMENTS, has_kernel=has_kernel), dropout=0)
+        for has_kernel in (False, True)
+    )
+    torch.testing.assert_close(by_starts, by_mask)
+
+
+def outputs_and_gradients(encoder: Encoder, precision: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states where there is no padding, and how the attention's weights would change them."""
+    encoder.zero_grad()
+    text = torch.arange(5, 17).view(2, 6).cuda()
+    with torch.autocast("cuda", precision, enabled=precision == torch.bfloat16):
+        assert encoder.has_document_kernel() == (precision == torch.bfloat16)
+        hidden = encoder(text, PADDING.cuda(), documents=DOCUMENTS.cuda())[PADDING.cuda()].float()
+    (hidden * torch.linspace(-1, 1, hidden.numel()).cuda().view_as(hidden)).sum().backward()
+    return hidden, encoder.layers[0].attention.qkv.weight.grad
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel that attends by document needs a GPU")
+def test_on_a_gpu_attention_by_document_and_by_mask_have_the_same_outputs_and_gradients():
+    torch.manual_seed(0)
+    encoder = Encoder(replace(WIDE, layers=1, width=64, heads=2, dropout=0.0, attention_dropout=0.0)).cuda()
+    with torch.no_grad():
+        for parameter in encoder.layers[0].attention.parameters():
+            parameter.mul_(10)  # so that a token in the wrong document is seen: 2.3 and 0.5, against 0.02 and 0.01
+    by_document, by_mask = (outputs_and_gradients(encoder, kind) for kind in (torch.bfloat16, torch.float32))
+    torch.testing.assert_close(by_document, by_mask, atol=0.1, rtol=0)

@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import WIDE
+from torch import nn
 
 from electra.errors import ConfigError
 from electra.model.encoder import Encoder, EncoderConfig
+from electra.model.heads import DiscriminatorHead
+
+TEXT = torch.tensor([[2, 11, 12, 3]])
 
 
 @pytest.fixture
@@ -60,11 +64,48 @@ def test_weights_start_as_released():
     assert encoder.layers[0].attention.qkv.bias.abs().sum() == 0
 
 
+@pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
+def test_each_kind_of_dropout_works_in_training_and_only_there(kind):
+    torch.manual_seed(0)
+    encoder = Encoder(replace(WIDE, **({"dropout": 0.0, "attention_dropout": 0.0} | {kind: 0.5})))
+    assert not torch.equal(encoder(TEXT), encoder(TEXT))
+    encoder.eval()
+    assert torch.equal(encoder(TEXT), encoder(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("place", "silent"),
+    [
+        ("embeddings", ["attention.output", "feedforward.narrow"]),
+        ("attention", ["feedforward.narrow"]),
+        ("feedforward", ["attention.output"]),
+    ],
+)
+def test_hidden_states_are_dropped_after_embeddings_attention_and_feed_forward(place, silent):
+    torch.manual_seed(0)
+    encoder = Encoder(replace(WIDE, layers=1, attention_dropout=0.0, dropout=0.5))
+    for name in silent:  # nothing comes from there, so nothing is dropped there
+        nn.init.zeros_(encoder.layers[0].get_submodule(name).weight)
+    encoder.embeddings.dropout.p = 0.5 if place == "embeddings" else 0.0
+    assert not torch.equal(encoder(TEXT), encoder(TEXT))
+
+
+def test_a_verdict_starts_as_released():
+    torch.manual_seed(0)
+    verdict = DiscriminatorHead(EncoderConfig()).verdict.weight
+    glorot = (6 / (256 + 1)) ** 0.5
+    assert 0.9 * glorot < verdict.abs().max() <= glorot
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
         ({"width": 100, "heads": 3}, "width 100 does not divide into 3 heads; try width 99"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
+        ({"layers": 2.0}, "layers is 2.0; it must be a whole number"),
+        ({"heads": True}, "heads is True; it must be a whole number"),
+        ({"norm_epsilon": -1}, "norm_epsilon is -1; it must lie between 0 and 1"),
+        ({"norm_epsilon": "tiny"}, "norm_epsilon is 'tiny'; it must be a number"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
         ({"pad_id": 60}, "pad_id 60 is not in the vocabulary of 60 entries"),
     ],

@@ -1,10 +1,13 @@
 """Parameters and operations are what torch counts."""
 
+import json
+
 import pytest
 import torch
 from conftest import NARROW, WIDE
 from torch.utils.flop_counter import FlopCounterMode
 
+from electra.cli import main
 from electra.errors import ConfigError
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.flops import TRAINING, flops, items_of, parameters
@@ -39,6 +42,15 @@ def test_what_is_shared_counts_once_in_the_pair():
     tables = (30522 + 512 + 2) * 128 + 2 * 128
     costs = {sharing: count_costs(FlopsConfig(sharing=sharing)).parameters for sharing in ("none", "embeddings")}
     assert costs["none"] - costs["embeddings"] == tables
+
+
+def test_large_masks_a_quarter_and_the_others_15_percent(capsys):
+    def training_flops(*flags: str) -> int:
+        main(["flops", "--json", *flags])
+        return json.loads(capsys.readouterr().out)["training_flops_per_row"]
+
+    assert training_flops("--size", "large") == training_flops("--size", "large", "--mask-fraction", "0.25")
+    assert training_flops("--size", "base") == training_flops("--size", "base", "--mask-fraction", "0.15")
 
 
 def test_a_row_longer_than_the_positions_is_refused():

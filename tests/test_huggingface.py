@@ -1,6 +1,5 @@
 """Agreement with transformers: outputs, gradients, and folders that go out and in without a byte changed."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from all_minilm_l6_v2 import get_model_zip_path
-from safetensors.torch import load_file, save_file
+from peers import peer
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -20,40 +19,10 @@ from transformers import (
     ElectraModel,
 )
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
 from electra.export.huggingface import ARCHITECTURES, to_huggingface
 from electra.model.storage import load_model, save_model
-
-LAYOUTS = {  # small, base and large scaled down: embedding width, hidden width, heads, feed-forward, layers
-    "small": (16, 32, 4, 64, 3),
-    "small generator": (16, 8, 1, 32, 3),
-    "base": (24, 24, 3, 48, 2),
-    "base generator": (24, 8, 1, 32, 2),
-    "large": (32, 32, 4, 64, 4),
-}
-
-
-def peer(kind, layout: str = "small", config_class=ElectraConfig):
-    """A model of transformers with weights that are all different from zero and one."""
-    torch.manual_seed(0)
-    embedding, hidden, heads, feedforward, layers = LAYOUTS[layout]
-    width = {} if config_class is BertConfig else {"embedding_size": embedding}
-    model = kind(
-        config_class(
-            vocab_size=60,
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            intermediate_size=feedforward,
-            num_hidden_layers=layers,
-            max_position_embeddings=32,
-            **width,
-        )
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
 
 
 def inputs(is_padded: bool, has_segments: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -73,7 +42,7 @@ def brought_in(model, folder: Path, part: str):
 
 
 def agree(theirs, ours, architecture: str, is_padded: bool = False, has_segments: bool = False) -> None:
-    """Outputs within 1e-5 and gradients within 1e-4, at positions that are not padding."""
+    """Outputs within 1e-6 and gradients within 1e-4, at positions that are not padding."""
     input_ids, attention_mask, segment_ids = inputs(is_padded, has_segments)
     outputs = [
         theirs(input_ids, attention_mask=attention_mask, token_type_ids=segment_ids).logits,
@@ -82,7 +51,7 @@ def agree(theirs, ours, architecture: str, is_padded: bool = False, has_segments
     is_token = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
     expected, actual = (output[is_token] for output in outputs)
     assert expected.std() > 0.03
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)) / expected.numel() ** 0.5
     (expected * weights).sum().backward()
     (actual * weights).sum().backward()
@@ -129,7 +98,7 @@ def test_bare_encoders_give_the_same_hidden_states(tmp_path, kind, config):
     input_ids, attention_mask, segment_ids = inputs(True, True)
     expected = theirs(input_ids, attention_mask=attention_mask, token_type_ids=segment_ids).last_hidden_state
     actual = encoder(input_ids, attention_mask, segment_ids)
-    torch.testing.assert_close(actual[attention_mask == 1], expected[attention_mask == 1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual[attention_mask == 1], expected[attention_mask == 1], atol=1e-6, rtol=0)
 
 
 def test_real_weights_made_elsewhere_give_the_same_hidden_states(tmp_path):
@@ -144,7 +113,7 @@ def test_real_weights_made_elsewhere_give_the_same_hidden_states(tmp_path):
         expected = theirs(**batch).last_hidden_state
         actual = encoder(batch["input_ids"], batch["attention_mask"], batch["token_type_ids"])
     is_token = batch["attention_mask"] == 1
-    torch.testing.assert_close(actual[is_token], expected[is_token], atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual[is_token], expected[is_token], atol=1e-6, rtol=0)
 
 
 ROUND_TRIPS = [
@@ -194,7 +163,7 @@ def test_every_sharing_scheme_leaves_and_gives_the_same_outputs(tmp_path, caplog
         expected = getattr(electra, part)(input_ids, attention_mask, segment_ids)
         actual = theirs(input_ids, attention_mask=attention_mask, token_type_ids=segment_ids).logits
         is_token = attention_mask == 1
-        torch.testing.assert_close(actual[is_token], expected[is_token], atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[is_token], expected[is_token], atol=1e-6, rtol=0)
 
 
 def test_a_pair_that_shared_embeddings_shares_them_again(tmp_path, make_pair):
@@ -226,20 +195,6 @@ def test_a_folder_in_several_files_arrives_whole(tmp_path):
     agree(theirs, load_model(tmp_path / "ours").eval().discriminator, "ElectraForPreTraining")
 
 
-def test_older_files_that_repeat_tied_tables_arrive(tmp_path):
-    theirs = peer(BertForMaskedLM, "base", BertConfig)
-    theirs.save_pretrained(tmp_path / "theirs")
-    weights = load_file(tmp_path / "theirs/model.safetensors")
-    weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"].clone()
-    weights["bert.embeddings.position_ids"] = torch.arange(32)[None]
-    save_file(weights, tmp_path / "theirs/model.safetensors")
-    import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "ours"))
-    weights["cls.predictions.decoder.weight"] += 1
-    save_file(weights, tmp_path / "theirs/model.safetensors")
-    with pytest.raises(DataError, match="only tied output tables can be taken in"):
-        import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "more"))
-
-
 def test_a_bare_encoder_leaves_without_a_head_only(tmp_path):
     brought_in(peer(ElectraModel), tmp_path, "discriminator")
     with pytest.raises(ConfigError, match="no trained head; leave it out with --part encoder"):
@@ -247,42 +202,15 @@ def test_a_bare_encoder_leaves_without_a_head_only(tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+def test_a_lone_generator_leaves_when_asked_for(tmp_path):
+    brought_in(peer(ElectraForMaskedLM), tmp_path, "generator")
+    with pytest.raises(ConfigError, match="no discriminator; hand out its generator with --part generator"):
+        export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "back"))
+    export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "back", part="generator"))
+
+
 def test_the_tokenizer_travels_along(tmp_path, make_pair):
     save_model(make_pair(), tmp_path / "ours")
     (tmp_path / "ours/vocab.txt").write_text("[PAD]\n")
     assert export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs")).tokenizer == ["vocab.txt"]
     assert (tmp_path / "theirs/vocab.txt").read_text() == "[PAD]\n"
-
-
-def changed_config(folder: Path, **settings) -> Path:
-    """A Hugging Face folder whose config.json says something else."""
-    peer(ElectraForPreTraining).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"architectures": ["ElectraForQuestionAnswering"]},
-            "holds a ElectraForQuestionAnswering; what can be taken in",
-        ),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'; only 'gelu' can be taken in"),
-        ({"num_hidden_layers": 4}, "lacks electra.encoder.layer.3"),
-        ({"num_hidden_layers": 2}, "has electra.encoder.layer.2.* and 13 more, which"),
-        ({"num_attention_heads": 5}, "width 32 does not divide into 5 heads"),
-        ({"hidden_size": "wide"}, "config.json"),
-    ],
-)
-def test_a_folder_we_cannot_take_in_is_refused(tmp_path, settings, sentence):
-    with pytest.raises(DataError, match=sentence):
-        import_model(ImportConfig(source=changed_config(tmp_path / "theirs", **settings), output=tmp_path / "ours"))
-    assert not (tmp_path / "ours").exists()
-
-
-def test_two_discriminators_make_no_pair(tmp_path):
-    folder = changed_config(tmp_path / "theirs")
-    with pytest.raises(ConfigError, match="--from holds a discriminator and --generator a discriminator"):
-        import_model(ImportConfig(source=folder, generator=folder, output=tmp_path / "ours"))

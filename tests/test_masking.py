@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -32,16 +33,23 @@ def counts(length: int, rule: str, fraction: float = 0.15) -> list[int]:
     return masked_count(torch.arange(1, length + 1), length, config).tolist()
 
 
-@pytest.mark.parametrize("percent", [5, 15, 25, 40])
-def test_the_paper_masks_the_ceiling_for_rows_of_1_to_512_tokens(percent):
-    assert counts(512, "paper", percent / 100) == [(percent * n + 99) // 100 for n in range(1, 513)]
+@pytest.mark.parametrize(("part", "whole"), [(5, 100), (7, 100), (15, 100), (25, 100), (40, 100), (1, 6), (1, 3)])
+def test_the_paper_masks_the_ceiling_for_rows_of_1_to_512_tokens(part, whole):
+    assert counts(512, "paper", part / whole) == [(part * n + whole - 1) // whole for n in range(1, 513)]
 
 
-@pytest.mark.parametrize(("length", "most"), [(128, 19), (512, 79)])
-def test_the_released_code_masks_the_rounded_share_for_rows_of_1_to_512_tokens(length, most):
-    for n, k in enumerate(counts(length, "released"), start=1):
-        assert k == 1 or abs(k - 0.15 * n) <= 0.5
-        assert 1 <= k <= most
+def released(n: int, most: int) -> int:
+    """k as the released code has it, by NumPy: in fp32, where 0.15 · 190 is a little above 28.5."""
+    return min(most, max(1, int(np.rint(np.float32(n) * np.float32(0.15)))))
+
+
+@pytest.mark.parametrize(("length", "most"), [(10, 1), (128, 19), (512, 79)])
+def test_the_released_code_masks_the_rounded_share_up_to_a_cap(length, most):
+    assert counts(length, "released") == [released(n, most) for n in range(1, length + 1)]
+
+
+def test_the_cap_of_the_released_code_is_met_in_short_rows():
+    assert (counts(10, "released")[9], counts(128, "released")[9]) == (1, 2)
 
 
 def test_the_released_code_rounds_halves_to_even():
@@ -52,6 +60,13 @@ def test_the_released_code_rounds_halves_to_even():
 def test_a_row_has_as_many_slots_as_the_longest_row_may_need():
     assert [slots(length, MaskingConfig()) for length in (4, 128, 512)] == [1, 19, 79]
     assert [slots(length, MaskingConfig(mask_count="paper")) for length in (4, 128, 512)] == [1, 20, 77]
+
+
+def test_what_attention_does_not_see_is_never_masked_whatever_token_stands_there():
+    attention_mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]] * 50).bool()
+    batch = batch_of([[2, 11, 12, 3, 13, 14, 15, 16]] * 50, attention_mask=attention_mask)
+    masked = mask(batch, V, MaskingConfig(mask_fraction=0.9), seed=0)
+    assert used(masked) == [[1, 2]] * 50
 
 
 def test_special_tokens_and_padding_are_never_masked():
@@ -151,6 +166,14 @@ def test_a_word_cut_off_by_the_row_start_is_a_word_of_its_own():
     batch = batch_of([[2, 12, 13, 14, 3]] * 200, continues_word=continues)
     masked = mask(batch, V, MaskingConfig(mask_fraction=0.4, whole_words=True), seed=0)
     assert {tuple(positions) for positions in used(masked)} == {(1, 2), (3,)}
+
+
+def test_a_word_longer_than_a_row_may_have_masked_is_never_masked():
+    continues = torch.tensor([[0, 0, 1, 1, 1, 0] + [0] * 14] * 50).bool()
+    batch = batch_of([[2, 11, 12, 13, 14] + [15] * 14 + [3]] * 50, continues_word=continues)
+    masked = mask(batch, V, MaskingConfig(whole_words=True), seed=0)
+    assert masked.weights.sum(1).tolist() == [3] * 50
+    assert not {1, 2, 3, 4} & {position for row in used(masked) for position in row}
 
 
 def test_whole_words_need_to_know_where_words_are(make_batch):

@@ -11,6 +11,7 @@ from electra.errors import ConfigError
 from electra.objective.losses import Loss, total
 from electra.objective.masking import Masked, mask
 from electra.objective.objectives import (
+    BLOCK,
     OBJECTIVES,
     Corrupted,
     Settings,
@@ -31,6 +32,65 @@ def settings(vocabulary) -> Settings:
 
 def masked_at(positions: list[int], originals: list[int], weights: list[float]) -> Masked:
     return Masked(torch.empty(0), torch.tensor([positions]), torch.tensor([originals]), torch.tensor([weights]))
+
+
+def test_the_settings_reach_the_losses(make_pair, make_batch, settings):
+    def loss(**changes) -> float:
+        return total(replaced_token_detection(electra, batch, replace(settings, **changes))).item()
+
+    electra, batch = make_pair().eval(), make_batch()
+    parts = replaced_token_detection(electra, batch, settings)
+    generator, discriminator = (parts[name].mean().item() for name in ("generator", "discriminator"))
+    assert loss() == pytest.approx(generator + 50 * discriminator)
+    assert loss(discriminator_weight=2) == pytest.approx(generator + 2 * discriminator)
+    assert loss(seed=1) != loss()
+    assert loss(temperature=0.1) != loss()
+
+
+def test_a_right_guess_counts_as_the_settings_say(make_pair, make_batch, settings):
+    electra, batch = make_pair().eval(), make_batch()
+    with torch.no_grad():
+        electra.generator.head.bias[7] = 100  # it always says 7
+    batch = replace(batch, input_ids=batch.input_ids.clone().fill_(7))
+    verdicts = functional.softplus(electra.discriminator(batch.input_ids))  # the loss of an original
+    original = replaced_token_detection(electra, batch, settings)["discriminator"]
+    torch.testing.assert_close(original.sum, verdicts.sum())
+    replaced = replaced_token_detection(electra, batch, replace(settings, right_guess="replaced"))["discriminator"]
+    assert (replaced.sum - original.sum).abs() > 1e-4
+
+
+def test_segments_reach_generator_and_discriminator(make_pair, make_batch, settings):
+    electra, batch = make_pair().eval(), make_batch()
+    segment_ids = (torch.arange(16) >= 8).long().expand(4, -1)
+    with torch.no_grad():
+        electra.generator.encoder.embeddings.segment.weight[1] += 1
+    one, other = (
+        replaced_token_detection(electra, each, settings) for each in (batch, replace(batch, segment_ids=segment_ids))
+    )
+    assert one["generator"].sum != other["generator"].sum
+    assert one["discriminator"].sum != other["discriminator"].sum
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_masks_by_the_settings_seed_and_the_batchs_step(make_pair, make_batch, settings, objective):
+    def generator_loss(seed: int, step: int) -> float:
+        batch = make_batch(step=step)
+        return OBJECTIVES[objective].losses(electra, batch, replace(settings, seed=seed))["generator"].sum.item()
+
+    electra = make_pair().eval()
+    assert len({generator_loss(0, 0), generator_loss(1, 0), generator_loss(0, 1)}) == 3
+
+
+def test_blocks_and_tokens_within_them_are_sampled_by_seed_and_step():
+    def drawn(seed: int, step: int) -> torch.Tensor:
+        batch = Batch(torch.empty(100, 8), torch.tensor(step), torch.arange(100))
+        return sample(torch.zeros(100, 1, 3 * BLOCK), Masked(*[torch.empty(0)] * 4), batch, Settings(seed=seed))
+
+    first = drawn(0, 0)
+    assert torch.equal(drawn(0, 0), first)
+    for other in (drawn(1, 0), drawn(0, 1)):
+        assert not torch.equal(other // BLOCK, first // BLOCK)
+        assert not torch.equal(other % BLOCK, first % BLOCK)
 
 
 def test_right_guess_counts_as_original():
@@ -234,6 +294,25 @@ def test_each_objective_learns_a_batch_by_heart(make_pair, make_batch, settings,
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_vocabulary_of_another_size_than_the_models_is_refused(make_pair, make_batch, objective):
+    with pytest.raises(ConfigError, match="a vocabulary of 30,522 entries but the model one of 60; give Settings"):
+        OBJECTIVES[objective].losses(make_pair(), make_batch(), Settings())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"mask_id": 60}, "mask_id 60 is not in the vocabulary of 60 entries"),
+        ({"pad_id": -1}, "pad_id -1 is not in the vocabulary of 60 entries"),
+        ({"continues_word": (True, False)}, "continues_word tells of 2 ids, not of 60"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(vocabulary, wrong, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        replace(vocabulary, **wrong)
 
 
 @pytest.mark.parametrize(

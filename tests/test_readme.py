@@ -1,11 +1,13 @@
 """The README keeps its word: its Python runs, its commands exist, and what it points to is there."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from electra.cli import COMMANDS
+from electra.cli import COMMANDS, parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -20,10 +22,11 @@ def test_python_in_the_readme_runs(capsys):
     assert "discriminator" in capsys.readouterr().out
 
 
-def test_commands_in_the_readme_exist():
-    named = set(re.findall(r"^    electra (\w+)", README, re.MULTILINE))
-    assert named
-    assert named <= set(COMMANDS)
+@pytest.mark.parametrize("line", re.findall(r"^    electra (.*?)(?: +#.*)?$", README, re.MULTILINE))
+def test_commands_in_the_readme_are_understood(line):
+    name, *flags = shlex.split(line)
+    module, configuration, *_ = COMMANDS[name]
+    parse(name, getattr(importlib.import_module(module), configuration), flags)
 
 
 @pytest.mark.parametrize(("path", "names"), re.findall(r"`(\w+/\w+\.py)`(?:: ((?:`\w+`(?:, )?)+))?", README))

@@ -23,6 +23,29 @@ def test_generators_are_as_deep_and_a_fraction_as_wide(size, width, heads):
     assert pair.generator.embedding_width == pair.discriminator.embedding_width
 
 
+def test_the_generator_keeps_its_share_of_another_width():
+    pair = ModelConfig(size="base", width=384, heads=6, feedforward=1536).electra()
+    assert (pair.generator.width, pair.generator.heads, pair.generator.feedforward) == (128, 2, 512)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(200, 2), (192, 3), (127, 1), (32, 1), (500, 5)])
+def test_a_generators_heads_divide_its_width_and_are_at_least_64_wide(width, heads):
+    assert ModelConfig(generator_width=width).electra().generator.heads == heads
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"generator_width": 0}, "generator: width is 0; it must be at least 1"),
+        ({"generator_layers": 0}, "generator: layers is 0; it must be at least 1"),
+        ({"heads": 3}, "discriminator: width 256 does not divide into 3 heads"),
+    ],
+)
+def test_a_mistake_names_the_part_it_is_about(settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ModelConfig(**settings).electra()
+
+
 def test_departures_change_what_they_name_and_nothing_else():
     pair = ModelConfig(size="small", layers=3, dropout=0.0, generator_layers=2, generator_width=128).electra()
     assert (pair.discriminator.layers, pair.generator.layers, pair.generator.heads) == (3, 2, 2)

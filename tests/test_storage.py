@@ -1,11 +1,15 @@
 """Model folders: whole or not there, and clear words for what cannot be read."""
 
 import json
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
+from electra.model.encoder import EncoderConfig
 from electra.model.storage import load_model, save_model, written_whole
 
 
@@ -52,7 +56,7 @@ def cut(folder):
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def beheaded(folder):
+def emptied(folder):
     (folder / "model.safetensors").write_bytes(b"")
 
 
@@ -61,49 +65,100 @@ def pickled(folder):
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
 
 
-def other_config(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["model"]["discriminator"]["layers"] = 3
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def other_width(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["model"]["discriminator"]["feedforward"] = 41
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def unknown_setting(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["model"]["discriminator"]["colour"] = "blue"
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def not_json(folder):
-    (folder / "config.json").write_text("{")
-
-
-def no_model(folder):
-    (folder / "config.json").write_text("{}")
+def integers(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor.long() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
         (cut, "model.safetensors is cut short or damaged"),
-        (beheaded, "model.safetensors is cut short or damaged"),
+        (emptied, "model.safetensors is cut short or damaged"),
         (pickled, "in pytorch_model.bin, a pickle, which can run code and is never opened here; rewrite it"),
-        (other_config, "lacks discriminator.encoder.layers.2"),
-        (other_width, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
-        (unknown_setting, "config.json: these are not the settings of a model: .*'colour'"),
-        (not_json, "config.json is not valid JSON"),
-        (no_model, "config.json describes no model"),
+        (integers, "holds torch.int64; only floating-point weights can be read"),
     ],
 )
 def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
     damage(folder)
     with pytest.raises(DataError, match=sentence):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
+        ({"feedforward": 41}, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
+        ({"colour": "blue"}, "discriminator: 'colour' is missing or unknown; the settings are attention_dropout, "),
+        ({"layers": 2.0}, r"discriminator: layers is 2.0; it must be a whole number"),
+        ({"norm_epsilon": "tiny"}, "norm_epsilon is 'tiny'; it must be a number"),
+    ],
+)
+def test_a_setting_that_does_not_fit_the_weights_or_cannot_be_is_named(folder, settings, sentence):
+    config = json.loads((folder / "config.json").read_text())
+    config["model"]["discriminator"] |= settings
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=sentence):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EncoderConfig)])
+def test_a_missing_setting_is_never_guessed(folder, name):
+    config = json.loads((folder / "config.json").read_text())
+    del config["model"]["generator"][name]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=f"config.json: generator: '{name}' is missing or unknown"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "config.json is not valid JSON"),
+        ("{}", "config.json describes no model"),
+        ('{"model": null}', "these are not the settings of a model: None"),
+        ('{"model": []}', r"these are not the settings of a model: \[\]"),
+        ('{"model": "x"}', "these are not the settings of a model: 'x'"),
+        ('{"model": {"generator": null}}', "'discriminator', 'sharing' is missing or unknown"),
+        ('{"model": {"generator": 0, "discriminator": null, "sharing": "none"}}', "generator: these are not .*: 0"),
+        ('{"model": {"generator": {}, "discriminator": null, "sharing": "none"}}', "generator: 'attention_dropout', "),
+        ('{"model": {"generator": null, "discriminator": null, "sharing": []}}', r"there is no sharing \[\]"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_refused(folder, text, sentence):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(DataError, match=sentence):
+        load_model(folder)
+
+
+def test_a_missing_head_is_drawn_in_the_precision_of_the_weights(tmp_path, make_pair):
+    save_model(make_pair().bfloat16(), tmp_path / "half")
+    weights = load_file(tmp_path / "half/model.safetensors")
+    bare = {name: tensor for name, tensor in weights.items() if not name.startswith("discriminator.head.")}
+    save_file(bare, tmp_path / "half/model.safetensors")
+    heads = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        heads.append(load_model(tmp_path / "half").discriminator.head.dense.weight)
+    assert {head.dtype for head in heads} == {torch.bfloat16}
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_an_output_may_be_reached_by_a_link(tmp_path, make_pair):
+    (tmp_path / "place").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "place")
+    save_model(make_pair(), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert load_model(tmp_path / "place").config == make_pair().config
+
+
+def test_the_current_folder_is_not_replaced(tmp_path, make_pair, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="the output cannot be the current folder"):
+        save_model(make_pair(), Path("."))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_a_model_is_named(tmp_path):

@@ -1,6 +1,6 @@
 """`electra export` and `electra import`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,14 +19,14 @@ from electra.export.huggingface import (
     read_huggingface,
     to_huggingface,
 )
-from electra.model.electra import TABLE_FIELDS, ElectraConfig, Sharing
+from electra.model.electra import TABLE_FIELDS, Electra, ElectraConfig, Sharing
 from electra.model.storage import (
     CONFIG,
     WEIGHTS,
     copy_tokenizer,
     has_head,
     load_model,
-    read_tensors,
+    read_names,
     write_json,
     write_parts,
     write_tensors,
@@ -69,36 +69,46 @@ class ImportConfig:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What was written."""
+class Written:
+    """What was written, and what of the source was not."""
 
     output: str
     model: str
     parameters: int
     tokenizer: list[str]
+    left_out: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         tokenizer = ", ".join(self.tokenizer) if self.tokenizer else "none was there"
-        return f"{self.output}: {self.model}, {self.parameters:,} parameters; tokenizer files: {tokenizer}"
+        left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"{self.output}: {self.model}, {self.parameters:,} parameters; tokenizer files: {tokenizer}{left_out}"
 
 
-def export(config: ExportConfig) -> Moved:
+def export(config: ExportConfig) -> Written:
     """Write one part of a model as a Hugging Face folder."""
     folder = model_folder(config.model)
     electra = load_model(folder)
+    if config.part == "discriminator":
+        check_discriminator(electra, folder)
     part = part_of(electra, config.part)
-    if config.part == "discriminator" and not has_head(read_tensors(folder / WEIGHTS)):
-        raise ConfigError(f"the discriminator in {config.model} has no trained head; leave it out with --part encoder")
     architecture, size = LEAVING[config.part], part.encoder.config
     tensors = to_huggingface(folded(part.state_dict()), ARCHITECTURES[architecture])
     with written_whole(config.output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, huggingface_config(size, architecture, next(iter(tensors.values())).dtype))
         tokenizer = copy_tokenizer(folder, draft)
-    return Moved(str(config.output), architecture, count(tensors), tokenizer)
+    return Written(str(config.output), architecture, count(tensors), tokenizer)
 
 
-def import_model(config: ImportConfig) -> Moved:
+def check_discriminator(electra: Electra, folder: Path) -> None:
+    """Refuse to hand out a discriminator that is not there, or whose head was never trained."""
+    if electra.discriminator is None:
+        raise ConfigError(f"{folder} has no discriminator; hand out its generator with --part generator")
+    if not has_head(read_names(folder / WEIGHTS)):
+        raise ConfigError(f"the discriminator in {folder} has no trained head; leave it out with --part encoder")
+
+
+def import_model(config: ImportConfig) -> Written:
     """Write a model folder from one Hugging Face folder, or from a discriminator's and its generator's."""
     arrivals = [read_huggingface(config.source)]
     if config.generator is not None:
@@ -112,7 +122,9 @@ def import_model(config: ImportConfig) -> Moved:
     model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
     with written_whole(config.output) as draft:
         tokenizer = write_parts(model, tensors, draft, config.source)
-    return Moved(str(config.output), f"{' and '.join(sizes)}, sharing {sharing}", count(tensors), tokenizer)
+    described = f"{' and '.join(sizes)}, sharing {sharing}"
+    left_out = [name for arrival in arrivals for name in arrival.left_out]
+    return Written(str(config.output), described, count(tensors), tokenizer, left_out)
 
 
 def check_roles(arrivals: list[Arrival]) -> None:

@@ -16,7 +16,7 @@ from electra.errors import ConfigError, DataError
 from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.encoder import EncoderConfig
 from electra.model.sizes import BASE, SMALL
-from electra.model.storage import CONFIG, WEIGHTS, check_names, read_json, read_tensors
+from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
 
 Tensors = dict[str, Tensor]
 
@@ -51,22 +51,48 @@ ENCODER = {
 
 
 @dataclass(frozen=True)
+class Family:
+    """What the classes of one model type of `transformers` have in common."""
+
+    prefix: str  # before the encoder's names where there is a head
+    defaults: EncoderConfig  # what its config.json need not say
+    has_embedding_width: bool  # whether tables may be narrower than hidden states
+    left_out: str  # a pattern of names, without the prefix, that a file may have and no part of ours needs
+
+
+ELECTRA = Family(
+    prefix="electra.",
+    defaults=SMALL,
+    has_embedding_width=True,
+    left_out=r"embeddings\.position_ids|embeddings_project\..*",
+)
+BERT = Family(
+    prefix="bert.",
+    defaults=BASE,
+    has_embedding_width=False,
+    left_out=r"embeddings\.position_ids|pooler\..*|cls\.seq_relationship\..*",
+)
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One class of `transformers`: which of our parts it is, and its names beside the encoder's."""
 
     part: str  # generator or discriminator
-    prefix: str  # before the encoder's names
+    family: Family
     head: dict[str, str]  # our head's names and theirs; empty for a bare encoder
-    defaults: EncoderConfig = SMALL  # what its config.json need not say
     twins: tuple[tuple[str, str], ...] = ()  # tensors that older files repeat, and what each repeats
-    left_out: str = r"embeddings\.position_ids"  # a pattern of names we have no use for
+
+    def prefix(self) -> str:
+        """What stands before the encoder's names."""
+        return self.family.prefix if self.head else ""
 
 
 ARCHITECTURES = {
-    "ElectraModel": Architecture(part="discriminator", prefix="", head={}),
+    "ElectraModel": Architecture(part="discriminator", family=ELECTRA, head={}),
     "ElectraForPreTraining": Architecture(
         part="discriminator",
-        prefix="electra.",
+        family=ELECTRA,
         head={
             "head.dense": "discriminator_predictions.dense",
             "head.verdict": "discriminator_predictions.dense_prediction",
@@ -74,7 +100,7 @@ ARCHITECTURES = {
     ),
     "ElectraForMaskedLM": Architecture(
         part="generator",
-        prefix="electra.",
+        family=ELECTRA,
         head={
             "head.dense": "generator_predictions.dense",
             "head.norm": "generator_predictions.LayerNorm",
@@ -82,23 +108,19 @@ ARCHITECTURES = {
         },
         twins=(("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),),
     ),
-    "BertModel": Architecture(
-        part="discriminator", prefix="", head={}, defaults=BASE, left_out=r"embeddings\.position_ids|pooler\..*"
-    ),
+    "BertModel": Architecture(part="discriminator", family=BERT, head={}),
     "BertForMaskedLM": Architecture(
         part="generator",
-        prefix="bert.",
+        family=BERT,
         head={
             "head.dense": "cls.predictions.transform.dense",
             "head.norm": "cls.predictions.transform.LayerNorm",
             "head": "cls.predictions",
         },
-        defaults=BASE,
         twins=(
             ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
             ("cls.predictions.decoder.bias", "cls.predictions.bias"),
         ),
-        left_out=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\.seq_relationship\..*",
     ),
 }
 LEAVING = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM", "encoder": "ElectraModel"}
@@ -111,7 +133,7 @@ def their_names(ours: str, architecture: Architecture) -> list[str]:
     if stem.startswith("head"):
         theirs = architecture.head[stem]
     else:
-        theirs = architecture.prefix + ENCODER[re.sub(r"layers\.\d+", "layers.N", stem)]
+        theirs = architecture.prefix() + ENCODER[re.sub(r"layers\.\d+", "layers.N", stem)]
     path, dot, last = theirs.replace(".N.", f".{layer[1]}." if layer else "").rpartition(".")
     return [f"{path}{dot}{choice}.{kind}" for choice in last.split("|")]
 
@@ -126,29 +148,54 @@ def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
     return renamed
 
 
-def from_huggingface(tensors: Tensors, architecture: Architecture, config: EncoderConfig, path: Path) -> Tensors:
-    """The tensors of a Hugging Face folder under the names of our part."""
-    tensors = without_spares(tensors, architecture, path)
-    names = {ours: their_names(ours, architecture) for ours in our_names(architecture, config)}
-    check_names(set(tensors), {name for theirs in names.values() for name in theirs}, path)
-    return {ours: torch.cat([tensors[name] for name in theirs]) for ours, theirs in names.items()}
+def from_huggingface(
+    tensors: Tensors, architecture: Architecture, config: EncoderConfig, path: Path
+) -> tuple[Tensors, list[str]]:
+    """The tensors of a Hugging Face folder under the names of our part, and the names of those that are left out."""
+    ours = empty_part(architecture, config)
+    wanted = to_huggingface(ours, architecture)
+    tensors = without_twins(under_todays_names(tensors, architecture, path), architecture, path)
+    left_out = sorted(name for name in tensors if name not in wanted and is_spare(name, architecture.family))
+    check_tensors({name: tensor for name, tensor in tensors.items() if name not in left_out}, wanted, path)
+    return {name: torch.cat([tensors[theirs] for theirs in their_names(name, architecture)]) for name in ours}, left_out
 
 
-def our_names(architecture: Architecture, config: EncoderConfig) -> list[str]:
-    """The names of the tensors that our part of this size has; only the encoder's where there is no head."""
+def empty_part(architecture: Architecture, config: EncoderConfig) -> Tensors:
+    """The tensors that our part of this size has, without numbers; only the encoder's where there is no head."""
     with torch.device("meta"):
         part = Generator(config) if architecture.part == "generator" else Discriminator(config)
-    return [name for name, _ in part.named_parameters() if architecture.head or name.startswith("encoder.")]
+    return {
+        name: tensor for name, tensor in part.named_parameters() if architecture.head or name.startswith("encoder.")
+    }
 
 
-def without_spares(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
-    """Drop what we have no use for, and repetitions, once they are seen to repeat."""
-    for spare, original in architecture.twins:
-        if spare in tensors and not torch.equal(tensors[spare], tensors.get(original, torch.empty(0))):
-            raise DataError(f"{path}: {spare} differs from {original}; only tied output tables can be taken in")
-    spares = {spare for spare, _ in architecture.twins}
-    left_out = re.compile(architecture.left_out)
-    return {name: tensor for name, tensor in tensors.items() if name not in spares and not left_out.fullmatch(name)}
+def under_todays_names(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
+    """The tensors of a file, new or old, as `transformers` names them today."""
+    renamed = {todays_name(name, architecture): tensor for name, tensor in tensors.items()}
+    if len(renamed) < len(tensors):
+        raise DataError(f"{path} has tensors twice, with and without {architecture.family.prefix} before their names")
+    return renamed
+
+
+def todays_name(name: str, architecture: Architecture) -> str:
+    """A name of an old file, with LayerNorm's gamma and beta, and with the encoder's prefix just where a head is."""
+    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    name = name.removeprefix(architecture.family.prefix)
+    return architecture.prefix() + name if name.startswith(("embeddings", "encoder.", "pooler.")) else name
+
+
+def is_spare(name: str, family: Family) -> bool:
+    """Whether no part of ours needs a tensor of this name; a projection may be stored where widths are equal."""
+    return re.fullmatch(family.left_out, name.removeprefix(family.prefix)) is not None
+
+
+def without_twins(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
+    """Drop repetitions, once they are seen to repeat."""
+    for twin, original in architecture.twins:
+        if twin in tensors and not torch.equal(tensors[twin], tensors.get(original, torch.empty(0))):
+            raise DataError(f"{path}: {twin} differs from {original}; only tied output tables can be taken in")
+    twins = {twin for twin, _ in architecture.twins}
+    return {name: tensor for name, tensor in tensors.items() if name not in twins}
 
 
 @dataclass(frozen=True)
@@ -158,6 +205,7 @@ class Arrival:
     part: str  # generator or discriminator
     config: EncoderConfig
     tensors: Tensors
+    left_out: list[str]  # tensors of the folder that no part of ours needs
 
 
 def read_huggingface(folder: Path) -> Arrival:
@@ -165,18 +213,18 @@ def read_huggingface(folder: Path) -> Arrival:
     settings = read_json(folder / CONFIG)
     architecture = architecture_of(settings, folder)
     config = encoder_config(settings, architecture, folder)
-    tensors = from_huggingface(read_weights(folder), architecture, config, folder)
-    return Arrival(architecture.part, config, tensors)
+    return Arrival(architecture.part, config, *from_huggingface(read_weights(folder), architecture, config, folder))
 
 
 def architecture_of(settings: dict[str, Any], folder: Path) -> Architecture:
     """The architecture that a config.json names."""
     if "model_type" not in settings:
         raise DataError(f"{folder} is not a Hugging Face folder: its config.json names no model_type")
-    names = settings.get("architectures") or ["none"]
-    if names[0] not in ARCHITECTURES:
-        raise DataError(f"{folder} holds a {names[0]}; what can be taken in is {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[names[0]]
+    named = settings.get("architectures")
+    for name, architecture in ARCHITECTURES.items():
+        if named == [name]:
+            return architecture
+    raise DataError(f"{folder}: architectures is {named!r}; what can be taken in is {', '.join(ARCHITECTURES)}")
 
 
 def encoder_config(settings: dict[str, Any], architecture: Architecture, folder: Path) -> EncoderConfig:
@@ -185,21 +233,25 @@ def encoder_config(settings: dict[str, Any], architecture: Architecture, folder:
         if settings.get(name, allowed) != allowed:
             raise DataError(f"{folder}: {name} is {settings[name]!r}; only {allowed!r} can be taken in")
     found = {ours: settings[theirs] for ours, theirs in SETTINGS.items() if settings.get(theirs) is not None}
-    if settings["model_type"] == "bert":
-        found["embedding_width"] = found.get("width", BASE.width)
+    settings = vars(architecture.family.defaults) | found
+    if not architecture.family.has_embedding_width:
+        settings["embedding_width"] = settings["width"]
     try:
-        return EncoderConfig(**(vars(architecture.defaults) | found))
-    except (ConfigError, TypeError) as error:
+        return EncoderConfig(**settings)
+    except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
 
 
 def read_weights(folder: Path) -> Tensors:
-    """The tensors of a folder, from one file or from the several that an index names."""
+    """The tensors of a folder, from one file, or where there is none from the several that an index names."""
     index = folder / f"{WEIGHTS}.index.json"
-    if not index.is_file():
+    if (folder / WEIGHTS).is_file() or not index.is_file():
         return read_tensors(folder / WEIGHTS)
-    files = sorted(set(read_json(index).get("weight_map", {}).values()))
-    return {name: tensor for file in files for name, tensor in read_tensors(folder / Path(file).name).items()}
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise DataError(f"{index} names no files: its weight_map must give the file of each tensor; copy it again")
+    files = sorted({Path(file).name for file in places.values()})
+    return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
 
 
 def part_of(electra: Electra, part: str) -> Generator | Discriminator:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -78,7 +79,7 @@ def share_disentangled(generator: Generator, discriminator: Discriminator) -> No
     encoder.embeddings = DisentangledEmbeddings(generator.encoder.embeddings, encoder.config)
 
 
-TABLE_FIELDS = ("vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon")
+TABLE_FIELDS = ("vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
 ALL_FIELDS = tuple(field.name for field in fields(EncoderConfig))
 
 SHARING: dict[str, tuple[Callable[[Generator, Discriminator], None], tuple[str, ...]]] = {
@@ -99,7 +100,7 @@ class ElectraConfig:
     sharing: Sharing = "embeddings"
 
     def __post_init__(self) -> None:
-        if self.sharing not in SHARING:
+        if self.sharing not in list(SHARING):
             raise ConfigError(f"there is no sharing {self.sharing!r}; choose from {', '.join(SHARING)}")
         if self.generator is None or self.discriminator is None:
             if self.sharing != "none":
@@ -114,13 +115,35 @@ class ElectraConfig:
                 )
 
     @classmethod
-    def from_dict(cls, settings: dict[str, Any]) -> ElectraConfig:
+    def from_dict(cls, settings: Any) -> ElectraConfig:
         """The inverse of `dataclasses.asdict`; unknown and missing settings are refused."""
-        try:
-            parts = {name: part and EncoderConfig(**part) for name, part in settings.items() if name != "sharing"}
-            return cls(**parts, sharing=settings["sharing"])
-        except (TypeError, KeyError) as error:
-            raise ConfigError(f"these are not the settings of a model: {error}") from None
+        check_fields(settings, cls)
+        parts: dict[str, EncoderConfig | None] = {"generator": None, "discriminator": None}
+        for name in parts:
+            if settings[name] is not None:
+                with naming(name):
+                    check_fields(settings[name], EncoderConfig)
+                    parts[name] = EncoderConfig(**settings[name])
+        return cls(**parts, sharing=settings["sharing"])
+
+
+def check_fields(settings: Any, kind: type) -> None:
+    """Refuse stored settings that are not just the fields of `kind`: a default in their place would be a guess."""
+    if not isinstance(settings, dict):
+        raise ConfigError(f"these are not the settings of a model: {settings!r}")
+    wanted = {field.name for field in fields(kind)}
+    if settings.keys() != wanted:
+        differing = ", ".join(sorted(map(repr, settings.keys() ^ wanted)))
+        raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
+
+
+@contextmanager
+def naming(part: str) -> Iterator[None]:
+    """Say of which part a mistake is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{part}: {error}") from None
 
 
 class Electra(nn.Module):

@@ -4,7 +4,7 @@ The classic style is BERT's and ELECTRA's to the last bit: the sum of three embe
 embedding width differs from the hidden width; post-norm layers; exact (erf) GELU. `transformers` calls it ElectraModel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -43,18 +43,7 @@ class EncoderConfig:
     norm_epsilon: float = 1e-12
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "width",
-            "heads",
-            "feedforward",
-            "embedding_width",
-            "vocabulary",
-            "positions",
-            "segments",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        self.check_numbers()
         if self.width % self.heads:
             raise ConfigError(
                 f"width {self.width} does not divide into {self.heads} heads; "
@@ -63,8 +52,19 @@ class EncoderConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+        if not 0 < self.norm_epsilon < 1:
+            raise ConfigError(f"norm_epsilon is {self.norm_epsilon}; it must lie between 0 and 1, usually 1e-12")
         if not 0 <= self.pad_id < self.vocabulary:
             raise ConfigError(f"pad_id {self.pad_id} is not in the vocabulary of {self.vocabulary:,} entries")
+
+    def check_numbers(self) -> None:
+        """Refuse what is no number (settings also come from files), and counts below 1."""
+        for field in fields(self):
+            value, is_count = getattr(self, field.name), field.type is int
+            if type(value) is not int and (is_count or type(value) is not float):
+                raise ConfigError(f"{field.name} is {value!r}; it must be a {'whole ' if is_count else ''}number")
+            if is_count and value < 1 and field.name != "pad_id":
+                raise ConfigError(f"{field.name} is {value}; it must be at least 1")
 
 
 class Embeddings(nn.Module):

@@ -1,10 +1,11 @@
 """The sizes of the paper, and how a user departs from them."""
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 from electra.errors import ConfigError
-from electra.model.electra import ElectraConfig, Sharing
+from electra.model.electra import ElectraConfig, Sharing, naming
 from electra.model.encoder import EncoderConfig
 
 Size = Literal["tiny", "small", "base", "large"]
@@ -16,13 +17,29 @@ TINY = replace(SMALL, layers=4, width=128, heads=2, feedforward=512, embedding_w
 BASE = replace(SMALL, width=768, heads=12, feedforward=3072, embedding_width=768)
 LARGE = replace(SMALL, layers=24, width=1024, heads=16, feedforward=4096, embedding_width=1024)
 
-SIZES: dict[str, tuple[EncoderConfig, int]] = {
-    # size: the discriminator, and the width of its generator (1/2, 1/4, 1/3, 1/4)
-    "tiny": (TINY, 64),
-    "small": (SMALL, 64),
-    "base": (BASE, 256),
-    "large": (LARGE, 256),
+
+@dataclass(frozen=True)
+class PaperSize:
+    """A column of the paper's table of sizes."""
+
+    discriminator: EncoderConfig
+    generator_share: Fraction  # the generator's width as a share of the discriminator's
+    mask_fraction: float  # share of a row's tokens that is masked
+
+
+SIZES = {
+    "tiny": PaperSize(TINY, Fraction(1, 2), 0.15),
+    "small": PaperSize(SMALL, Fraction(1, 4), 0.15),
+    "base": PaperSize(BASE, Fraction(1, 3), 0.15),
+    "large": PaperSize(LARGE, Fraction(1, 4), 0.25),
 }
+
+
+def size_of(name: str) -> PaperSize:
+    """A size by its name."""
+    if name not in SIZES:
+        raise ConfigError(f"there is no size {name!r}; choose from {', '.join(SIZES)}")
+    return SIZES[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +47,7 @@ class ModelConfig:
     """A size of the paper, and departures from it: what is left out stays as the size has it."""
 
     size: Size = "small"
-    """The discriminator's size; the generator is as deep and 1/4 to 1/2 as wide."""
+    """The discriminator's size, and with it the generator's: as deep, and 1/4 to 1/2 as wide."""
     sharing: Sharing = "embeddings"
     """What generator and discriminator share: nothing; token, position and segment tables with their LayerNorm; the
     whole encoder (both then have one size); or tables the discriminator only adds to (its gradient stays out)."""
@@ -49,16 +66,18 @@ class ModelConfig:
     dropout: float | None = None
     """Dropout of hidden states and of attention weights."""
     generator_width: int | None = None
-    """The generator's hidden size."""
+    """The generator's hidden size, where it is not the share of the discriminator's that its size has."""
     generator_layers: int | None = None
     """The generator's layers, where they differ."""
 
     def electra(self, vocabulary: int = SMALL.vocabulary, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The pair these settings describe, over a vocabulary of so many entries."""
-        if self.size not in SIZES:
-            raise ConfigError(f"there is no size {self.size!r}; choose from {', '.join(SIZES)}")
-        discriminator = replace(SIZES[self.size][0], vocabulary=vocabulary, pad_id=pad_id, **self.departures())
-        return ElectraConfig(generator=self.generator(discriminator), discriminator=discriminator, sharing=self.sharing)
+        size = size_of(self.size)
+        with naming("discriminator"):
+            discriminator = replace(size.discriminator, vocabulary=vocabulary, pad_id=pad_id, **self.departures())
+        with naming("generator"):
+            generator = self.generator(discriminator, size.generator_share)
+        return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
     def departures(self) -> dict[str, Any]:
         """The discriminator's settings that were named."""
@@ -66,13 +85,17 @@ class ModelConfig:
         named = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return named if self.dropout is None else named | {"attention_dropout": self.dropout}
 
-    def generator(self, discriminator: EncoderConfig) -> EncoderConfig:
-        """The generator beside `discriminator`: as deep, as wide as its size has it, unless told otherwise."""
-        layers = self.generator_layers or discriminator.layers
-        default = discriminator.width if self.sharing == "all" else SIZES[self.size][1]
-        width = self.generator_width or default
+    def generator(self, discriminator: EncoderConfig, share: Fraction) -> EncoderConfig:
+        """The generator beside `discriminator`: as deep, and `share` as wide, unless told otherwise."""
+        layers = discriminator.layers if self.generator_layers is None else self.generator_layers
+        usual = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * share))
+        width = usual if self.generator_width is None else self.generator_width
         if width == discriminator.width:
             return replace(discriminator, layers=layers)
         feedforward = 4 * width  # as in every size of the paper
-        heads = max(1, width // HEAD_WIDTH)
-        return replace(discriminator, layers=layers, width=width, heads=heads, feedforward=feedforward)
+        return replace(discriminator, layers=layers, width=width, heads=heads_for(width), feedforward=feedforward)
+
+
+def heads_for(width: int) -> int:
+    """As many heads as divide a width, none narrower than the paper's."""
+    return next(heads for heads in range(max(1, width // HEAD_WIDTH), 0, -1) if width % heads == 0)

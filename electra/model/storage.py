@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.heads import DiscriminatorHead
 
 CONFIG = "config.json"
@@ -58,13 +58,21 @@ def load_model(folder: Path) -> Electra:
     config = model_config(folder)
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         electra = Electra(config)
-    weights = read_tensors(folder / WEIGHTS)
-    if electra.discriminator and not has_head(weights):
-        electra.discriminator.head = DiscriminatorHead(electra.discriminator.encoder.config)
-        weights |= {f"{HEAD}{name}": weight for name, weight in electra.discriminator.head.named_parameters()}
-    check_tensors(weights, dict(electra.named_parameters()), folder / WEIGHTS)
+    weights, wanted = read_tensors(folder / WEIGHTS), dict(electra.named_parameters())
+    is_headless = electra.discriminator is not None and not has_head(weights)
+    if is_headless:
+        wanted = {name: weight for name, weight in wanted.items() if not name.startswith(HEAD)}
+    check_tensors(weights, wanted, folder / WEIGHTS)
     electra.load_state_dict(weights, strict=False, assign=True)
+    if is_headless:
+        give_head(electra.the_discriminator())
     return electra
+
+
+def give_head(discriminator: Discriminator) -> None:
+    """Give a discriminator a new head in its encoder's precision, drawn from torch's random state: seed that first."""
+    encoder = discriminator.encoder
+    discriminator.head = DiscriminatorHead(encoder.config).to(next(encoder.parameters()).dtype)
 
 
 def has_head(weights: Iterable[str]) -> bool:
@@ -87,11 +95,24 @@ def model_config(folder: Path) -> ElectraConfig:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file."""
+    with opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+
+def read_names(path: Path) -> list[str]:
+    """The names of the tensors in one safetensors file."""
+    with opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[safe_open]:
+    """A safetensors file, or words for why there is none to read."""
     if not path.is_file():
         raise DataError(missing_weights(path))
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            yield file
     except SafetensorError as error:
         raise DataError(f"{path} is cut short or damaged ({error}); copy or make it again") from None
 
@@ -107,10 +128,12 @@ def missing_weights(path: Path) -> str:
     return f"there is no {path.name} in {path.parent}; a model folder has {CONFIG} and {WEIGHTS}"
 
 
-def check_tensors(found: dict[str, Tensor], wanted: dict[str, Tensor], path: Path) -> None:
-    """Refuse weights that are not just those the model has, by name and shape."""
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse weights that are not just those the model has, by name and shape, or that are no fractions."""
     check_names(set(found), set(wanted), path)
     for name, tensor in found.items():
+        if not tensor.is_floating_point():
+            raise DataError(f"{path}: {name} holds {tensor.dtype}; only floating-point weights can be read")
         if tensor.shape != wanted[name].shape:
             came, allowed = tuple(tensor.shape), tuple(wanted[name].shape)
             raise DataError(f"{path}: {name} is {came}, but the {CONFIG} beside it asks for {allowed}")
@@ -161,6 +184,9 @@ def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """A draft folder that becomes `folder` only when all went well; what was there before is never touched."""
+    folder = folder.resolve()
+    if folder == Path.cwd():
+        raise DataError("the output cannot be the current folder, which is replaced whole; give it a name of its own")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists already; remove it or choose another output folder")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -4,13 +4,14 @@ A row has a fixed number of slots M; slots that a shorter row does not need have
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from electra.errors import ConfigError
-from electra.objective.randomness import Purpose, random_bits, random_uniform, row_keys
+from electra.objective.randomness import Number, Purpose, random_bits, random_uniform, row_keys
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
@@ -18,13 +19,23 @@ Count = Literal["paper", "released"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskingConfig:
-    """How much is masked, and with what."""
+class MaskedShare:
+    """How much is masked."""
 
     mask_fraction: float = 0.15
     """Share of a row's tokens that is masked."""
     mask_count: Count = "released"
     """How many of n tokens: `paper` ceil(p·n); `released` max(1, round(p·n)), at most int((p + .005)·length)."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_fraction < 1:
+            raise ConfigError(f"mask_fraction is {self.mask_fraction}; it must lie between 0 and 1, usually 0.15")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingConfig(MaskedShare):
+    """How much is masked, and with what."""
+
     whole_words: bool = False
     """Mask all pieces of a word or none."""
     mask_share: float = 1.0
@@ -33,8 +44,7 @@ class MaskingConfig:
     """Of the chosen positions, the share that becomes a random token (BERT: .1); the rest keeps its token."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_fraction < 1:
-            raise ConfigError(f"mask_fraction is {self.mask_fraction}; it must lie between 0 and 1, usually 0.15")
+        super().__post_init__()
         if self.mask_share < 0 or self.random_share < 0 or self.mask_share + self.random_share > 1:
             raise ConfigError(
                 f"mask_share {self.mask_share} and random_share {self.random_share} are shares of the chosen "
@@ -46,29 +56,36 @@ class MaskingConfig:
 class Masked:
     """Text the generator reads, and what it is asked for."""
 
-    input_ids: Tensor  # [B, L] with [MASK] at the chosen positions
+    input_ids: Tensor  # [B, L] disguised at the chosen positions: by [MASK], or by shares another token or none
     positions: Tensor  # [B, M] no position twice in a row
     originals: Tensor  # [B, M] the tokens that stood there
     weights: Tensor  # [B, M] 1 where a slot is used, 0 where not
 
 
-def masked_count(tokens: Tensor, length: int, config: MaskingConfig) -> Tensor:
+def masked_count(tokens: Tensor, length: int, config: MaskedShare) -> Tensor:
     """k, how many positions are masked in rows with so many `tokens`: the only place that decides it."""
     if config.mask_count == "paper":
-        return -(-tokens * millionths(config) // 1_000_000)  # in integers: 0.15 · 20 must not round up to 4
+        return paper_count(tokens, config).clamp(min=1)
     return (tokens.float() * config.mask_fraction).round().long().clamp(1, slots(length, config))  # halves to even
 
 
-def slots(length: int, config: MaskingConfig) -> int:
+def slots(length: int, config: MaskedShare) -> int:
     """M, the slots of a row: as many as a row of `length` tokens may have masked."""
     if config.mask_count == "paper":
-        return -(-length * millionths(config) // 1_000_000)
+        return max(1, paper_count(length, config))
     return max(1, int((config.mask_fraction + 0.005) * length))
 
 
-def millionths(config: MaskingConfig) -> int:
-    """The mask fraction as a whole number."""
-    return round(config.mask_fraction * 1_000_000)
+def paper_count(tokens: Number, config: MaskedShare) -> Number:
+    """⌈p·n⌉ in integers: floating point would make 8 of 0.07 · 100."""
+    numerator, denominator = ratio(config.mask_fraction)
+    return -(-tokens * numerator // denominator)
+
+
+@torch.compiler.assume_constant_result
+def ratio(fraction: float) -> tuple[int, int]:
+    """The simplest numerator and denominator that a fraction was written for: 0.15 is 3 / 20."""
+    return Fraction(fraction).limit_denominator(10_000).as_integer_ratio()
 
 
 def mask(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int) -> Masked:
@@ -105,7 +122,8 @@ def maskable(batch: Batch, vocabulary: Vocabulary) -> Tensor:
 def maskable_words(batch: Batch, is_maskable: Tensor, lots: Tensor, wanted: Tensor) -> Tensor:
     """The tokens [B, L] of whole words, drawn by `lots`, that together have at most `wanted` tokens a row.
 
-    A word that does not fit into what is left is passed over for the next that does, for three rounds.
+    A word that does not fit into what is left is passed over for the next that does, for three rounds. So a word of
+    more pieces than a row may have masked is never masked: in rows of 20 tokens, at 15 %, words of 4 and more.
     """
     word = word_numbers(batch, is_maskable)
     sizes = torch.zeros_like(word).scatter_add(1, word, is_maskable.long())  # [B, L] by word number
@@ -132,8 +150,8 @@ def word_numbers(batch: Batch, is_maskable: Tensor) -> Tensor:
 
 def disguise(originals: Tensor, keys: Tensor, vocabulary: Vocabulary, config: MaskingConfig) -> Tensor:
     """What the generator sees at the chosen positions: [MASK], a random token, or the original, by their shares."""
-    slots = originals.shape[1]
-    draw, token = random_uniform(keys, 2 * slots).split(slots, dim=1)
+    places = originals.shape[1]
+    draw, token = random_uniform(keys, 2 * places).split(places, dim=1)  # each [B, M]
     random_token = (token * vocabulary.size).long()
     shown = torch.where(draw < config.mask_share + config.random_share, random_token, originals)
     return torch.where(draw < config.mask_share, vocabulary.mask_id, shown)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.errors import ConfigError
-from electra.model.electra import Electra
+from electra.model.electra import Electra, Generator
 from electra.objective.losses import Counts, Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
 from electra.objective.randomness import Purpose, gumbel, row_keys
@@ -57,12 +57,13 @@ class Corrupted:
     """Text the discriminator reads: the generator's samples stand where tokens were masked."""
 
     input_ids: Tensor  # [B, L]
-    is_replaced: Tensor  # [B, L] bool; False where the sample happened to be right
+    is_replaced: Tensor  # [B, L] bool; where the sample happened to be right, as `right_guess` says
 
 
 def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """Joint training (section 2): the generator fills blanks, the discriminator finds its fills."""
     generator, discriminator = electra.pair()
+    check_vocabulary(generator, settings.vocabulary)
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
     guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
     corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.right_guess)
@@ -75,9 +76,21 @@ def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings)
 
 def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
+    generator = electra.the_generator()
+    check_vocabulary(generator, settings.vocabulary)
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
-    guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
     return {"generator": mlm_loss(guesses, masked)}
+
+
+def check_vocabulary(generator: Generator, vocabulary: Vocabulary) -> None:
+    """Refuse text of another vocabulary than the model's."""
+    entries = generator.encoder.config.vocabulary
+    if vocabulary.size != entries:
+        raise ConfigError(
+            f"the text has a vocabulary of {vocabulary.size:,} entries but the model one of {entries:,}; "
+            f"give Settings the vocabulary of the tokenizer that the model was built for"
+        )
 
 
 def count_masked(batch: Batch, settings: Settings) -> Counts:
@@ -123,8 +136,8 @@ def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: Settings) ->
 
 def gumbel_max(logits: Tensor, keys: Tensor) -> Tensor:
     """A draw from softmax(logits) over the last of [B, M, N], with the noise of each row's key: [B, M]."""
-    slots, entries = logits.shape[1:]
-    return (logits + gumbel(keys, slots * entries).unflatten(1, (slots, entries))).argmax(2)
+    places, entries = logits.shape[1:]
+    return (logits + gumbel(keys, places * entries).unflatten(1, (places, entries))).argmax(2)
 
 
 def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, right_guess: str = "original") -> Corrupted:

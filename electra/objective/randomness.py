@@ -1,7 +1,8 @@
-"""Randomness that belongs to the row: a function of (seed, step, row), the same on every device.
+"""Randomness that belongs to the row: a function of (seed, step, row).
 
 Masks and samples drawn from it do not change when a batch is split over ranks or micro-batches, or a run is resumed.
-The generator is a counter-based hash. All arithmetic stays below 2^63 in int64, so CPU, GPU and compiled code agree.
+The generator is a counter-based hash. All arithmetic stays below 2^63 in int64, so its bits, and the masks chosen by
+them, are the same on every device and in compiled code; Gumbel noise may differ in the last place of its logarithms.
 """
 
 from enum import IntEnum

@@ -1,6 +1,7 @@
 """`electra flops`: what a pair costs to store and to train, before anything is trained."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -8,12 +9,12 @@ from electra.errors import ConfigError
 from electra.model.electra import Electra
 from electra.model.encoder import check_length
 from electra.model.flops import TRAINING, Item, flops, items_of, parameters
-from electra.model.sizes import SMALL, ModelConfig
-from electra.objective.masking import MaskingConfig, slots
+from electra.model.sizes import SMALL, ModelConfig, size_of
+from electra.objective.masking import MaskedShare, slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopsConfig(MaskingConfig, ModelConfig):
+class FlopsConfig(MaskedShare, ModelConfig):
     """Count parameters and floating-point operations (matrix products only) of a pair, item by item."""
 
     length: int = 128
@@ -22,6 +23,11 @@ class FlopsConfig(MaskingConfig, ModelConfig):
     """Entries of the token table."""
     json: bool = False
     """Print the result as JSON."""
+
+    @classmethod
+    def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The mask fraction of the size among the flags that were given."""
+        return {"mask_fraction": size_of(given.get("size", cls.size)).mask_fraction}
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Batch:
     rows: Tensor  # [B] each row's number within the whole step's batch, over all ranks and micro-batches
     attention_mask: Tensor | None = None  # [B, L] bool, False at padding; None: there is no padding
     segment_ids: Tensor | None = None  # [B, L] 0 in segment A, 1 in segment B; None: all A
-    documents: Tensor | None = None  # [B, L] which document of the row a token belongs to; None: one document a row
+    documents: Tensor | None = None  # [B, L] the number of a token's document, each contiguous; None: one a row
     continues_word: Tensor | None = None  # [B, L] bool, True at a word's second and later pieces; None: not known
 
     def size(self) -> int:

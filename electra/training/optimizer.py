@@ -32,8 +32,11 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Decoupled; not on biases and norms."""
     beta1: float = 0.9
+    """How long Adam remembers gradients."""
     beta2: float = 0.999
+    """How long Adam remembers their squares."""
     epsilon: float = 1e-6
+    """What Adam adds to the root of the squares."""
     momentum: float = 0.95
     """Of muon."""
     clip: float = 1.0
