@@ -248,6 +248,14 @@ def test_a_budget_of_minutes_ends_and_its_schedule_with_it(settings_of_run):
     assert rates[0] > rates[len(rates) // 2] > rates[-1]
 
 
+def test_a_warm_up_in_steps_goes_with_a_budget_of_minutes(settings_of_run):
+    config = settings_of_run(steps=None, minutes=0.01, log_every=1, warmup=20, schedule="wsd", decay=0.0)
+    pretrain(config)
+    rates = [line["learning_rate"] / config.learning_rate for line in lines(config.output, "train")]
+    assert rates[:3] == pytest.approx([0.5 / 20, 1.5 / 20, 2.5 / 20])
+    assert rates[20:] == pytest.approx([1.0] * len(rates[20:]))
+
+
 def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(settings_of_run):
     config = settings_of_run(dry_run=True)
     estimate = pretrain(config)
@@ -283,7 +291,6 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
         ({"minutes": 1.0}, "give one budget, .*; steps and minutes came"),
         ({"micro_batches": 3}, "8 rows do not divide into 3 micro-batches"),
         ({"save_every": 0}, "save_every is 0; it must be at least 1"),
-        ({"steps": None, "minutes": 1.0, "warmup": 100}, "give --warmup as a share"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(settings_of_run, wrong, sentence):
@@ -296,7 +303,7 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     pretrain(config)
     with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
         pretrain(config)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.002 and is now 0.1; .*resume with the same"):
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.001 and is now 0.1; .*resume with the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 

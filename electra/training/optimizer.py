@@ -25,7 +25,7 @@ class OptimizerConfig:
     schedule: ScheduleName = "linear"
     """linear: warm-up, then down to 0; released: the same, but the decay already runs during the warm-up; cosine; wsd:
     warm-up, stable, then down to 0 over the last --decay of the budget; decay: only down (a branch of a wsd trunk)."""
-    warmup: float = 0.01
+    warmup: float = 0.1
     """Warm-up, as a share of the budget (below 1) or in steps (1 and more)."""
     decay: float = 0.2
     """wsd: the share of the budget over which the rate falls; 0 for a trunk that never decays."""

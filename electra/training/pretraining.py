@@ -87,8 +87,6 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
             raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
         if getattr(self, given[0]) <= 0:
             raise ConfigError(f"--{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
-        if self.warmup >= 1 and self.minutes:
-            raise ConfigError("with --minutes the number of steps is not known: give --warmup as a share, like 0.02")
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
 

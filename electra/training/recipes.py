@@ -11,7 +11,7 @@ FAITHFUL: dict[str, Any] = {
     # the released code's settings, and those of its quirks that change what is learnt
     "optimizer": "adam",  # without bias correction
     "schedule": "released",  # the decay already runs during the warm-up
-    "warmup": 0.01,  # 10k of 1M steps
+    "warmup": 10_000,  # steps
     "weight_decay": 0.01,
     "mask_share": 0.85,  # of the chosen positions; the rest keeps its token
     "mask_count": "released",
@@ -23,7 +23,7 @@ FAST: dict[str, Any] = {
     # our best so far; docs/log.md has what was tried
     "optimizer": "adamw",  # bias correction makes the first steps no larger than the others
     "schedule": "linear",
-    "warmup": 0.02,
+    "warmup": 0.1,  # post-norm layers that are hurried at first never recover
     "weight_decay": 0.01,
     "mask_share": 1.0,  # every chosen position is a blank: more to learn from
     "mask_count": "released",
@@ -41,10 +41,10 @@ BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {
         "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "steps": 400_000},
     },
     "fast": {
-        "tiny": {"learning_rate": 2e-3, "batch_size": 32, "length": 128, "steps": 10_000},
-        "small": {"learning_rate": 1e-3, "batch_size": 128, "length": 128, "steps": 100_000},
-        "base": {"learning_rate": 4e-4, "batch_size": 256, "length": 128, "steps": 200_000},
-        "large": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 200_000},
+        "tiny": {"learning_rate": 1e-3, "batch_size": 64, "length": 64, "steps": 10_000},
+        "small": {"learning_rate": 5e-4, "batch_size": 512, "length": 128, "steps": 50_000},
+        "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
+        "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},
     },
 }
 

@@ -188,14 +188,21 @@ class Trainer:
         self.is_warm = True
 
     def set_learning_rate(self) -> None:
-        """The rate at the middle of this step, so that neither the first nor the last step is for nothing."""
-        steps = self.budget.steps
-        warmup = self.config.warmup if self.config.warmup < 1 or not steps else self.config.warmup / steps
-        factor = SCHEDULES[self.config.schedule](self.share(ahead=0.5), warmup, self.config)
-        self.rate = self.config.learning_rate * factor
+        """Give every group the rate of this step."""
+        self.rate = self.config.learning_rate * self.rate_factor()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.rate
+
+    def rate_factor(self) -> float:
+        """The schedule at the middle of this step, so that neither the first nor the last step is for nothing."""
+        schedule, share, warmup = SCHEDULES[self.config.schedule], self.share(ahead=0.5), self.config.warmup
+        if warmup < 1:
+            return schedule(share, warmup, self.config)
+        if self.budget.steps:
+            return schedule(share, warmup / self.budget.steps, self.config)
+        rise = min(1.0, (self.place.step + 0.5 - self.place.start_step) / warmup)  # in steps, in a run of minutes
+        return rise * schedule(share, 0.0, self.config)
 
     def backward(self, batch: Rows) -> dict[str, Tensor]:
         """Gradients of the batch; returns its losses. If it does not fit memory, says in how many pieces it would."""
