@@ -130,10 +130,8 @@ def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torc
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    is_cuda = groups[0]["params"][0].is_cuda
-    return torch.optim.AdamW(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=is_cuda or None
-    )
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
 
 
 OPTIMIZERS = {"adam": released_adam, "adamw": adamw}

@@ -1,0 +1,109 @@
+"""A trained model at work: detect, fill, embed, from Python and from the command line."""
+
+import json
+
+import pytest
+import torch
+
+import electra
+from electra.cli import main
+from electra.errors import ConfigError, DataError
+from electra.serve.command import colored
+from electra.serve.model import Detected
+from electra.training.pretraining import pretrain
+
+
+@pytest.fixture
+def run(settings_of_run):
+    config = settings_of_run()
+    pretrain(config)
+    return config.output
+
+
+def test_detect_gives_a_verdict_for_every_token(run):
+    found = electra.load(run).detect("The cat sat.")
+    assert found.tokens == ["[CLS]", "the", "cat", "sat", ".", "[SEP]"]
+    assert len(found.replaced) == 6
+    assert all(0 <= verdict <= 1 for verdict in found.replaced)
+
+
+def test_detect_says_what_the_discriminator_says(run):
+    model = electra.load(run)
+    ids = torch.tensor([model.tokenizer.library.encode("the cat sat").ids])
+    expected = model.electra.discriminator(ids)[0].sigmoid().tolist()
+    assert model.detect("the cat sat").replaced == pytest.approx(expected, abs=1e-4)
+
+
+def test_fill_gives_the_likeliest_tokens_for_each_blank(run):
+    found = electra.load(run).fill("the [MASK] sat on [MASK]", count=3)
+    assert [blank.position for blank in found.blanks] == [2, 5]
+    for blank in found.blanks:
+        assert len(blank.guesses) == 3
+        assert list(blank.guesses.values()) == sorted(blank.guesses.values(), reverse=True)
+
+
+def test_fill_without_a_blank_is_refused(run):
+    with pytest.raises(ConfigError, match=r"there is no \[MASK\] in the text"):
+        electra.load(run).fill("the cat sat")
+
+
+def test_embed_pools_the_hidden_states(run):
+    model = electra.load(run)
+    ids = torch.tensor([model.tokenizer.library.encode("the cat").ids])
+    hidden = model.electra.discriminator.encoder(ids)[0]
+    assert model.embed(["the cat", "a dog"]).shape == (2, 32)
+    torch.testing.assert_close(model.embed("the cat")[0], hidden.mean(0).detach())
+    torch.testing.assert_close(model.embed("the cat", pooling="cls")[0], hidden[0].detach())
+
+
+def test_a_text_longer_than_the_positions_is_cut_and_it_says_so(run):
+    found = electra.load(run).detect("cat " * 1000)
+    assert len(found.tokens) == 512
+    assert found.is_truncated
+    assert "cut to the model's positions" in colored(found)
+
+
+def test_suspicious_tokens_are_marked():
+    assert colored(Detected(["the", "cat"], [0.1, 0.9])) == "the cat(0.90)"
+
+
+def test_the_commands_answer_in_json(run, capsys):
+    main(["detect", "--model", str(run), "the cat sat", "--json"])
+    assert list(json.loads(capsys.readouterr().out))[:2] == ["tokens", "replaced"]
+    main(["fill", "--model", str(run), "the [MASK] sat", "--json"])
+    assert json.loads(capsys.readouterr().out)["blanks"][0]["position"] == 2
+    main(["embed", "--model", str(run), "the cat sat", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["vector"]) == 32
+
+
+def test_a_model_without_a_tokenizer_is_named(run):
+    folder = sorted((run / "checkpoints").iterdir())[-1]
+    for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink()
+    with pytest.raises(DataError, match="has no tokenizer; put the"):
+        electra.load(run)
+
+
+def test_another_models_tokenizer_is_refused(run):
+    folder = sorted((run / "checkpoints").iterdir())[-1]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(100))]
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink()
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    with pytest.raises(DataError, match="the tokenizer has 105 entries but the model 22"):
+        electra.load(run)
+
+
+def test_an_empty_text_is_refused(run, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["detect", "--model", str(run), " "])
+    assert exit.value.code == 2
+    assert "the text is empty" in capsys.readouterr().err
+
+
+def test_doctor_says_what_will_be_used(capsys):
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["environment"]["torch"] == torch.__version__
+    assert found["uses"]["device"] in ("cpu", "cuda")
+    assert set(found["extras"]) == {"hub", "parquet", "zstd", "plot", "tensorboard"}
