@@ -22,6 +22,7 @@ from torch import Tensor
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.heads import DiscriminatorHead
+from electra.text.files import write_whole
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -169,7 +170,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, table: dict[str, Any]) -> None:
     """Write a JSON table that people can read."""
-    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, (json.dumps(table, indent=2) + "\n").encode())
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:
@@ -193,10 +194,18 @@ def written_whole(folder: Path) -> Iterator[Path]:
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield draft
+        for file in draft.iterdir():
+            flush_to_disk(file)  # a rename may reach the disk before what is renamed
         draft.chmod(0o777 & ~current_umask())
         os.replace(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def flush_to_disk(file: Path) -> None:
+    """Wait until a file is on the disk."""
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
 
 
 def current_umask() -> int:

@@ -1,11 +1,11 @@
 """`electra doctor`: what this machine has, and what a run would use of it."""
 
-import shutil
 from dataclasses import dataclass
 
 import torch
 
 from electra.training.machine import (
+    can_compile,
     choose_device,
     choose_precision,
     environment,
@@ -57,7 +57,7 @@ def examine(config: DoctorConfig) -> Diagnosis:
         "memory": f"{memory_bytes(device) / 1e9:.0f} GB",
         "speed": f"{measured_flops(device, precision) / 1e12:.2f} TFLOP/s in a plain matrix product",
         "threads": str(torch.get_num_threads()),
-        "--compile": "works" if device.type == "cuda" or shutil.which("g++") else "needs a C++ compiler (g++)",
+        "--compile": "works" if can_compile(device) else "needs a C++ compiler (g++)",
     }
     return Diagnosis(environment(), uses, {name: extra(*row) for name, row in EXTRAS.items()})
 

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
+from electra.text.files import write_whole
+
 METRICS = "metrics.jsonl"
 
 
@@ -43,7 +45,7 @@ class Journal:
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / METRICS
         kept = [line for line in read_lines(self.path) if line["step"] <= step]
-        self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self.board = open_tensorboard(run, step)
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:

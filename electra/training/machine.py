@@ -43,6 +43,11 @@ def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile works: for the CPU it needs a C++ compiler."""
+    return device.type == "cuda" or shutil.which("g++") is not None
+
+
 def peak_flops(device: torch.device) -> float | None:
     """The most operations a second the device is sold with; None where we do not know."""
     if device.type != "cuda":

@@ -28,7 +28,15 @@ from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder, remove_drafts
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate
-from electra.training.machine import Device, Precision, choose_device, choose_precision, environment, peak_flops
+from electra.training.machine import (
+    Device,
+    Precision,
+    can_compile,
+    choose_device,
+    choose_precision,
+    environment,
+    peak_flops,
+)
 from electra.training.recipes import Recipe, settings_for
 from electra.training.samples import write_samples
 from electra.training.trainer import Budget, Outcome, Trainer, TrainerConfig
@@ -122,6 +130,8 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     """Train a pair on shards; everything it leaves is in the run folder."""
     shards = open_shards(config.data)
     device = choose_device(config.device)
+    if config.compile and not can_compile(device):
+        raise ConfigError("--compile needs a C++ compiler on the CPU, and there is no g++; leave it out")
     if config.dry_run:
         return estimate_run(config, shards, device)
     checkpoint = open_run(config, shards)
@@ -192,6 +202,7 @@ class PretrainingLesson:
         self.settings = settings_of(config, shards)
         self.batches = Batches(shards, batches_config(config), device=device)
         self.stream: Iterator[Batch] | None = None
+        self.held_out = list(held_out_batches(config, shards, device))
         self.unigram = unigram(shards, device)
         self.objective_losses = torch.compile(self.objective.losses) if config.compile else self.objective.losses
 
@@ -214,9 +225,8 @@ class PretrainingLesson:
         """Measures on held-out text, and a page of sentences to look at."""
         self.model.eval()
         with self.autocast(), torch.no_grad():
-            held_out = list(held_out_batches(self.config, self.shards, self.device))
-            measures = measure(self.model, held_out, self.unigram, self.settings.vocabulary)
-            write_samples(self.config.output, self.model, held_out[0], self.shards.tokenizer)
+            measures = measure(self.model, self.held_out, self.unigram, self.settings.vocabulary)
+            write_samples(self.config.output, self.model, self.held_out[0], self.shards.tokenizer)
         self.model.train()
         return measures
 
