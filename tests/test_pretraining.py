@@ -16,6 +16,7 @@ import torch
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.storage import load_model
+from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import read_lines
@@ -331,6 +332,15 @@ def test_data_that_is_gone_or_other_is_named(settings_of_run, tmp_path):
     pretrain(config)
     with pytest.raises(DataError, match=r"no shards in .*gone; make them with"):
         pretrain(replace(config, resume=True, data=tmp_path / "gone"))
+
+
+def test_shards_without_held_out_text_are_named_before_anything_is_trained(settings_of_run, shards, tmp_path):
+    source = shards.parent
+    nothing_held_out = {"validation_fraction": 0.0, "output": tmp_path / "all", "workers": 1}
+    shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **nothing_held_out))
+    with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
+        pretrain(settings_of_run(data=tmp_path / "all"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
