@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.electra import Electra, ElectraConfig, Generator
 from electra.model.encoder import Encoder, check_length
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.sizes import ModelConfig
@@ -56,6 +56,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
     """Settings that go together. faithful: the released code's, with its quirks; fast: our best so far."""
     objective: Literal["rtd", "mlm"] = "rtd"
     """rtd: generator and discriminator together; mlm: a masked language model of the discriminator's size (BERT)."""
+    starts_at_unigram: bool = False
+    """Give the generator's output the frequencies of tokens to start from, which it learns first anyway: the
+    discriminator then has real work from the first step."""
     steps: int | None = None
     """Budget in steps; the schedule follows the budget."""
     tokens: int | None = None
@@ -204,6 +207,8 @@ class PretrainingLesson:
         self.stream: Iterator[Batch] | None = None
         self.held_out = list(held_out_batches(config, shards, device))
         self.unigram = unigram(shards, device)
+        if config.starts_at_unigram and self.model.generator is not None:
+            start_at_unigram(self.model.generator, self.unigram)
         self.objective_losses = torch.compile(self.objective.losses) if config.compile else self.objective.losses
 
     def next_batch(self) -> Batch:
@@ -276,6 +281,12 @@ def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Ten
         counts += np.bincount(tokens[: max(0, most - counts.sum())], minlength=len(counts))
     counts[list(shards.tokenizer.vocabulary.unmaskable())] = 0
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
+
+
+def start_at_unigram(generator: Generator, unigram: Tensor) -> None:
+    """Make the frequencies of tokens the generator's first guesses; what never came counts as a tenth of what came once."""
+    with torch.no_grad():
+        generator.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
 
 
 def estimate_run(config: PretrainConfig, shards: Shards, device: torch.device) -> Estimate:

@@ -28,6 +28,7 @@ FAST: dict[str, Any] = {
     "mask_share": 1.0,  # every chosen position is a blank: more to learn from
     "mask_count": "released",
     "form": "dense",  # no padding: every position is a token
+    "starts_at_unigram": True,  # saves the steps in which only frequencies are learnt
     "dropout": 0.0,  # a short run never sees the text often enough to overfit
 }
 
