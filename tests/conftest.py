@@ -102,7 +102,9 @@ def settings_of_run(shards, tmp_path):
         size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16, "generator_width": 32}
         rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64}
         often = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
-        settings = settings_for("fast", "tiny") | size | rows | often | {"steps": 20} | departures
+        settings = (
+            settings_for("fast", "tiny") | size | rows | often | {"steps": 20, "starts_at_unigram": False} | departures
+        )
         return PretrainConfig(
             **({"data": shards, "output": tmp_path / output, "size": "tiny", "device": "cpu"} | settings)
         )

@@ -163,6 +163,16 @@ def test_resumed_equals_unbroken_whatever_the_optimizer(settings_of_run):
         assert weights(part.output) == weights(whole.output)
 
 
+def test_a_generator_may_start_at_the_frequencies_of_tokens(settings_of_run):
+    losses = []
+    for starts_at_unigram in (False, True):
+        config = settings_of_run(str(starts_at_unigram), starts_at_unigram=starts_at_unigram, log_every=1, steps=1)
+        pretrain(config)
+        losses.append(lines(config.output, "train")[0]["generator"])
+    assert losses[0] == pytest.approx(np.log(22), abs=0.1)
+    assert losses[1] < losses[0] - 0.3
+
+
 def test_micro_batches_do_not_change_what_is_learnt(settings_of_run):
     for form in ("dense", "paper"):
         losses = []

@@ -284,7 +284,7 @@ def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Ten
 
 
 def start_at_unigram(generator: Generator, unigram: Tensor) -> None:
-    """Make the frequencies of tokens the generator's first guesses; what never came counts as a tenth of what came once."""
+    """Make the frequencies of tokens the generator's first guesses; none of them is quite zero."""
     with torch.no_grad():
         generator.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
 
