@@ -106,7 +106,9 @@ def test_every_command_takes_all_its_fields_from_a_config_file(tmp_path, command
     configuration = configuration_of(command)
     expected = values(configuration) | ({"steps": 7} if command == "pretrain" else {})
     names = {flag.field: flag.name for flag in flags_of(configuration)}
-    (tmp_path / "fields.json").write_text(json.dumps({names[field]: value for field, value in expected.items()}))
+    (tmp_path / "fields.json").write_text(
+        json.dumps({names[field]: value for field, value in expected.items()}, default=str)
+    )
     settings = parse(command, configuration, ["--config", str(tmp_path / "fields.json")])
     for field, value in expected.items():
         assert getattr(settings, field) in (value, Path("word")), field
