@@ -29,6 +29,12 @@ from electra.training.trainer import Outcome
 INTRUDERS = ("dictionary", "twice")  # words that the sentence shown at the end did not have
 
 
+# A CPU sees few tokens in minutes; a narrow model over a small vocabulary makes the most of them.
+VOCABULARY = 1000
+SIZE = {"layers": 1, "width": 64, "heads": 2, "feedforward": 256, "embedding_width": 64, "generator_width": 64}
+ROWS = {"length": 32, "batch_size": 128, "mask_fraction": 0.25, "learning_rate": 3e-3}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
     """Try everything in minutes, on the CPU and without a network: prose found on this computer becomes a tiny pair."""
@@ -84,8 +90,8 @@ def demonstrate(config: DemoConfig) -> Demonstrated:
     folder.mkdir(parents=True)
     documents = write_corpus(folder / "corpus.txt", most=1_000_000 if config.quick else 4_000_000)
     say(f"1. gathered {documents:,} pieces of prose from this Python's own documentation")
-    train_tokenizer(TokenizerConfig(corpus=str(folder / "corpus.txt"), output=folder / "vocab", vocab_size=4000))
-    say("2. learned a vocabulary of 4,000 pieces of words")
+    train_tokenizer(TokenizerConfig(corpus=str(folder / "corpus.txt"), output=folder / "vocab", vocab_size=VOCABULARY))
+    say(f"2. learned a vocabulary of {VOCABULARY:,} pieces of words")
     shard(
         ShardConfig(
             corpus=str(folder / "corpus.txt"),
@@ -121,7 +127,7 @@ def free_folder(wanted: Path) -> Path:
 
 def train(folder: Path, minutes: float) -> Outcome:
     """Pre-train a pair that fits a CPU."""
-    settings = settings_for("fast", "tiny") | {"steps": None, "minutes": minutes, "length": 64, "layers": 2}
+    settings = settings_for("fast", "tiny") | SIZE | ROWS | {"steps": None, "minutes": minutes}
     settings |= {"log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
     outcome = pretrain(
         PretrainConfig(data=folder / "shards", output=folder / "run", size="tiny", device="cpu", **settings)
