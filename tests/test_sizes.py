@@ -66,3 +66,10 @@ def test_a_smaller_generator_cannot_share_all():
 def test_an_unknown_size_is_refused():
     with pytest.raises(ConfigError, match="there is no size 'huge'; choose from tiny, small, base, large"):
         ModelConfig(size="huge").electra()
+
+
+def test_weights_start_as_released_or_by_width():
+    released, scaled = ModelConfig(size="small").electra(), ModelConfig(size="small", starts_by_width=True).electra()
+    assert (released.generator.initial_std, released.discriminator.initial_std) == (0.02, 0.02)
+    assert (scaled.generator.initial_std, scaled.discriminator.initial_std) == (0.0693, 0.0346)
+    assert ModelConfig(size="base", starts_by_width=True).electra().discriminator.initial_std == 0.02

@@ -33,6 +33,7 @@ SETTINGS = {
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
     "norm_epsilon": "layer_norm_eps",
+    "initial_std": "initializer_range",
 }
 
 ENCODER = {

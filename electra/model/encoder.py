@@ -41,6 +41,8 @@ class EncoderConfig:
     attention_dropout: float = 0.1
     """Dropout of attention weights."""
     norm_epsilon: float = 1e-12
+    initial_std: float = 0.02
+    """Spread of the first weights: a truncated normal of this standard deviation."""
 
     def __post_init__(self) -> None:
         self.check_numbers()
@@ -52,6 +54,8 @@ class EncoderConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+        if not 0 < self.initial_std < 1:
+            raise ConfigError(f"initial_std is {self.initial_std}; it must lie between 0 and 1, usually 0.02")
         if not 0 < self.norm_epsilon < 1:
             raise ConfigError(f"norm_epsilon is {self.norm_epsilon}; it must lie between 0 and 1, usually 1e-12")
         if not 0 <= self.pad_id < self.vocabulary:
@@ -159,7 +163,7 @@ class Encoder(nn.Module):
         self.project = project_of(config)
         self.layers = nn.ModuleList(ClassicLayer(config) for _ in range(config.layers))
         self.recomputes_layers = False  # gradient checkpointing: less memory, a third more work
-        initialize(self)
+        initialize(self, config.initial_std)
 
     def forward(
         self,
@@ -205,12 +209,12 @@ def check_length(length: int, config: EncoderConfig) -> None:
         )
 
 
-def initialize(module: nn.Module) -> None:
-    """Weights as released: truncated normal of 0.02, Glorot uniform for the projection of embeddings, zero biases."""
+def initialize(module: nn.Module, std: float) -> None:
+    """Weights as released: truncated normal, Glorot uniform for the projection of embeddings, zero biases."""
     for name, parameter in module.named_parameters():
         if name == "project.weight":
             nn.init.xavier_uniform_(parameter)
         elif parameter.dim() == 2:
-            nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04)
+            nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)

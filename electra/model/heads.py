@@ -15,7 +15,7 @@ class GeneratorHead(nn.Module):
         self.dense = nn.Linear(config.width, config.embedding_width)
         self.norm = nn.LayerNorm(config.embedding_width, config.norm_epsilon)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
-        initialize(self)
+        initialize(self, config.initial_std)
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied."""
@@ -29,7 +29,7 @@ class DiscriminatorHead(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.width, config.width)
         self.verdict = nn.Linear(config.width, 1)
-        initialize(self)
+        initialize(self, config.initial_std)
         nn.init.xavier_uniform_(self.verdict.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:

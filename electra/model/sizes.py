@@ -65,6 +65,9 @@ class ModelConfig:
     """The longest row the model can read."""
     dropout: float | None = None
     """Dropout of hidden states and of attention weights."""
+    starts_by_width: bool = False
+    """Start narrow encoders with larger weights, 0.02·√(768/width): at 0.02, right for base, they hardly pass anything
+    on, and learn nothing from context for a long time. Otherwise 0.02 at every width, as released."""
     generator_width: int | None = None
     """The generator's hidden size, where it is not the share of the discriminator's that its size has."""
     generator_layers: int | None = None
@@ -77,6 +80,8 @@ class ModelConfig:
             discriminator = replace(size.discriminator, vocabulary=vocabulary, pad_id=pad_id, **self.departures())
         with naming("generator"):
             generator = self.generator(discriminator, size.generator_share)
+        if self.starts_by_width:
+            generator, discriminator = started_by_width(generator), started_by_width(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
     def departures(self) -> dict[str, Any]:
@@ -94,6 +99,11 @@ class ModelConfig:
             return replace(discriminator, layers=layers)
         feedforward = 4 * width  # as in every size of the paper
         return replace(discriminator, layers=layers, width=width, heads=heads_for(width), feedforward=feedforward)
+
+
+def started_by_width(config: EncoderConfig) -> EncoderConfig:
+    """The encoder with the spread of base's first weights, scaled to its own width."""
+    return replace(config, initial_std=round(BASE.initial_std * (BASE.width / config.width) ** 0.5, 4))
 
 
 def heads_for(width: int) -> int:
