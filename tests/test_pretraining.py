@@ -169,7 +169,7 @@ def test_a_generator_may_start_at_the_frequencies_of_tokens(settings_of_run):
         config = settings_of_run(str(starts_at_unigram), starts_at_unigram=starts_at_unigram, log_every=1, steps=1)
         pretrain(config)
         losses.append(lines(config.output, "train")[0]["generator"])
-    assert losses[0] == pytest.approx(np.log(22), abs=0.1)
+    assert losses[0] == pytest.approx(np.log(22), abs=0.4)
     assert losses[1] < losses[0] - 0.3
 
 
@@ -317,6 +317,24 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     with pytest.raises(ConfigError, match=r"learning_rate was 0.001 and is now 0.1; .*resume with the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
+
+
+def test_resuming_a_finished_run_changes_nothing(settings_of_run):
+    config = settings_of_run()
+    pretrain(config)
+    before = (config.output / "metrics.jsonl").read_bytes()
+    assert pretrain(replace(config, resume=True)).step == 20
+    assert (config.output / "metrics.jsonl").read_bytes() == before
+
+
+def test_without_a_terminal_progress_is_lines(settings_of_run, capsys):
+    pretrain(settings_of_run())
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if "tokens/s" in line] == [
+        "5",
+        "10",
+        "15",
+        "20",
+    ]
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(settings_of_run, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import electra
 from electra.cli import main
 from electra.errors import ConfigError, DataError
+from electra.export.command import ExportConfig, ImportConfig, export, import_model
 from electra.serve.command import colored
 from electra.serve.model import Detected
 from electra.training.pretraining import pretrain
@@ -107,3 +108,26 @@ def test_doctor_says_what_will_be_used(capsys):
     assert found["environment"]["torch"] == torch.__version__
     assert found["uses"]["device"] in ("cpu", "cuda")
     assert set(found["extras"]) == {"hub", "parquet", "zstd", "plot", "tensorboard"}
+
+
+def test_a_bare_encoder_gives_no_verdicts(run, tmp_path):
+    export(ExportConfig(model=run, output=tmp_path / "hf", part="encoder"))
+    import_model(ImportConfig(source=tmp_path / "hf", output=tmp_path / "bare"))
+    model = electra.load(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="came as a bare encoder"):
+        model.detect("the cat sat")
+    assert model.embed("the cat sat").shape == (1, 32)
+
+
+def test_a_text_that_is_not_utf_8_is_refused(run, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["embed", "--model", str(run), "caf\udce9"])
+    assert exit.value.code == 2
+    assert "not valid UTF-8" in capsys.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no checkpoint yet"):
+        electra.load(tmp_path)

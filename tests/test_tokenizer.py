@@ -23,8 +23,9 @@ def learn(tmp_path, text=TEXT, name="vocab", **settings):
 
 
 def pieces(tmp_path, text: str, **settings) -> list[str]:
-    learn(tmp_path, character_coverage=1, **settings)
-    return load_tokenizer(tmp_path / "vocab").library.encode(text, add_special_tokens=False).tokens
+    name = f"vocab-{len(list(tmp_path.iterdir()))}"  # each time another folder
+    learn(tmp_path, name=name, character_coverage=1, **settings)
+    return load_tokenizer(tmp_path / name).library.encode(text, add_special_tokens=False).tokens
 
 
 @pytest.mark.parametrize(
@@ -136,3 +137,12 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(DataError, match="there is no text in"):
         learn(tmp_path, text=" ")
     assert not (tmp_path / "vocab").exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "a.txt").write_text("some words here")
+    (tmp_path / "vocab").mkdir()
+    (tmp_path / "vocab/vocab.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty; choose another --output"):
+        train_tokenizer(TokenizerConfig(corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
+    assert (tmp_path / "vocab/vocab.txt").read_text() == "mine"

@@ -165,7 +165,9 @@ class Electra(nn.Module):
     def the_generator(self) -> Generator:
         """The generator, for what needs one."""
         if self.generator is None:
-            raise ConfigError("this model has no generator; import one beside it: electra import --generator FOLDER")
+            raise ConfigError(
+                "this model has no generator; import it with one: electra import --from … --generator FOLDER --output …"
+            )
         return self.generator
 
     def the_discriminator(self) -> Discriminator:

@@ -28,6 +28,10 @@ class TextConfig:
     def __post_init__(self) -> None:
         if not self.text.strip():
             raise ConfigError("the text is empty; give some words in quotes")
+        if any(
+            "\ud800" <= character <= "\udfff" for character in self.text
+        ):  # how Python passes bytes it cannot decode
+            raise ConfigError("the text is not valid UTF-8; set the terminal to UTF-8, or convert the text")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
-from electra.model.storage import TOKENIZER_FILES, load_model
+from electra.model.storage import TOKENIZER_FILES, WEIGHTS, has_head, load_model, read_names
 from electra.text.tokenizer import TextTokenizer, load_tokenizer
 from electra.training.checkpoint import model_folder
 from electra.training.machine import Device, choose_device
@@ -48,11 +48,14 @@ class Filled:
 class Model:
     """A pair (or the part of it that is there) with its tokenizer."""
 
-    def __init__(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device) -> None:
+    def __init__(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device, has_head: bool = True) -> None:
         self.electra, self.tokenizer, self.device = electra.float().to(device).eval(), tokenizer, device
+        self.has_head = has_head  # a discriminator taken from a bare encoder has none that was trained
 
     def detect(self, text: str) -> Detected:
         """How surely each token of `text` was replaced."""
+        if self.electra.discriminator is not None and not self.has_head:
+            raise ConfigError("this model came as a bare encoder, without a discriminator's head; it can only embed")
         ids, tokens, is_truncated = self.encode(text, self.electra.the_discriminator().encoder)
         with torch.no_grad():
             verdicts = self.electra.the_discriminator()(ids)[0].sigmoid()
@@ -105,7 +108,7 @@ def load(path: str | Path, device: Device = "auto") -> Model:
         raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")
     tokenizer = load_tokenizer(folder)
     check_vocabulary(electra, tokenizer, folder)
-    return Model(electra, tokenizer, choose_device(device))
+    return Model(electra, tokenizer, choose_device(device), has_head(read_names(folder / WEIGHTS)))
 
 
 def check_vocabulary(electra: Electra, tokenizer: TextTokenizer, folder: Path) -> None:

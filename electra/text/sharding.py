@@ -108,6 +108,8 @@ class Sharded:
             f"{self.shards} shards ({self.tokens['validation']:,} tokens for validation)"
         ]
         notes += [f"{self.made} shards made in {self.seconds:.1f} s"] if self.made else ["all was there already"]
+        if not self.tokens["validation"]:
+            notes.append("nothing is held out: pre-training needs some, so give a larger --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
         notes += [f"overlong documents cut at {self.cut:,} places"] if self.cut else []
         return "; ".join(notes)

@@ -242,6 +242,8 @@ def train_tokenizer(config: TokenizerConfig) -> Learned:
     """Learn the vocabulary and write its folder; the same text gives the same bytes."""
     if config.output.exists() and not config.output.is_dir():
         raise ConfigError(f"{config.output} is a file; --output must be a folder")
+    if config.output.exists() and any(config.output.iterdir()):
+        raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to learn anew")
     corpus = Corpus(config)
     known = characters(corpus, config)
     seen = Seen()

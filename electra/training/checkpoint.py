@@ -41,6 +41,8 @@ def model_folder(path: Path) -> Path:
     if (path / WEIGHTS).exists():
         return path
     found = checkpoint_folders(path)
+    if not found and (path / "metrics.jsonl").exists():
+        raise DataError(f"the run in {path} has no checkpoint yet; wait for its first, or go on with it by --resume")
     return found[-1] if found else path
 
 

@@ -34,12 +34,22 @@ class Estimate:
             f"steps       {self.steps:,}",
             f"tokens      {self.tokens:,} ({self.epochs:.2f} times the training text)",
             f"operations  {self.flops:.3g} FLOPs",
-            f"time        about {self.minutes:,.1f} minutes on this machine's {self.device}",
+            f"time        about {duration(self.minutes)} on this machine's {self.device}",
             f"memory      about {self.memory_bytes / 1e9:.1f} of {self.available_bytes / 1e9:.0f} GB",
         ]
+        if self.device == "cpu" and self.minutes > 24 * 60:
+            lines.append("a CPU is slow for this: try --size tiny, fewer --steps, or --minutes")
         if self.memory_bytes > self.available_bytes:
             lines.append("it may not fit: take the batch in pieces with --micro-batches, or use --recompute")
         return "\n".join(lines)
+
+
+def duration(minutes: float) -> str:
+    """Minutes in the unit that people would use."""
+    for unit, size in (("days", 24 * 60), ("hours", 60)):
+        if minutes > 2 * size:
+            return f"{minutes / size:.1f} {unit}"
+    return f"{minutes:.1f} minutes"
 
 
 def estimate(

@@ -85,7 +85,7 @@ class Bar:
     """A progress bar on standard error: share of the budget, step, loss, tokens a second, time left."""
 
     def __init__(self) -> None:
-        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
         self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty())
         self.task = self.progress.add_task("", total=1.0)
 
@@ -96,9 +96,15 @@ class Bar:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def show(self, share: float, text: str) -> None:
+    def move(self, share: float) -> None:
         """Move the bar to `share` of the budget."""
-        self.progress.update(self.task, completed=share, description=text)
+        self.progress.update(self.task, completed=share)
+
+    def describe(self, text: str) -> None:
+        """Put a text beside the bar; where there is no terminal, print it."""
+        if self.progress.disable:
+            self.say(text)
+        self.progress.update(self.task, description=text)
 
     def say(self, sentence: str) -> None:
         """A line above the bar; where there is no terminal, a plain line."""

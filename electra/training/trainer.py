@@ -152,13 +152,14 @@ class Trainer:
         with stop_signals() as asked, Bar() as self.bar:
             while self.share() < 1 and not asked:
                 self.take_step()
+                self.bar.move(self.share())
                 if self.is_time(self.config.log_every):
                     self.log()
                 if self.is_time(self.config.evaluate_every):
                     self.evaluate()
                 if self.is_time(self.config.save_every):
                     self.save()
-            if not asked and not self.is_time(self.config.evaluate_every):
+            if not asked and self.is_warm and not self.is_time(self.config.evaluate_every):
                 self.evaluate()
             checkpoint = self.save()
         self.journal.close()
@@ -271,7 +272,7 @@ class Trainer:
         numbers |= {"skipped": place.skipped, "tokens_per_second": speed} | self.lesson.rates(speed)
         self.journal.write("train", place.step, numbers)
         shown = "  ".join(f"{name} {number:.3f}" for name, number in losses.items() if name != "gradient_norm")
-        self.bar.show(self.share(), f"step {place.step:,}  {shown}  {speed:,.0f} tokens/s")
+        self.bar.describe(f"step {place.step:,}  {shown}  {speed:,.0f} tokens/s")
         self.window = Window()
 
     def evaluate(self) -> None:
