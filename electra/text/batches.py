@@ -285,7 +285,8 @@ def prefetched(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:
             item, error = queue.get()
             if error is not None:
                 raise error
-            yield item  # type: ignore[misc]
+            assert item is not None
+            yield item
     finally:
         is_over.set()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Meter:
     """Shows how far reading has come."""
 
     bar: Progress
-    task: int
+    task: TaskID
     began: float
     text_bytes: int = 0
     tokens: int = 0
@@ -27,7 +27,7 @@ class Meter:
         self.tokens += tokens
         speed = self.text_bytes / 1e6 / (monotonic() - self.began)
         words = f"{self.text_bytes / 1e6:,.0f} MB  {speed:.1f} MB/s  {self.tokens / 1e6:,.1f}M tokens"
-        self.bar.update(self.task, completed=position, description=words)  # type: ignore[arg-type]
+        self.bar.update(self.task, completed=position, description=words)
 
 
 @contextmanager
