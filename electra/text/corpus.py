@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from electra.errors import DataError
-from electra.text.files import TextFile, find_files, needs, opened
+from electra.text.files import TextFile, find_files, needs, opened, opened_parquet
 
 BLOCK = 1 << 20
 """Bytes of text that are read, and handed to a worker, at a time."""
@@ -179,15 +177,8 @@ def space_before(text: bytes, limit: int) -> int:
 
 def parquet_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, text_field: str) -> Iterator[Block]:
     """Blocks of the rows of a .parquet file."""
-    parquet = needs("pyarrow.parquet", "parquet", "reading .parquet")
     name = str(file.path)
-    with tempfile.TemporaryFile() as copy:
-        if file.compression:  # parquet is read from its end, a compressed stream from its beginning
-            shutil.copyfileobj(stream, copy)
-        try:
-            table = parquet.ParquetFile(copy if file.compression else disk)
-        except (OSError, ValueError) as error:  # pyarrow's errors are both
-            raise DataError(f"{name} is not a whole parquet file ({error})") from None
+    with opened_parquet(file, stream, disk) as table:
         require_field(name, text_field, table.schema_arrow.names)
         batches = table.iter_batches(batch_size=64, columns=[text_field])
         rows = (text for batch in batches for text in batch.column(0).to_pylist())

@@ -9,6 +9,8 @@ import importlib
 import io
 import lzma
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +25,6 @@ FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 PARTIAL = ".partial"
 """Ends the name of a file that is being written."""
-ALLOWED = f"{', '.join(FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def find_files(source: str) -> list[TextFile]:
     else:
         files = [named(Path(found)) for found in glob.glob(source, recursive=True) if Path(found).is_file()]
     if not files:
-        raise DataError(f"no text in {source}; a corpus is a file, folder or glob of {ALLOWED}, or hub:NAME")
+        raise DataError(f"no text in {source}; a corpus is a file, folder or glob of {allowed(FORMATS)}, or hub:NAME")
     return sorted(files, key=lambda file: str(file.path))
 
 
@@ -55,19 +56,25 @@ def hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def recognise(path: Path) -> TextFile | None:
-    """The file, if its name says that it holds text."""
+def recognise(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
+    """The file, if its name says that it has one of the formats."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     format = Path(path.name.removesuffix(compression)).suffix
-    return TextFile(path, format, compression) if format in FORMATS else None
+    return TextFile(path, format, compression) if format in formats else None
 
 
-def named(path: Path) -> TextFile:
-    """The file the user named, which therefore must be text."""
-    file = recognise(path)
+def named(path: Path, formats: tuple[str, ...] = FORMATS, what: str = "text files") -> TextFile:
+    """The file the user named, which therefore must have one of the formats."""
+    file = recognise(path, formats)
     if file is None:
-        raise ConfigError(f"cannot tell what is in {path} from its name; the names of text files end in {ALLOWED}")
+        names = f"the names of {what} end in {allowed(formats)}"
+        raise ConfigError(f"cannot tell what is in {path} from its name; {names}")
     return file
+
+
+def allowed(formats: tuple[str, ...]) -> str:
+    """How the names of files with these formats end, in words."""
+    return f"{', '.join(formats)}, each also with {', '.join(COMPRESSIONS)}"
 
 
 def needs(module: str, extra: str, what: str) -> ModuleType:
@@ -142,6 +149,20 @@ class Zstandard(io.RawIOBase):
         self.packed = self.frame.unused_data if self.frame.eof else b""
         self.frame = None if self.frame.eof else self.frame
         return text
+
+
+@contextmanager
+def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Any]:
+    """The table of an opened .parquet file, to be read in batches."""
+    parquet = needs("pyarrow.parquet", "parquet", "reading .parquet")
+    with tempfile.TemporaryFile() as copy:
+        if file.compression:  # parquet is read from its end, a compressed stream from its beginning
+            shutil.copyfileobj(stream, copy)
+        try:
+            table = parquet.ParquetFile(copy if file.compression else disk)
+        except (OSError, ValueError) as error:  # pyarrow's errors are both
+            raise DataError(f"{file.path} is not a whole parquet file ({error})") from None
+        yield table
 
 
 def write_whole(path: Path, content: bytes) -> None:
