@@ -1,0 +1,145 @@
+"""Tables: every format gives the same rows with their lines, and bad files are named."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from electra.errors import ConfigError, DataError
+from electra.finetune.tables import Row, read_rows
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+ROWS = [{"text": 'Käse, "干酪"', "label": "1"}, {"text": "", "label": "0"}]
+
+
+def as_csv(rows) -> bytes:
+    sink = io.StringIO()
+    writer = csv.DictWriter(sink, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    return sink.getvalue().encode()
+
+
+def as_parquet(rows) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+CONTENT = {
+    ".csv": as_csv(ROWS),
+    ".tsv": 'text\tlabel\nKäse, "干酪"\t1\n\t0\n'.encode(),
+    ".jsonl": "\n".join(map(json.dumps, ROWS)).encode(),
+    ".parquet": as_parquet(ROWS),
+}
+
+
+@pytest.fixture
+def rows_in(tmp_path):
+    """Write a file and read its rows."""
+
+    def read(name: str, content: bytes, **settings) -> list[Row]:
+        (tmp_path / name).write_bytes(content)
+        return list(read_rows(tmp_path / name, **settings))
+
+    return read
+
+
+@pytest.mark.parametrize("compression", ["", *PACKED])
+@pytest.mark.parametrize("format", CONTENT)
+def test_every_format_and_compression_gives_the_same_rows(rows_in, format, compression):
+    rows = rows_in(f"a{format}{compression}", PACKED.get(compression, bytes)(CONTENT[format]))
+    first = 2 if format in (".csv", ".tsv") else 1
+    assert rows == [Row(first, ROWS[0]), Row(first + 1, ROWS[1])]
+
+
+@pytest.mark.parametrize("format", [".csv", ".tsv", ".jsonl"])
+def test_byte_order_marks_carriage_returns_and_blank_lines_are_not_text(rows_in, format):
+    content = b"\xef\xbb\xbf" + CONTENT[format].replace(b"\r\n", b"\n").replace(b"\n", b"\r\n") + b"\r\n\r\n"
+    assert [row.values for row in rows_in(f"a{format}", content)] == ROWS
+
+
+def test_fields_of_csv_may_span_lines_and_rows_know_where_they_begin(rows_in):
+    rows = rows_in("a.csv", b'text,label\n"one\ntwo",1\n\nthree,0\n')
+    assert rows == [Row(2, {"text": "one\ntwo", "label": "1"}), Row(5, {"text": "three", "label": "0"})]
+
+
+def test_tsv_has_no_quoting_and_only_line_feeds_end_lines(rows_in):
+    rows = rows_in("a.tsv", 'text\tlabel\n"open\t1\nnext\x85line\u2028\t0\n'.encode())
+    assert [row.values["text"] for row in rows] == ['"open', "next\x85line\u2028"]
+
+
+def test_a_field_longer_than_the_library_expects_is_read(rows_in):
+    assert len(rows_in("a.csv", b"text\n" + b"x" * 1_000_000)[0].values["text"]) == 1_000_000
+
+
+def test_columns_are_given_to_files_without_a_header_only(rows_in):
+    columns = ("source", "label", "mark", "sentence")
+    rows = rows_in("a.tsv", b"gj04\t1\t\tThey drank.\n", columns=columns)
+    assert rows == [Row(1, {"source": "gj04", "label": "1", "mark": "", "sentence": "They drank."})]
+    assert rows_in("b.tsv", b"index\tsentence\n0\tBill ran.\n", columns=columns)[0].values["sentence"] == "Bill ran."
+    assert rows_in("c.tsv", b"sentence\tmark\tlabel\tx\nA.\t*\t0\t\n", columns=columns)[0].values["sentence"] == "A."
+
+
+def test_broken_lines_are_skipped_where_they_are_known(rows_in):
+    rows = rows_in("a.tsv", b"a\tb\n1\n2\t3\n4\t5\t6\n", skips_broken=True)
+    assert rows == [Row(3, {"a": "2", "b": "3"})]
+
+
+def test_values_of_json_and_parquet_keep_their_types(rows_in):
+    rows = [{"text": "a", "label": ["x", "y"], "score": 0.5, "none": None}]
+    assert rows_in("a.jsonl", json.dumps(rows[0]).encode())[0].values == rows[0]
+    assert rows_in("a.parquet", as_parquet(rows))[0].values == rows[0]
+
+
+def test_rows_come_as_a_stream(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"text\nfirst\n\xff\n")
+    assert next(read_rows(tmp_path / "a.csv")).values == {"text": "first"}
+
+
+@given(st.lists(st.tuples(*[st.text(st.characters(codec="utf-8", exclude_characters="\r"))] * 2), min_size=1))
+def test_any_csv_comes_back(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("tables") / "a.csv"
+    path.write_bytes(as_csv([dict(zip("ab", row, strict=True)) for row in rows]))
+    assert [tuple(row.values.values()) for row in read_rows(path)] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"", "there are no rows in .*a.csv; it needs at least one, below the header"),
+        ("a.jsonl", b"\n", "there are no rows in .*a.jsonl"),
+        ("a.tsv", b"text\tlabel\n", "there are no rows in .*a.tsv"),
+        ("a.parquet", as_parquet(ROWS)[:-9], "a.parquet is not a whole parquet file"),
+        ("a.csv", b"text\nfine\ncaf\xe9\n", "a.csv, line 3: byte 0xe9 is not UTF-8; convert the file"),
+        ("a.tsv", "text\na".encode("utf-16"), "a.tsv, line 1: byte 0xff is not UTF-8"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),
+        ("a.tsv", b"a\tb\n1\n", r"a.tsv, line 2: 1 fields, but there are 2 columns \(a, b\)"),
+        ("a.csv", b'a,b\n1,"2\n', "a.csv, line 2: unexpected end of data; a field with a comma"),
+        ("a.csv", b'a,b\n1,"2"3\n', "a.csv, line 2: ',' expected after '\"'"),
+        ("a.csv", b"a,b,a\n1,2,3\n", "a.csv has several columns named a; give each its own name"),
+        ("a.jsonl", b'{"a": 1}\n{"a"\n', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON"),
+        ("a.jsonl", b"[1]", "a.jsonl, line 1: a list; each line must be an object"),
+        ("a.csv.gz", gzip.compress(b"a\n1\n")[:-4], "a.csv.gz is damaged or cut short"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(rows_in, name, content, message):
+    with pytest.raises(DataError, match=message):
+        rows_in(name, content)
+
+
+def test_the_name_says_the_format(rows_in):
+    with pytest.raises(
+        ConfigError, match=r"in .*a.xlsx from its name; the names of tables end in .csv, .tsv, .jsonl, .parq"
+    ):
+        rows_in("a.xlsx", b"")
