@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
-from electra.finetune.labels import KINDS, Kind
+from electra.finetune.labels import KINDS, Kind, kind_of
 from electra.finetune.metrics import METRICS
 from electra.finetune.tables import Row, hub_rows, read_rows
 from electra.model.electra import check_fields
@@ -182,23 +183,30 @@ def with_name_of_class(task: Task, row: Row) -> Row:
 
 
 def gather(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
-    """Examples of rows; a mistake in one is told with its line."""
+    """The examples of rows."""
     rules, numbers = KINDS[task.kind], {name: number for number, name in enumerate(task.labels)}
     texts, pairs, labels = [], [], []
     for row in rows:
-        try:
+        with telling_line(source, row.line):
             texts.append(text_in(task, task.text, row))
             if task.text_b is not None:
                 pairs.append(text_in(task, task.text_b, row))
             if has_labels:
                 labels.append(rules.encode(rules.read(cell(task, task.label, row)), numbers))
-        except DataError as error:
-            raise DataError(f"{source}, line {row.line}: {error}") from None
     return Examples(
         texts=texts,
         pairs=pairs if task.text_b is not None else None,
         labels=np.array(labels, rules.dtype) if has_labels else None,
     )
+
+
+@contextmanager
+def telling_line(source: str, line: int) -> Iterator[None]:
+    """Say in which line a mistake is."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{source}, line {line}: {error}") from None
 
 
 def cell(task: Task, name: str, row: Row) -> Any:
@@ -344,3 +352,56 @@ def glue_task(name: str, data: str) -> Task:
             f"download, which has a folder for each task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})
+
+
+def own_task(
+    *,
+    train: Path,
+    dev: Path | None = None,
+    dev_fraction: float | None = None,
+    text: str,
+    text_b: str | None = None,
+    label: str,
+    kind: Kind | None = None,
+    seed: int = 0,
+) -> Task:
+    """A task of a user's own files; its kind, unless given, classes and scale come from the labels in `train`.
+
+    Without a file `dev`, the seed draws the share `dev_fraction` of the rows of `train` (0.1 unless given) for it.
+    Classes come from all rows of `train`, so that a rare one may be drawn.
+    """
+    if dev is not None and dev_fraction is not None:
+        raise ConfigError(f"there are dev rows in {dev} and a dev fraction of {dev_fraction}; give one of them")
+    held_out = 0.0 if dev is not None else 0.1 if dev_fraction is None else dev_fraction
+    if dev is None and not 0 < held_out < 1:
+        raise ConfigError(f"the dev fraction is {held_out}; it must be above 0 and below 1")
+    draft = Task(
+        name=train.name.split(".")[0],
+        kind=kind or "classification",
+        text=text,
+        text_b=text_b,
+        label=label,
+        metrics=(),
+        splits={"train": str(train), "dev": str(dev or train)},
+        held_out=held_out,
+        seed=seed,
+    )
+    return taught(draft, kind)
+
+
+def taught(draft: Task, kind: Kind | None) -> Task:
+    """The task with what its training labels say: kind, unless given, classes, metrics, scale."""
+    source = draft.splits["train"]
+    cells: dict[int, Any] = {}  # by line
+    for row in split_rows(draft, "train"):
+        with telling_line(source, row.line):
+            cells[row.line] = cell(draft, draft.label, row)
+    kind = kind or kind_of(list(cells.values()))
+    values = []
+    for line, label in cells.items():
+        with telling_line(source, line):
+            values.append(KINDS[kind].read(label))
+    try:
+        return replace(draft, kind=kind, **KINDS[kind].learn(values))
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from None
