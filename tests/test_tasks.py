@@ -1,7 +1,9 @@
 """Tasks: GLUE's files as they are handed out, users' own in every kind, and bad ones named with their line."""
 
 import json
+import math
 from dataclasses import asdict
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -104,6 +106,17 @@ def test_glue_comes_from_the_hub_too(tmp_path, monkeypatch):
     assert read_examples(glue_task("stsb", f"hub:{tmp_path}"), "dev").labels.tolist() == [3.5]
     with pytest.raises(DataError, match=r"cannot read hub:.*:mnli:test_matched"):
         read_examples(mnli, "test")
+
+
+def test_own_rows_come_from_the_hub_with_labels_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"t": "one", "label": 3}\n{"t": "two", "label": 1}\n')
+    task = own_task(train=Path(f"hub:{tmp_path}/data:default:train"), text="t", label="label")
+    assert task.labels == ("1", "3")
+    assert len(read_examples(task, "train")) == len(read_examples(task, "dev")) == 1
+    with pytest.raises(ConfigError, match=r"hub:imdb does not say which rows; name them as hub:NAME:CONFIG:SPLIT"):
+        own_task(train=Path("hub:imdb"), text="t", label="label")
 
 
 def test_what_glue_lacks_is_named(glue):
@@ -249,6 +262,11 @@ def test_bad_training_labels_are_named_with_the_line(own, content, settings, mes
         own(content, "train.csv", **settings)
 
 
+def test_a_number_that_is_none_is_no_class(own):
+    with pytest.raises(DataError, match=r"line 3: the label is empty"):
+        own([0.0, 1.0, math.nan])
+
+
 def test_a_list_is_no_class(own):
     with pytest.raises(DataError, match=r"line 1: the label is a list; .* multi-label"):
         own([["a"], ["b"]], kind="classification")
@@ -280,7 +298,7 @@ def test_one_row_cannot_be_divided(own):
 def test_empty_texts_are_texts_and_are_counted(own, tmp_path):
     task = own("t\tu\ty\na\tb\t0\n\tb\t1\na\t\t1\n", "train.tsv", text_b="u", dev=tmp_path / "train.tsv")
     examples = read_examples(task, "train")
-    assert (examples.texts, examples.pairs, examples.empty) == (["a", "", "a"], ["b", "b", ""], 2)
+    assert (examples.texts, examples.pairs, examples.empty_texts) == (["a", "", "a"], ["b", "b", ""], 2)
 
 
 def test_half_a_character_is_replaced(own, tmp_path):

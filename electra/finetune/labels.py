@@ -45,10 +45,10 @@ def class_names(cell: Any) -> tuple[str, ...]:
 
 
 def written(cell: Any) -> str:
-    """A cell as the name of a class: whole numbers have no point, whichever type a file keeps them in."""
-    if isinstance(cell, float) and cell.is_integer():
-        cell = int(cell)
-    return "" if cell is None else str(cell).strip()
+    """A cell as the name of a class: whole numbers have no point, whichever type a file keeps them in; NaN is empty."""
+    if cell is None or cell != cell:
+        return ""
+    return str(int(cell) if isinstance(cell, float) and cell.is_integer() else cell).strip()
 
 
 def score(cell: Any) -> float:

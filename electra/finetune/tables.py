@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from electra.errors import DataError
+from electra.errors import ConfigError, DataError
 from electra.text.corpus import LONGEST
 from electra.text.files import TextFile, named, needs, opened, opened_parquet
 
@@ -143,6 +143,8 @@ def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[R
 def hub_rows(source: str) -> Iterator[Row]:
     """The rows of `hub:NAME:CONFIG:SPLIT`, which stay in the library's cache for the next time."""
     datasets = needs("datasets", "hub", "reading from the hub")
+    if source.count(":") < 3:
+        raise ConfigError(f"{source} does not say which rows; name them as hub:NAME:CONFIG:SPLIT")
     name, config, split = source.removeprefix("hub:").rsplit(":", 2)
     try:
         rows = datasets.load_dataset(name, config, split=split)

@@ -39,11 +39,13 @@ class Task:
     metrics: tuple[str, ...]
     """Names of `METRICS`; the first is the headline."""
     splits: dict[str, str]
-    """Files, or hub:NAME:CONFIG:SPLIT, by "train", "dev", "test" and the like."""
+    """Files, or `hub:NAME:CONFIG:SPLIT`, by "train", "dev", "test" and the like."""
     columns: tuple[str, ...] = ()
     """The columns of files without a header."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Other names that columns have elsewhere → their names here."""
+    is_numbered: bool = False
+    """A column `label` holds numbers of classes instead of names, -1 where it is secret, as in GLUE on the hub."""
     skips_broken: bool = False
     """Leave out lines of training and dev files that have the wrong number of fields."""
     held_out: float = 0.0
@@ -102,7 +104,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Rows of a task: texts, and labels where they are known. An empty text is a text; `empty` counts them."""
+    """Rows of a task: texts, and labels where they are known. An empty text is a text; `empty_texts` counts them."""
 
     texts: list[str]
     pairs: list[str] | None = None
@@ -113,7 +115,7 @@ class Examples:
         return len(self.texts)
 
     @property
-    def empty(self) -> int:
+    def empty_texts(self) -> int:
         """Rows with an empty text."""
         return sum(not all(texts) for texts in zip(self.texts, self.pairs or self.texts, strict=True))
 
@@ -164,17 +166,18 @@ def split_rows(task: Task, split: str) -> Iterator[Row]:
     """The rows of a split, from a file or the hub."""
     source = task.splits[split]
     if source.startswith(HUB):
-        return (with_name_of_class(task, row) for row in hub_rows(source))
+        rows = hub_rows(source)
+        return (with_name_of_class(task, row) for row in rows) if task.is_numbered else rows
     if not Path(source).exists():
         raise DataError(
-            f"there is no {source}, the {split} rows of task {task.name}; put it there or name another folder"
+            f"there is no {source}, the {split} rows of task {task.name}; put it there, or choose other data"
         )
     is_test = split.startswith(TEST)  # a test row left out would shift the predictions below it
     return read_rows(Path(source), columns=task.columns, skips_broken=task.skips_broken and not is_test)
 
 
 def with_name_of_class(task: Task, row: Row) -> Row:
-    """A row of GLUE on the hub with its label as the files have it: there it is a number, -1 where it is secret."""
+    """A row with the name of its class, under the column's name in files, or without a label if that is secret."""
     values = dict(row.values)
     number = values.pop("label", -1)
     if number != -1:
@@ -252,8 +255,6 @@ def glue(name: str, folder: str, **fields: Any) -> Task:
 
 
 SENTENCES: dict[str, Any] = {"text": "sentence1", "text_b": "sentence2"}
-QUESTIONS: dict[str, Any] = {"text": "question1", "text_b": "question2"}
-STRINGS: dict[str, Any] = {"text": "#1 String", "text_b": "#2 String"}
 ENTAILMENT = ("entailment", "not_entailment")
 NLI: dict[str, Any] = SENTENCES | {"label": "gold_label", "labels": ("entailment", "neutral", "contradiction")}
 NLI_NAMES = {
@@ -280,7 +281,8 @@ GLUE = (
     glue(
         "mrpc",
         "MRPC",
-        **STRINGS,
+        text="#1 String",
+        text_b="#2 String",
         label="Quality",
         metrics=("accuracy", "f1"),
         aliases={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
@@ -303,7 +305,8 @@ GLUE = (
     glue(
         "qqp",
         "QQP",
-        **QUESTIONS,
+        text="question1",
+        text_b="question2",
         label="is_duplicate",
         metrics=("accuracy", "f1"),
         aliases={"label": "is_duplicate"},
@@ -344,7 +347,8 @@ def glue_task(name: str, data: str) -> Task:
     if data.startswith(HUB):
         place = f"{data}:{HUB_CONFIGS.get(name, name)}"
         stems = {split: Path(file).stem for split, file in task.splits.items()}
-        return replace(task, splits={split: f"{place}:{HUB_SPLITS.get(stem, stem)}" for split, stem in stems.items()})
+        splits = {split: f"{place}:{HUB_SPLITS.get(stem, stem)}" for split, stem in stems.items()}
+        return replace(task, splits=splits, is_numbered=True)
     files = {split: Path(data, file) for split, file in task.splits.items()}
     if not any(file.exists() for file in files.values()):
         raise ConfigError(
