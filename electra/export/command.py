@@ -8,7 +8,7 @@ import torch
 import tyro
 
 from electra.errors import ConfigError
-from electra.export.huggingface import (
+from electra.model.huggingface import (
     ARCHITECTURES,
     LEAVING,
     Arrival,

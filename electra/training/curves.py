@@ -5,8 +5,9 @@ from typing import Any
 
 from electra.training.journal import METRICS, read_lines
 
-PANELS = (
-    # title, and the metrics in it, by kind
+Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind
+
+PRETRAINING: Panels = (
     ("generator: MLM loss", (("train", "generator"), ("validation", "mlm_loss"))),
     ("discriminator: RTD loss", (("train", "discriminator"), ("validation", "rtd_loss"))),
     ("area under the curve", (("validation", "rtd_auc"), ("validation", "frozen_auc"))),
@@ -16,7 +17,7 @@ PANELS = (
 )
 
 
-def draw_curves(run: Path) -> Path | None:
+def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
     """Write curves.png into the run folder, where matplotlib is installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,9 +25,10 @@ def draw_curves(run: Path) -> Path | None:
     except ImportError:
         return None
     lines = read_lines(run / METRICS)
-    figure = Figure(figsize=(12, 7), layout="constrained")
+    rows = -(-len(panels) // 3)
+    figure = Figure(figsize=(12, 3.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for (title, metrics), axes in zip(PANELS, figure.subplots(2, 3).flat, strict=True):
+    for (title, metrics), axes in zip(panels, figure.subplots(rows, 3).flat, strict=True):
         for kind, name in metrics:
             points = series(lines, kind, name)
             if points:

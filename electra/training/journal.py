@@ -22,17 +22,23 @@ class Window:
         self.steps = self.tokens = 0
         self.seconds = 0.0
 
-    def add_losses(self, losses: dict[str, Tensor], gradient_norm: Tensor) -> None:
-        for name, loss in (losses | {"gradient_norm": gradient_norm}).items():
-            self.sums[name] = self.sums[name] + loss if name in self.sums else loss
+    def add_numbers(self, numbers: dict[str, Tensor]) -> None:
+        """What a step says of itself: losses, the gradient's norm, whether it was skipped."""
+        for name, number in numbers.items():
+            self.sums[name] = self.sums[name] + number if name in self.sums else number.clone()
         self.steps += 1
 
     def add_time(self, tokens: int, seconds: float) -> None:
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
+    def skipped(self) -> int:
+        """Steps that were not taken."""
+        return int(self.sums["skipped"].item()) if self.sums else 0
+
     def means(self) -> dict[str, float]:
         """Means over the steps taken."""
-        return {name: (value / self.steps).item() for name, value in self.sums.items()}
+        taken = self.steps - self.skipped()
+        return {name: (value / max(1, taken)).item() for name, value in self.sums.items() if name != "skipped"}
 
     def speed(self) -> float:
         """Tokens a second."""
@@ -84,9 +90,10 @@ def open_tensorboard(run: Path, step: int) -> Any:
 class Bar:
     """A progress bar on standard error: share of the budget, step, loss, tokens a second, time left."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_quiet: bool = False) -> None:
+        self.is_quiet = is_quiet
         columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty())
+        self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=is_quiet or not sys.stderr.isatty())
         self.task = self.progress.add_task("", total=1.0)
 
     def __enter__(self) -> "Bar":
@@ -108,6 +115,8 @@ class Bar:
 
     def say(self, sentence: str) -> None:
         """A line above the bar; where there is no terminal, a plain line."""
+        if self.is_quiet:
+            return
         if self.progress.disable:
             print(sentence, file=sys.stderr, flush=True)
         else:

@@ -89,40 +89,51 @@ class ReleasedAdam(torch.optim.Optimizer):
         torch._foreach_addcdiv_(parameters, means, scales, -group["lr"])
 
 
-def build_optimizers(model: nn.Module, config: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """The optimizers that together move every parameter of `model` once."""
+Named = tuple[str, Tensor]
+
+
+def build_optimizers(
+    model: nn.Module, config: OptimizerConfig, share: Callable[[str], float] = lambda name: 1.0
+) -> list[torch.optim.Optimizer]:
+    """The optimizers that together move every parameter of `model` once, each by its `share` of the learning rate."""
     matrices, tables, vectors = sort_parameters(model)
     if config.optimizer != "muon":
-        return [OPTIMIZERS[config.optimizer](decay_groups(matrices + tables, vectors, config), config)]
+        return [OPTIMIZERS[config.optimizer](groups_of(matrices + tables, vectors, config, share), config)]
     muon = torch.optim.Muon(
-        matrices,
+        groups_of(matrices, [], config, share),
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         momentum=config.momentum,
         adjust_lr_fn="match_rms_adamw",  # so that one learning rate serves both
     )
-    return [muon, adamw(decay_groups(tables, vectors, config), config)]
+    return [muon, adamw(groups_of(tables, vectors, config, share), config)]
 
 
-def sort_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def sort_parameters(model: nn.Module) -> tuple[list[Named], list[Named], list[Named]]:
     """Matrices of layers, tables and heads, and vectors (biases, norms): each parameter once."""
-    matrices: list[Tensor] = []
-    tables: list[Tensor] = []
-    vectors: list[Tensor] = []
+    matrices: list[Named] = []
+    tables: list[Named] = []
+    vectors: list[Named] = []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
-            vectors.append(parameter)
+            vectors.append((name, parameter))
         elif ".layers." in name:
-            matrices.append(parameter)
+            matrices.append((name, parameter))
         else:
-            tables.append(parameter)
+            tables.append((name, parameter))
     return matrices, tables, vectors
 
 
-def decay_groups(decayed: list[Tensor], spared: list[Tensor], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameters with weight decay, and those without."""
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def groups_of(
+    decayed: list[Named], spared: list[Named], config: OptimizerConfig, share: Callable[[str], float]
+) -> list[dict[str, Any]]:
+    """Parameters by their share of the learning rate, with weight decay and without."""
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for parameters, decay in ((decayed, config.weight_decay), (spared, 0.0)):
+        for name, parameter in parameters:
+            key = (share(name), decay)
+            groups.setdefault(key, {"params": [], "share": key[0], "weight_decay": decay})["params"].append(parameter)
+    return list(groups.values())
 
 
 def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -130,8 +141,10 @@ def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torc
 
 
 def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    betas, is_cuda = (config.beta1, config.beta2), groups[0]["params"][0].is_cuda
+    return torch.optim.AdamW(
+        groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True, capturable=is_cuda
+    )
 
 
 OPTIMIZERS = {"adam": released_adam, "adamw": adamw}

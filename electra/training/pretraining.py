@@ -11,11 +11,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra, ElectraConfig, Generator
-from electra.model.encoder import Encoder, check_length
+from electra.model.encoder import DisentangledEmbeddings, Encoder, check_length
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.sizes import ModelConfig
 from electra.model.storage import CONFIG, read_json, write_json, write_model
@@ -59,6 +59,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
     starts_at_unigram: bool = False
     """Give the generator's output the frequencies of tokens to start from, which it learns first anyway: the
     discriminator then has real work from the first step."""
+    starts_with_waves: bool = False
+    """Start the position table as waves of many lengths instead of noise: what stands beside a token is then a simple
+    turn away, and context is learnt from sooner. It is trained like any table."""
     steps: int | None = None
     """Budget in steps; the schedule follows the budget."""
     tokens: int | None = None
@@ -209,6 +212,8 @@ class PretrainingLesson:
         self.unigram = unigram(shards, device)
         if config.starts_at_unigram and self.model.generator is not None:
             start_at_unigram(self.model.generator, self.unigram)
+        if config.starts_with_waves:
+            start_with_waves(self.model)
         self.objective_losses = torch.compile(self.objective.losses) if config.compile else self.objective.losses
 
     def next_batch(self) -> Batch:
@@ -221,6 +226,9 @@ class PretrainingLesson:
 
     def counts(self, batch: Batch) -> Counts:
         return self.objective.counts(batch, self.settings)
+
+    def rate_share(self, name: str) -> float:
+        return 1.0
 
     def autocast(self) -> torch.autocast:
         """Half precision where it is wanted."""
@@ -287,6 +295,22 @@ def start_at_unigram(generator: Generator, unigram: Tensor) -> None:
     """Make the frequencies of tokens the generator's first guesses; none of them is quite zero."""
     with torch.no_grad():
         generator.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
+
+
+def start_with_waves(model: nn.Module) -> None:
+    """Sines and cosines as first positions, as large as the noise in whose place they are."""
+    for module in model.modules():
+        if isinstance(module, Encoder) and not isinstance(module.embeddings, DisentangledEmbeddings):
+            table = module.embeddings.position.weight
+            with torch.no_grad():
+                table.copy_(waves(*table.shape) * module.config.initial_std * 2**0.5)
+
+
+def waves(positions: int, width: int) -> Tensor:
+    """Pairs of sine and cosine [positions, width], each pair slower than the one before, from a radian a position."""
+    speeds = 10_000.0 ** -(torch.arange(0, width, 2) / width)
+    angles = torch.arange(positions)[:, None] * speeds
+    return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]
 
 
 def estimate_run(config: PretrainConfig, shards: Shards, device: torch.device) -> Estimate:

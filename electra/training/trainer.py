@@ -22,6 +22,7 @@ from electra.training.checkpoint import (
 )
 from electra.training.journal import Bar, Journal, Window
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
+from electra.training.recording import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Lesson(Protocol):
     def next_batch(self) -> Rows: ...
     def losses(self, batch: Any) -> Losses: ...
     def counts(self, batch: Any) -> Counts: ...  # what losses are divided by, before there are any
+    def rate_share(self, name: str) -> float: ...  # of the learning rate, for the parameter of this name
     def evaluate(self) -> dict[str, float]: ...  # "loss" decides which checkpoint is best
     def rates(self, tokens_per_second: float) -> dict[str, float]: ...
     def write_model(self, folder: Path) -> None: ...
@@ -126,9 +128,20 @@ class Outcome:
 class Trainer:
     """Moves a lesson's weights down its losses until the budget is spent, and loses nothing on the way."""
 
-    def __init__(self, lesson: Lesson, config: TrainerConfig, budget: Budget, run: Path, seed: int = 0) -> None:
+    def __init__(
+        self,
+        lesson: Lesson,
+        config: TrainerConfig,
+        budget: Budget,
+        run: Path,
+        seed: int = 0,
+        records: bool = False,
+        is_quiet: bool = False,
+    ) -> None:
         self.lesson, self.config, self.budget, self.run, self.seed = lesson, config, budget, run, seed
-        self.optimizers = build_optimizers(lesson.model, config)
+        self.optimizers = build_optimizers(lesson.model, config, lesson.rate_share)
+        self.records = records  # steps are CUDA graphs: only with adamw, and batches of few shapes
+        self.is_quiet = is_quiet  # no bar: others report what this run does
         self.place = Place()
         self.measures: dict[str, float] = {}
         self.window = Window()
@@ -149,7 +162,8 @@ class Trainer:
     def train(self) -> Outcome:
         """Steps, until the budget is spent or a signal asks to stop."""
         self.journal = Journal(self.run, self.place.step)
-        with stop_signals() as asked, Bar() as self.bar:
+        self.step = self.recorded_step() if self.records else self.compute
+        with stop_signals() as asked, Bar(self.is_quiet) as self.bar:
             while self.share() < 1 and not asked:
                 self.take_step()
                 self.bar.move(self.share())
@@ -180,7 +194,7 @@ class Trainer:
         batch = self.lesson.next_batch()
         torch.manual_seed(self.seed * 1_000_003 + self.place.step)  # dropout, too, is a function of the step
         self.set_learning_rate()
-        self.update(self.backward(batch))
+        self.window.add_numbers(self.step(batch))
         self.place.step += 1
         self.place.tokens += batch.token_count()
         if self.is_warm:
@@ -191,9 +205,25 @@ class Trainer:
     def set_learning_rate(self) -> None:
         """Give every group the rate of this step."""
         self.rate = self.config.learning_rate * self.rate_factor()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate
+        for group in self.groups():
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(self.rate * group["share"])
+            else:
+                group["lr"] = self.rate * group["share"]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def recorded_step(self) -> Recorder:
+        """The step as a recording, which reads learning rates from the device."""
+        for group in self.groups():
+            group["lr"] = torch.tensor(0.0, device=group["params"][0].device)
+        return Recorder(self.compute)
+
+    def compute(self, batch: Rows) -> dict[str, Tensor]:
+        """The step itself: losses, gradients, update."""
+        return self.update(self.backward(batch))
 
     def rate_factor(self) -> float:
         """The schedule at the middle of this step, so that neither the first nor the last step is for nothing."""
@@ -243,20 +273,35 @@ class Trainer:
             count *= 2
         return None
 
-    def update(self, losses: dict[str, Tensor]) -> None:
-        """Clip the gradient and move the weights; skip a step whose loss or gradient is not finite."""
+    def update(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clip the gradient and move the weights, unless loss or gradient are not finite; returns what to write down."""
         norm = nn.utils.clip_grad_norm_(self.lesson.model.parameters(), self.config.clip or float("inf"))
-        if bool(torch.isfinite(torch.stack([norm, *losses.values()])).all()):
-            for optimizer in self.optimizers:
-                optimizer.step()
-            self.window.add_losses(losses, norm)
+        numbers = losses | {"gradient_norm": norm}
+        is_finite = torch.isfinite(torch.stack(list(numbers.values()))).all()
+        if self.records:
+            self.move_if(is_finite)
+        elif bool(is_finite):
+            self.move()
         else:
-            self.skip()
+            self.skip(1)
         self.lesson.model.zero_grad()
+        numbers = {name: number.where(is_finite, 0.0) for name, number in numbers.items()}
+        return numbers | {"skipped": (~is_finite).float()}
 
-    def skip(self) -> None:
-        """Count a step that was not taken; too many end the run."""
-        self.place.skipped += 1
+    def move(self) -> None:
+        """Move the weights."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def move_if(self, is_finite: Tensor) -> None:
+        """Move the weights where the device says so; Python does not wait to hear it."""
+        for optimizer in self.optimizers:
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # torch's fused kernels ask for it
+        self.move()
+
+    def skip(self, count: int) -> None:
+        """Count steps that were not taken; too many end the run."""
+        self.place.skipped += count
         if self.place.skipped >= self.config.most_skipped:
             saved = checkpoint_folders(self.run)
             left = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
@@ -267,6 +312,8 @@ class Trainer:
 
     def log(self) -> None:
         """A line of training metrics since the last."""
+        if self.records:
+            self.skip(self.window.skipped())
         losses, speed, place = self.window.means(), self.window.speed(), self.place
         numbers = losses | {"learning_rate": self.rate, "tokens": place.tokens, "seconds": place.seconds}
         numbers |= {"skipped": place.skipped, "tokens_per_second": speed} | self.lesson.rates(speed)

@@ -1,0 +1,309 @@
+"""One fine-tuning: a pre-trained encoder, a task and a seed become a model and its measures."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from electra.errors import ConfigError
+from electra.finetune.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
+from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, load_texts_tokenizer, write_finetuned
+from electra.finetune.metrics import METRICS
+from electra.finetune.plots import draw_confusion
+from electra.finetune.tasks import HUB, Task, read_examples
+from electra.model.encoder import EncoderConfig, check_length
+from electra.model.storage import read_json, write_json, write_tensors, written_whole
+from electra.objective.losses import Counts, Loss, Losses
+from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
+from electra.training.curves import Panels, draw_curves
+from electra.training.machine import Device, Precision, choose_device, choose_precision
+from electra.training.trainer import Budget, Trainer, TrainerConfig
+
+RESULT = "result.json"
+LOGITS = "logits.safetensors"
+MODEL = "model"
+MEASURED_ROWS = 128
+"""Rows that are measured at once."""
+OFTEN_SAVED = 2000
+"""Steps between checkpoints: small tasks are over before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """How an encoder is fine-tuned. What is left out is as in the paper, for the encoder's size and the task."""
+
+    model: Path
+    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT), or a fine-tuned model, to go
+    on from another task."""
+    output: Path
+    """The folder for models, measures and plots. The same command again goes on; what is finished is not run again."""
+    epochs: int | None = None
+    """How often the training rows are seen; 3, for rte and stsb 10."""
+    batch: int = 32
+    """Rows in a step."""
+    learning_rate: float | None = None
+    """The highest; 3e-4 for encoders up to 384 wide (small), 1e-4 below 1024 (base), 5e-5 from there on (large)."""
+    layer_decay: float | None = None
+    """Each layer's learning rate, as a share of that of the layer above; 0.8, and 0.9 with 24 layers and more."""
+    warmup: float = 0.1
+    """The share of the steps over which the learning rate rises; then it falls to 0."""
+    weight_decay: float | None = None
+    """0, as the paper has it; with --faithful 0.01, as the released code."""
+    dropout: float = 0.1
+    """Of the encoder and before the head, whatever it was in pre-training."""
+    length: int = 128
+    """Longer texts are cut, the longer of a pair first; how many is reported."""
+    seeds: int = 1
+    """How many times it is done, from seed 1 on: compare medians, never single runs."""
+    ensemble: bool = False
+    """Also measure all seeds together: the mean of what they say."""
+    faithful: bool = False
+    """As the released code did it: Adam without bias correction, the decay already running during the warm-up, weight
+    decay, and one layer too many in the layer-wise decay."""
+    workers: int | None = None
+    """Seeds and tasks that are run side by side, each in a process of its own; 4 on a GPU, 1 on a CPU."""
+    device: Device = "auto"
+    """auto: the GPU where there is one."""
+    precision: Precision = "auto"
+    """auto: bf16 on a GPU, fp32 on the CPU."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "seeds", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
+        if self.length < 8:
+            raise ConfigError(f"length is {self.length}; it must be at least 8")
+
+    def trainer(self, encoder: EncoderConfig, steps_an_epoch: int) -> TrainerConfig:
+        """How the trainer goes about it."""
+        usual = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
+        decay = self.weight_decay if self.weight_decay is not None else 0.01 if self.faithful else 0.0
+        return TrainerConfig(
+            optimizer="adam" if self.faithful else "adamw",
+            schedule="released" if self.faithful else "linear",
+            learning_rate=usual if self.learning_rate is None else self.learning_rate,
+            warmup=self.warmup,
+            weight_decay=decay,
+            log_every=max(1, min(50, steps_an_epoch // 4)),
+            evaluate_every=steps_an_epoch,
+            save_every=max(OFTEN_SAVED, steps_an_epoch),
+            keep=1,
+        )
+
+    def epochs_for(self, task: Task) -> int:
+        """How often the training rows of a task are seen."""
+        return task.epochs if self.epochs is None else self.epochs
+
+    def decay_for(self, encoder: EncoderConfig) -> float:
+        """A layer's learning rate as a share of that of the layer above."""
+        return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
+
+    def common(self) -> dict[str, Any]:
+        """What this configuration has of the settings that decide a fine-tuning's outcome."""
+        free = {"output", "seeds", "ensemble", "workers", "device", "json"}
+        names = [field.name for field in fields(TuningConfig) if field.name not in free]
+        return {name: str(value) if isinstance(value := getattr(self, name), Path) else value for name in names}
+
+
+Measures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How one seed of a task ended."""
+
+    task: str
+    seed: int
+    measures: dict[str, Measures]  # by split
+    steps: int
+    seconds: float
+    rows: dict[str, int]  # by split
+    truncated: dict[str, int]
+
+    @property
+    def headline(self) -> float:
+        """The task's first metric on its first dev split."""
+        return next(iter(self.measures["dev"].values()))
+
+
+class TuningLesson:
+    """What the trainer is given: the model, the batches of a task, its loss, its measures."""
+
+    def __init__(self, config: TuningConfig, task: Task, seed: int, cache: Path) -> None:
+        self.config, self.task, self.seed = config, task, seed
+        self.device = choose_device(config.device)
+        self.precision = choose_precision(config.precision, self.device)
+        encoder, self.folder = load_encoder(config.model, config.dropout)
+        check_length(config.length, encoder.config)
+        self.tokenizer, self.cache = load_texts_tokenizer(self.folder, encoder), cache
+        torch.manual_seed(seed)
+        self.model = FineTuned(encoder, task.outputs).to(self.device)
+        self.reading, self.pad_id = READINGS[task.kind], encoder.config.pad_id
+        self.splits = {split: self.features(split) for split in available(task)}
+        self.train = self.splits["train"]
+        self.step = 0
+        self.plan: Iterator[Chosen] = iter(())
+
+    def features(self, split: str) -> Features:
+        """A split's rows as token ids on the device."""
+        examples = read_examples(self.task, split)
+        if split == "train" and self.task.doubles:
+            examples = examples.doubled()
+        made = cached_features(self.task, examples, self.tokenizer, self.config.length, self.cache)
+        return made.to(self.device)
+
+    def steps_an_epoch(self) -> int:
+        """Batches of the training rows, the last one perhaps filled up."""
+        return -(-len(self.train) // self.config.batch)
+
+    def next_batch(self) -> Chosen:
+        number, place = divmod(self.step, self.steps_an_epoch())
+        if place == 0:
+            self.plan = self.batches(number)
+        self.step += 1
+        return next(self.plan)
+
+    def batches(self, number: int) -> Iterator[Chosen]:
+        """The batches of one epoch."""
+        lengths = self.train.lengths.cpu().numpy()
+        for batch in epoch(lengths, self.config.batch, self.seed, number):
+            yield choose(batch, self.device, self.config.length)
+
+    def losses(self, batch: Chosen) -> Losses:
+        logits = self.logits(self.train, batch)
+        losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
+        return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
+
+    def logits(self, features: Features, batch: Chosen) -> torch.Tensor:
+        """What the model says of a batch."""
+        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            return self.model(*features.inputs(batch, self.pad_id))
+
+    def counts(self, batch: Chosen) -> Counts:
+        return {"loss": batch.weights.sum()}
+
+    def rate_share(self, name: str) -> float:
+        """Layers below learn more slowly: the head at the full rate, each layer at a share of the one above."""
+        encoder = self.model.encoder.config
+        if name.startswith("head"):
+            return 1.0
+        below = encoder.layers - int(name.split(".")[2]) if ".layers." in name else encoder.layers + 1
+        return self.config.decay_for(encoder) ** (below + self.config.faithful)
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss and the metrics on the dev rows."""
+        features = self.splits["dev"]
+        logits = self.all_logits(features)
+        losses = self.reading.loss(torch.from_numpy(logits), features.labels.cpu())
+        return {"loss": losses.mean().item()} | measure(self.task, logits, features)
+
+    def all_logits(self, features: Features) -> NDArray:
+        """What the model says of every row [N, outputs]."""
+        self.model.eval()
+        lengths = features.lengths.cpu().numpy()
+        size = min(MEASURED_ROWS, len(features))
+        found = np.zeros((len(features), self.task.outputs), np.float32)
+        with torch.no_grad():
+            for rows in by_length(np.arange(len(features)), lengths, size):
+                batch = choose(filled(rows, lengths, size), self.device, self.config.length)
+                found[rows] = self.logits(features, batch)[: len(rows)].float().cpu().numpy()
+        self.model.train()
+        return found
+
+    def rates(self, tokens_per_second: float) -> dict[str, float]:
+        return {}
+
+    def write_model(self, folder: Path) -> None:
+        write_finetuned(self.model, self.task, folder, self.folder)
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Stand at the same batch of the same epoch."""
+        self.step = state["step"]
+        number, place = divmod(self.step, self.steps_an_epoch())
+        self.plan = self.batches(number)
+        for _ in range(place):
+            next(self.plan)
+
+
+def available(task: Task) -> list[str]:
+    """The splits that are there; training and dev rows have to be."""
+    needed = ("train", "dev")
+    return [name for name, file in task.splits.items() if name in needed or file.startswith(HUB) or Path(file).exists()]
+
+
+def measure(task: Task, logits: NDArray, features: Features) -> Measures:
+    """The task's metrics."""
+    labels = features.labels.cpu().numpy()
+    truth = labels if task.labels else task.unscaled(labels)
+    predicted = READINGS[task.kind].answer(logits, task)
+    return {name: METRICS[name](predicted, truth) for name in task.metrics}
+
+
+def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool = False) -> Score:
+    """Fine-tune once, or read what an earlier run left; a signal ends the program, and the same command goes on."""
+    if (folder / RESULT).exists():
+        return Score(**read_json(folder / RESULT))
+    lesson = TuningLesson(config, task, seed, cache=folder.parent / "tokens")
+    settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
+    budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
+    records = lesson.device.type == "cuda" and settings.optimizer == "adamw"
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(lesson, settings, budget, folder, seed, records, is_quiet)
+    remove_drafts(folder)
+    if found := checkpoint_folders(folder):
+        trainer.resume(found[-1])
+    outcome = trainer.train()
+    if outcome.signal:
+        print(f"stopped, and saved in {folder}; the same command goes on from there", file=sys.stderr)
+        sys.exit(outcome.exit_code)
+    score = finish(lesson, folder, outcome.step, outcome.seconds)
+    shutil.rmtree(folder / CHECKPOINTS)
+    return score
+
+
+def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> Score:
+    """Write the model, what it says of every split, plots, and last the measures: they are the sign of a finished run."""
+    task, splits = lesson.task, lesson.splits
+    logits = {split: lesson.all_logits(features) for split, features in splits.items() if split != "train"}
+    write_tensors(folder / LOGITS, {split: torch.from_numpy(found) for split, found in logits.items()})
+    shutil.rmtree(folder / MODEL, ignore_errors=True)
+    with written_whole(folder / MODEL) as draft:
+        lesson.write_model(draft)
+    draw_curves(folder, panels(task))
+    if task.kind == "classification":
+        dev = splits["dev"].labels.cpu().numpy()
+        draw_confusion(folder / "confusion.png", dev, READINGS[task.kind].answer(logits["dev"], task), task.labels)
+    score = Score(
+        task=task.name,
+        seed=lesson.seed,
+        measures={split: measure(task, found, splits[split]) for split, found in logits.items() if len(splits[split].labels)},
+        steps=steps,
+        seconds=seconds,
+        rows={split: len(features) for split, features in splits.items()},
+        truncated={split: int(features.truncated) for split, features in splits.items()},
+    )
+    write_json(folder / RESULT, asdict(score))
+    return score
+
+
+def panels(task: Task) -> Panels:
+    """What the curves of a fine-tuning show."""
+    return (
+        ("loss", (("train", "loss"), ("validation", "loss"))),
+        ("on dev rows", tuple(("validation", name) for name in task.metrics)),
+        ("learning rate", (("train", "learning_rate"),)),
+    )
