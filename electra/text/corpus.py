@@ -179,7 +179,7 @@ def space_before(text: bytes, limit: int) -> int:
 
 def parquet_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, text_field: str) -> Iterator[Block]:
     """Blocks of the rows of a .parquet file."""
-    parquet = needs("pyarrow.parquet", "parquet", "reading .parquet")
+    parquet = needs("pyarrow.parquet", "reading .parquet")
     name = str(file.path)
     with tempfile.TemporaryFile() as copy:
         if file.compression:  # parquet is read from its end, a compressed stream from its beginning
@@ -196,7 +196,7 @@ def parquet_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, text_field:
 
 def hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     """Blocks of a dataset's training rows, streamed from the hub."""
-    datasets = needs("datasets", "hub", "reading from the hub")
+    datasets = needs("datasets", "reading from the hub")
     name, _, part = config.corpus.removeprefix("hub:").partition(":")
     try:
         rows = iter(datasets.load_dataset(name, part or None, split="train", streaming=True))

@@ -70,12 +70,12 @@ def named(path: Path) -> TextFile:
     return file
 
 
-def needs(module: str, extra: str, what: str) -> ModuleType:
+def needs(module: str, what: str) -> ModuleType:
     """An optional library, imported where it is used, or a sentence on how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"{what} needs another library: pip install 'electra[{extra}]'") from None
+        raise ConfigError(f"{what} needs another library: pip install {module.partition('.')[0]}") from None
 
 
 @contextmanager
@@ -112,7 +112,7 @@ class Zstandard(io.RawIOBase):
     """The text of a .zst file, which may have several frames; unlike the library's reader it notices a cut file."""
 
     def __init__(self, disk: BinaryIO):
-        self.library = needs("zstandard", "zstd", "reading .zst")
+        self.library = needs("zstandard", "reading .zst")
         self.disk = disk
         self.frame: Any = None  # the frame being read
         self.packed = b""  # compressed bytes that were read and belong to the next frame
