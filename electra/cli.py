@@ -9,19 +9,21 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import io
 import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 import tyro
 
 from electra import __version__
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
@@ -30,6 +32,7 @@ COMMANDS = {
     "shard": ("electra.text.sharding", "ShardConfig", "shard", "turn text into shards of tokens"),
     "inspect": ("electra.text.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),
     "pretrain": ("electra.training.pretraining", "PretrainConfig", "pretrain", "train a generator and a discriminator"),
+    "finetune": ("electra.finetune.finetuning", "FinetuneConfig", "finetune", "fine-tune an encoder on a task"),
     "detect": ("electra.serve.command", "DetectConfig", "detect", "say which tokens of a text look replaced"),
     "fill": ("electra.serve.command", "FillConfig", "fill", "fill in the [MASK]s of a text"),
     "embed": ("electra.serve.command", "EmbedConfig", "embed", "turn a text into a vector"),
@@ -39,10 +42,14 @@ COMMANDS = {
     "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
 }
 
+FILE_OF_FLAGS = "Flags may also come from a file, --config FILE, in JSON or YAML; those given beside it win."
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; a mistake of the user's ends in one sentence and exit code 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows what it can
     try:
         run(arguments)
     except ValueError as error:
@@ -73,15 +80,14 @@ def run(arguments: list[str]) -> None:
         return
     name, *flags = arguments
     if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise ConfigError(
-            f"there is no command {name!r}"
-            + (f"; did you mean {close[0]!r}?" if close else f"; the commands are {', '.join(COMMANDS)}")
-        )
+        close = nearest(name, COMMANDS)
+        advice = f"did you mean {close!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"there is no command {name!r}; {advice}")
     module, configuration, function, _ = COMMANDS[name]
     stage = importlib.import_module(module)
     settings = parse(name, getattr(stage, configuration), flags)
-    result = getattr(stage, function)(settings)
+    with naming_flags(type(settings)):
+        result = getattr(stage, function)(settings)
     if result is not None:
         print(json.dumps(dataclasses.asdict(result), default=str) if getattr(settings, "json", False) else result)
     if code := getattr(result, "exit_code", 0):
@@ -92,27 +98,64 @@ def overview() -> str:
     """All commands, a line each."""
     lines = ["usage: electra COMMAND [flags]    (electra COMMAND --help explains each flag)", ""]
     lines += [f"  {name:<12}{purpose}" for name, (_, _, _, purpose) in COMMANDS.items()]
-    lines += [
-        "",
-        "Every command takes --config FILE, a JSON or YAML file of the same fields; flags given beside it win.",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", FILE_OF_FLAGS])
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
 
 
 def parse(name: str, configuration: type, flags: list[str]) -> Any:
     """Flags, and before them the fields of a `--config` file, as the command's configuration."""
     file, flags = config_file(flags)
+    refuse_unknown(name, configuration, flags)
     fields = as_arguments(configuration, read_fields(file)) if file else []
     flags = fields + flags  # the last of two equal flags wins
     default = preset(configuration, flags) if hasattr(configuration, "preset") else None
+    described = f"{inspect.getdoc(configuration)}\n\n{FILE_OF_FLAGS}"
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(configuration, prog=f"electra {name}", args=flags, default=default)
+            return tyro.cli(configuration, prog=f"electra {name}", description=described, args=flags, default=default)
     except SystemExit as exit:
         if not exit.code:  # --help
             raise
-        raise ConfigError(one_sentence(said.getvalue())) from None
+        with naming_flags(configuration):
+            raise ConfigError(one_sentence(said.getvalue())) from None
+
+
+def refuse_unknown(name: str, configuration: type, arguments: list[str]) -> None:
+    """Refuse a flag that is not there; tyro would take it for a text, or its value for one."""
+    known = known_flags(configuration)
+    for argument in takewhile(lambda argument: argument != "--", arguments):
+        given = re.match(r"--?[a-zA-Z][\w-]*", argument)
+        if given and given[0].replace("_", "-") not in ("-h", *(f"--{flag}" for flag in known)):
+            close = nearest(given[0].strip("-"), known)
+            advice = f"did you mean --{close}?" if close else f"electra {name} --help lists its flags"
+            raise ConfigError(f"there is no flag {given[0]} in electra {name}; {advice}")
+
+
+def known_flags(configuration: type) -> list[str]:
+    """The names a flag may have, without dashes."""
+    flags = [flag for flag in flags_of(configuration) if not flag.is_positional]
+    return ["help", "config", *(flag.name for flag in flags), *(f"no-{flag.name}" for flag in flags if flag.is_switch)]
+
+
+@contextlib.contextmanager
+def naming_flags(configuration: type) -> Iterator[None]:
+    """Turn the fields that errors speak of into flags: `learning_rate is 0` into `--learning-rate is 0`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(with_flags(str(error), configuration)) from None
+
+
+def with_flags(sentence: str, configuration: type) -> str:
+    """The sentence with flags for fields where a word can be nothing else: it has a `_`, or is said to be a number."""
+    flags = {flag.field: f"--{flag.name}" for flag in flags_of(configuration)}
+    fields = r"(?<![\w/.'-])\w+_\w+(?![\w/.'-])|^\w+(?= is -?\d)|\w+(?= was \S+ and is now )"
+    return re.sub(fields, lambda word: flags.get(word[0], word[0]), sentence)
 
 
 def one_sentence(box: str) -> str:
@@ -204,7 +247,7 @@ def read_yaml(text: str, path: Path) -> Any:
     try:
         import yaml
     except ImportError:
-        raise ConfigError(f"{path} is YAML, which needs: pip install 'electra[yaml]'; or write it as JSON") from None
+        raise ConfigError(f"{path} is YAML, which needs: pip install pyyaml; or write it as JSON") from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -2,18 +2,21 @@
 
 import dataclasses
 import importlib
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from electra.cli import COMMANDS, flags_of, main, parse
+from electra.cli import COMMANDS, flags_of, main, parse, with_flags
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.report.costs import FlopsConfig
 from electra.text.tokenizer import TokenizerConfig
+from electra.training.pretraining import PretrainConfig
 
 
 def outcome(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -38,11 +41,17 @@ def test_help_names_every_command(capsys):
     assert all(f"\n  {command} " in out for command in COMMANDS)
 
 
+def words_of(help: str) -> str:
+    """A command's help without the lines around it."""
+    return " ".join(help.replace("│", " ").replace("|", " ").split())
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_commands_help_explains_every_flag(capsys, command):
     code, out, _ = outcome(capsys, command, "--help")
     assert code == 0
-    explained = " ".join(out.replace("│", " ").replace("|", " ").split())
+    explained = words_of(out)
+    assert "Flags may also come from a file, --config FILE, in JSON or YAML" in explained
     for flag in flags_of(configuration_of(command)):
         if flag.is_positional:
             continue
@@ -68,9 +77,18 @@ def test_every_commands_help_explains_every_flag(capsys, command):
             "flops --sharing all --generator-width 64",
             "sharing=all needs generator and discriminator of the same width, but",
         ),
-        ("flops --mask-fraction 1.5", "mask_fraction is 1.5; it must lie between 0 and 1, usually 0.15"),
+        ("flops --mask-fraction 1.5", "--mask-fraction is 1.5; it must lie between 0 and 1, usually 0.15"),
         ("flops --length 600", "a row of 600 tokens is longer than the model's 512 positions"),
-        ("flops --lenght 128", "Unrecognized options: --lenght, 128; Perhaps you meant: --length INT"),
+        ("flops --length 0", "--length is 0; a row has at least 1 token"),
+        ("flops --embedding-width 0", "discriminator: --embedding-width is 0; it must be at least 1"),
+        ("flops --lenght 128", "there is no flag --lenght in electra flops; did you mean --length?"),
+        ("flops --lenght=128", "there is no flag --lenght in electra flops; did you mean --length?"),
+        ("flops --no-jsn", "there is no flag --no-jsn in electra flops; did you mean --no-json?"),
+        ("flops --confg x", "there is no flag --confg in electra flops; did you mean --config?"),
+        ("detect --modle x text", "there is no flag --modle in electra detect; did you mean --model?"),
+        ("detect -model x text", "there is no flag -model in electra detect; did you mean --model?"),
+        ("inspect --jsn shards", "there is no flag --jsn in electra inspect; did you mean --json?"),
+        ("detect --model x -- -text", "there is no folder x"),
         ("export", "Missing from electra export: --model PATH --output PATH"),
         ("flops --config", "--config needs a file"),
         ("flops --config missing.json", "No such file or directory: missing.json"),
@@ -86,6 +104,40 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch
     assert err.count("\n") == 1
     assert "help" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("given", "size", "rate"), [((), "small", "0.0005"), (("--size", "base"), "base", "0.0002")])
+def test_help_says_which_size_its_defaults_are_for(capsys, given, size, rate):
+    _, out, _ = outcome(capsys, "pretrain", *given, "--help")
+    explained = words_of(out)
+    assert "defaults depend on --size and --recipe: shown are those of the size and recipe below" in explained
+    assert f"1/4 to 1/2 as wide. (default: {size})" in explained
+    assert re.search(rf"--learning-rate FLOAT [^(]*\(default: {rate}\)", explained)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        ("learning_rate is 0; it must be above 0", "--learning-rate is 0; it must be above 0"),
+        ("keep is -1; it must be at least 1", "--keep is -1; it must be at least 1"),
+        ("mask_share 2 and random_share 1 are shares", "--mask-share 2 and --random-share 1 are shares"),
+        ("seed was 1 and is now 2; form was a and is now b", "--seed was 1 and is now 2; --form was a and is now b"),
+        ("data is not a folder of shards", "data is not a folder of shards"),
+        ("no shards in /data/batch_size", "no shards in /data/batch_size"),
+        ("initial_std is 3; it must lie between 0 and 1", "initial_std is 3; it must lie between 0 and 1"),
+    ],
+)
+def test_errors_speak_of_flags_where_python_has_fields(sentence, said):
+    assert with_flags(sentence, PretrainConfig) == said
+
+
+def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with pytest.raises(SystemExit, match="0"):
+        main(["pretrain", "--help"])
+    terminal.flush()
+    assert b"0.02??(768/width)" in terminal.buffer.getvalue()
 
 
 def test_flops_as_json_for_programs(capsys):

@@ -177,3 +177,10 @@ def test_two_discriminators_make_no_pair(tmp_path):
     folder = changed_config(tmp_path / "theirs")
     with pytest.raises(ConfigError, match="--from holds a discriminator and --generator a discriminator"):
         import_model(ImportConfig(source=folder, generator=folder, output=tmp_path / "ours"))
+
+
+def test_a_missing_tokenizer_is_told_with_what_it_costs_and_where_to_put_one(tmp_path):
+    peer(ElectraForPreTraining, "base").save_pretrained(tmp_path / "theirs")
+    told = str(import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "ours")))
+    assert "no tokenizer was there, and without one it reads no text (detect, fill, embed" in told
+    assert told.endswith(f"copy the tokenizer.json or vocab.txt it was trained with into {tmp_path / 'ours'}")

@@ -50,7 +50,7 @@ def test_without_matplotlib_there_is_everything_but_the_png(folder, monkeypatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = inspect(InspectConfig(shards=folder))
     assert found.plot is None
-    assert "for a PNG of it: pip install 'electra[plot]'" in str(found)
+    assert "for a PNG of it: pip install matplotlib" in str(found)
 
 
 def test_powers_of_two_bound_the_histogram():

@@ -15,7 +15,7 @@ import torch
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.model.storage import load_model
+from electra.model.storage import load_model, save_model
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
@@ -298,7 +298,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"steps": 0}, "--steps is 0; a run needs a budget above 0"),
+        ({"steps": 0}, "steps is 0; a run needs a budget above 0"),
         ({"minutes": 1.0}, "give one budget, .*; steps and minutes came"),
         ({"micro_batches": 3}, "8 rows do not divide into 3 micro-batches"),
         ({"save_every": 0}, "save_every is 0; it must be at least 1"),
@@ -319,6 +319,20 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 
 
+def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):
+    config = settings_of_run(steps=None, tokens=20 * 8 * 16)
+    pretrain(config)
+    with pytest.raises(ConfigError, match="tokens was 2560 and is now 9999"):
+        pretrain(replace(config, resume=True, tokens=9999))
+
+
+def test_a_model_folder_is_not_taken_for_a_run(settings_of_run, make_pair):
+    config = settings_of_run(resume=True)
+    save_model(make_pair(), config.output)
+    with pytest.raises(ConfigError, match="holds a model, not a run; choose another --output"):
+        pretrain(config)
+
+
 def test_resuming_a_finished_run_changes_nothing(settings_of_run):
     config = settings_of_run()
     pretrain(config)
@@ -335,6 +349,11 @@ def test_without_a_terminal_progress_is_lines(settings_of_run, capsys):
         "15",
         "20",
     ]
+
+
+def test_the_last_measures_are_said_once(settings_of_run, capsys):
+    pretrain(settings_of_run(evaluate_every=10))
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "mlm_loss" in line] == ["step 10"]
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(settings_of_run, tmp_path):
@@ -360,6 +379,15 @@ def test_data_that_is_gone_or_other_is_named(settings_of_run, tmp_path):
     pretrain(config)
     with pytest.raises(DataError, match=r"no shards in .*gone; make them with"):
         pretrain(replace(config, resume=True, data=tmp_path / "gone"))
+    (tmp_path / "vocab.txt").write_text((config.data.parent / "vocab.txt").read_text() + "frog\n")
+    text = str(config.data.parent / "text.txt")
+    other = {"corpus": text, "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "other"}
+    shard(ShardConfig(**other, validation_fraction=0.1, workers=1))
+    changed = (
+        r"settings: the tokenizer of --data was one of 22 entries \(\w{8}\) and is now one of 23 entries \(\w{8}\);"
+    )
+    with pytest.raises(ConfigError, match=changed):
+        pretrain(replace(config, resume=True, data=tmp_path / "other"))
 
 
 def test_shards_without_held_out_text_are_named_before_anything_is_trained(settings_of_run, shards, tmp_path):
@@ -368,7 +396,7 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **nothing_held_out))
     with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
         pretrain(settings_of_run(data=tmp_path / "all"))
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,14 @@ def test_commands_in_the_readme_are_understood(line):
     name, *flags = shlex.split(line)
     module, configuration, *_ = COMMANDS[name]
     parse(name, getattr(importlib.import_module(module), configuration), flags)
+
+
+def test_the_readme_names_every_extra_and_only_targets_that_are_there():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [(first, others)] = re.findall(r"pip install '\.\[(\w+)\]' .* other extras: (.*)", README)
+    assert {first, *others.split(", "), "dev"} == set(extras)
+    for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
 
 
 @pytest.mark.parametrize(("path", "names"), re.findall(r"`(\w+/\w+\.py)`(?:: ((?:`\w+`(?:, )?)+))?", README))

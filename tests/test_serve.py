@@ -1,6 +1,10 @@
 """A trained model at work: detect, fill, embed, from Python and from the command line."""
 
 import json
+import re
+import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,9 @@ from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
 from electra.serve.command import colored
+from electra.serve.doctor import EXTRAS, extra
 from electra.serve.model import Detected
+from electra.training.machine import commit
 from electra.training.pretraining import pretrain
 
 
@@ -107,7 +113,32 @@ def test_doctor_says_what_will_be_used(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["environment"]["torch"] == torch.__version__
     assert found["uses"]["device"] in ("cpu", "cuda")
-    assert set(found["extras"]) == {"hub", "parquet", "zstd", "plot", "tensorboard"}
+
+
+def test_doctor_knows_all_extras_and_their_libraries():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    extras = {name: libraries for name, libraries in project["optional-dependencies"].items() if name != "dev"}
+    named = {name: tuple(re.match(r"\w+", library)[0] for library in libraries) for name, libraries in extras.items()}
+    assert {name: libraries for name, (libraries, _) in EXTRAS.items()} == named
+
+
+def test_doctor_says_how_to_get_an_extra():
+    assert extra(("pytest",), "tests") == f"tests: pytest {pytest.__version__}"
+    assert extra(("no-such-library",), "nothing") == "nothing: pip install no-such-library"
+
+
+def test_the_recorded_commit_is_never_another_repositorys(tmp_path, monkeypatch):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "theirs"], check=True)
+    theirs = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert commit() != theirs
+    monkeypatch.setattr(electra, "__file__", str(tmp_path / "electra/__init__.py"))
+    assert commit() is None
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "electra"\n')
+    assert commit() == theirs
 
 
 def test_a_bare_encoder_gives_no_verdicts(run, tmp_path):

@@ -246,6 +246,32 @@ def test_a_changed_corpus_is_named_by_its_file(text):
         shard(config(text))
 
 
+def test_another_tokenizer_is_named_by_the_folder_of_the_first(text):
+    shard(config(text))
+    (text.parent / "vocab.txt").write_text("\n".join([*TOKENS, "new"]) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"were begun with tokenizer \S*shards/tokenizer, now it is another; give the"
+    ):
+        shard(config(text))
+
+
+def test_a_run_that_finished_no_shard_may_be_begun_anew(text, capsys):
+    (text / "0.txt").write_bytes(b"caf\xe9")
+    fails(capsys, *command(config(text, strict=True)))
+    assert (text.parent / "shards" / "unfinished.json").exists()
+    (text / "0.txt").write_text("coffee")
+    assert shard(config(text, strict=True)).made == FILES
+
+
+def test_a_run_that_finished_a_shard_is_not_replaced_by_another(text, capsys):
+    (text / "5.txt").write_bytes(b"caf\xe9")
+    fails(capsys, *command(config(text, strict=True)))
+    (text / "5.txt").write_text("coffee")
+    sentence = fails(capsys, *command(config(text, strict=True)))
+    assert "begun with corpus file 5.txt: 4 bytes, now it is file 5.txt: 6 bytes; " in sentence
+    assert sentence.strip().endswith(f"start over: rm -r {text.parent / 'shards'}")
+
+
 def test_a_folder_with_other_files_is_left_alone(text):
     (text.parent / "shards").mkdir()
     (text.parent / "shards" / "thesis.doc").write_text("precious")

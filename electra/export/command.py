@@ -79,9 +79,13 @@ class Written:
     left_out: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        tokenizer = ", ".join(self.tokenizer) if self.tokenizer else "none was there"
+        missing = (
+            "no tokenizer was there, and without one it reads no text (detect, fill, embed; AutoTokenizer): copy the "
+            f"tokenizer.json or vocab.txt it was trained with into {self.output}"
+        )
+        tokenizer = f"tokenizer files: {', '.join(self.tokenizer)}" if self.tokenizer else missing
         left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{self.output}: {self.model}, {self.parameters:,} parameters; tokenizer files: {tokenizer}{left_out}"
+        return f"{self.output}: {self.model}, {self.parameters:,} parameters; {tokenizer}{left_out}"
 
 
 def export(config: ExportConfig) -> Written:

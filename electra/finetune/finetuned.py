@@ -78,9 +78,9 @@ READINGS: dict[Kind, Reading] = {
         certainty=softmax,
     ),
     "multi-label": Reading(
-        loss=lambda logits, labels: functional.binary_cross_entropy_with_logits(
-            logits, labels, reduction="none"
-        ).mean(1),
+        loss=lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(
+            1
+        ),
         answer=lambda logits, task: (logits > 0).astype(np.float32),
         certainty=sigmoid,
     ),

@@ -144,10 +144,9 @@ def ensemble(cells: list[Cell]) -> dict[str, Measures]:
 
 
 def mean_logits(cells: list[Cell]) -> dict[str, NDArray]:
-    """What all seeds say of the rows of each split, on average; of classes, the logarithms of their probabilities."""
+    """What all seeds say of the rows of each split, on average."""
     said = [read_tensors(cell.folder / LOGITS) for cell in cells]
-    certainty = READINGS[cells[0].task.kind].certainty
-    return {split: np.mean([certainty(one[split].numpy()) for one in said], axis=0) for split in said[0]}
+    return {split: np.mean([one[split].numpy() for one in said], axis=0) for split in said[0]}
 
 
 def best_model(output: Path) -> Path:
@@ -156,5 +155,7 @@ def best_model(output: Path) -> Path:
         return output
     results = [folder for folder in sorted(output.glob("seed-*")) if (folder / RESULT).exists()]
     if not results:
-        raise DataError(f"there is no fine-tuned model in {output}; make one with: electra finetune --output {output} …")
+        raise DataError(
+            f"there is no fine-tuned model in {output}; make one with: electra finetune --output {output} …"
+        )
     return max(results, key=lambda folder: Score(**read_json(folder / RESULT)).headline) / MODEL

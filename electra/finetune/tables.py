@@ -142,7 +142,7 @@ def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[R
 
 def hub_rows(source: str) -> Iterator[Row]:
     """The rows of `hub:NAME:CONFIG:SPLIT`, which stay in the library's cache for the next time."""
-    datasets = needs("datasets", "hub", "reading from the hub")
+    datasets = needs("datasets", "reading from the hub")
     if source.count(":") < 3:
         raise ConfigError(f"{source} does not say which rows; name them as hub:NAME:CONFIG:SPLIT")
     name, config, split = source.removeprefix("hub:").rsplit(":", 2)

@@ -290,7 +290,9 @@ def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> Sc
     score = Score(
         task=task.name,
         seed=lesson.seed,
-        measures={split: measure(task, found, splits[split]) for split, found in logits.items() if len(splits[split].labels)},
+        measures={
+            split: measure(task, found, splits[split]) for split, found in logits.items() if len(splits[split].labels)
+        },
         steps=steps,
         seconds=seconds,
         rows={split: len(features) for split, features in splits.items()},

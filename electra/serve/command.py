@@ -17,7 +17,7 @@ class TextConfig:
     """A model and a text for it."""
 
     text: tyro.conf.Positional[str]
-    """The text, in quotes."""
+    """The text, in quotes; if it starts with a dash, behind --."""
     model: Path
     """A model folder or a run folder."""
     device: Device = "auto"

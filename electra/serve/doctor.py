@@ -21,6 +21,7 @@ EXTRAS = {
     "zstd": (("zstandard",), ".zst files"),
     "plot": (("matplotlib",), "curves and histograms"),
     "tensorboard": (("tensorboard",), "TensorBoard"),
+    "yaml": (("pyyaml",), "--config files in YAML"),
 }
 
 

@@ -187,7 +187,7 @@ def parquet_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, text_field:
 
 def hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     """Blocks of a dataset's training rows, streamed from the hub."""
-    datasets = needs("datasets", "hub", "reading from the hub")
+    datasets = needs("datasets", "reading from the hub")
     name, _, part = config.corpus.removeprefix("hub:").partition(":")
     try:
         rows = iter(datasets.load_dataset(name, part or None, split="train", streaming=True))

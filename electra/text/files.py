@@ -77,12 +77,12 @@ def allowed(formats: tuple[str, ...]) -> str:
     return f"{', '.join(formats)}, each also with {', '.join(COMPRESSIONS)}"
 
 
-def needs(module: str, extra: str, what: str) -> ModuleType:
+def needs(module: str, what: str) -> ModuleType:
     """An optional library, imported where it is used, or a sentence on how to get it."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"{what} needs another library: pip install 'electra[{extra}]'") from None
+        raise ConfigError(f"{what} needs another library: pip install {module.partition('.')[0]}") from None
 
 
 @contextmanager
@@ -119,7 +119,7 @@ class Zstandard(io.RawIOBase):
     """The text of a .zst file, which may have several frames; unlike the library's reader it notices a cut file."""
 
     def __init__(self, disk: BinaryIO):
-        self.library = needs("zstandard", "zstd", "reading .zst")
+        self.library = needs("zstandard", "reading .zst")
         self.disk = disk
         self.frame: Any = None  # the frame being read
         self.packed = b""  # compressed bytes that were read and belong to the next frame
@@ -154,7 +154,7 @@ class Zstandard(io.RawIOBase):
 @contextmanager
 def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Any]:
     """The table of an opened .parquet file, to be read in batches."""
-    parquet = needs("pyarrow.parquet", "parquet", "reading .parquet")
+    parquet = needs("pyarrow.parquet", "reading .parquet")
     with tempfile.TemporaryFile() as copy:
         if file.compression:  # parquet is read from its end, a compressed stream from its beginning
             shutil.copyfileobj(stream, copy)

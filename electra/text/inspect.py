@@ -77,7 +77,7 @@ class Inspected:
             "",
             f"tokens in a document (median {self.median_length:,.0f})",
             *histogram_lines(self.lengths),
-            f"drawn in {self.plot}" if self.plot else "for a PNG of it: pip install 'electra[plot]'",
+            f"drawn in {self.plot}" if self.plot else "for a PNG of it: pip install matplotlib",
             "",
             *self.rows,
         ]
@@ -141,7 +141,7 @@ def decoded_rows(shards: Shards, rows: int, length: int) -> list[str]:
 def draw(lengths: NDArray, path: Path) -> str | None:
     """Write the histogram as a PNG; gives its path, or None if matplotlib is missing."""
     try:
-        needs("matplotlib", "plot", "drawing")
+        needs("matplotlib", "drawing")
     except ConfigError:
         return None
     from matplotlib.figure import Figure

@@ -192,14 +192,18 @@ def settings_of(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -
 
 
 def prepare(output: Path, settings: dict[str, Any]) -> Index | None:
-    """The index, if the output has one; raises if the output holds anything but a run with these settings."""
+    """The index, if the output has one; raises if the output holds anything but a run with these settings.
+
+    A run that finished no shard has nothing to protect, so another may take its place.
+    """
     index = read_index(output) if (output / INDEX).exists() else None
+    is_begun = (output / UNFINISHED).exists()
     if index is not None:
         refuse_other(output, index.settings, settings)
         (output / UNFINISHED).unlink(missing_ok=True)
-    elif (output / UNFINISHED).exists():
+    elif is_begun and any(output.glob("*.safetensors")):
         refuse_other(output, json.loads((output / UNFINISHED).read_text(encoding="utf-8")), settings)
-    elif any(output.iterdir()):
+    elif not is_begun and any(output.iterdir()):
         raise ConfigError(f"{output} holds other files; choose a new or empty folder for --output")
     else:
         write_whole(output / UNFINISHED, json.dumps(settings, indent=1, ensure_ascii=False).encode())
@@ -210,7 +214,8 @@ def refuse_other(output: Path, old: dict[str, Any], new: dict[str, Any]) -> None
     """Raise if the shards in the output were begun with other settings."""
     for name in new:
         if old.get(name) != new[name]:
-            before, now = difference(old.get(name), new[name])
+            is_tokenizer = name == "tokenizer"  # known by a checksum, which tells nobody anything
+            before, now = (output / TOKENIZER, "another") if is_tokenizer else difference(old.get(name), new[name])
             raise ConfigError(
                 f"the shards in {output} were begun with {name} {before}, now it is {now}; give the same settings, "
                 f"choose another --output, or start over: rm -r {shlex.quote(str(output))}"

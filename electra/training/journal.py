@@ -56,7 +56,7 @@ class Journal:
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
         """Add a line: `kind` is train or validation."""
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "step": step, **numbers}) + "\n")
         if self.board is not None:
             for name, number in numbers.items():
@@ -70,7 +70,7 @@ class Journal:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file; the last may have been cut by a kill."""
     lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             lines.append(json.loads(line))
         except json.JSONDecodeError:
@@ -93,7 +93,9 @@ class Bar:
     def __init__(self, is_quiet: bool = False) -> None:
         self.is_quiet = is_quiet
         columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=is_quiet or not sys.stderr.isatty())
+        self.progress = Progress(
+            *columns, console=Console(file=sys.stderr), disable=is_quiet or not sys.stderr.isatty()
+        )
         self.task = self.progress.add_task("", total=1.0)
 
     def __enter__(self) -> "Bar":

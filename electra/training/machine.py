@@ -5,7 +5,7 @@ import platform
 import shutil
 import subprocess
 import time
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
@@ -90,19 +90,22 @@ def environment() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit this code was checked out from."""
+    """The commit this code was checked out from; never that of a repository it was only installed into."""
     root = Path(electra.__file__).parent.parent
-    if not (root / ".git").exists() or not shutil.which("git"):
+    if not (root / ".git").exists() or not is_ours(root / "pyproject.toml") or not shutil.which("git"):
         return None
-    found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    ask = ["git", "--git-dir", str(root / ".git"), "rev-parse", "HEAD"]  # whatever GIT_DIR says
+    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def installed(module: str) -> str | None:
+def is_ours(pyproject: Path) -> bool:
+    """Whether a pyproject.toml is this project's."""
+    return pyproject.exists() and 'name = "electra"' in pyproject.read_text(encoding="utf-8").splitlines()
+
+
+def installed(library: str) -> str | None:
     """The version of an optional library, None where it is not installed."""
-    if util.find_spec(module) is None:
-        return None
     try:
-        return metadata.version(module)
+        return metadata.version(library)
     except metadata.PackageNotFoundError:
-        return "installed"
+        return None

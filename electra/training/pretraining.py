@@ -46,7 +46,10 @@ from electra.training.trainer import Budget, Outcome, Trainer, TrainerConfig
 class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
-    The machine may die at any moment: the same command with --resume goes on, and ends with the same weights."""
+    The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
+
+    Many defaults depend on --size and --recipe: shown are those of the size and recipe below.
+    Give others beside --help to see theirs."""
 
     data: Path
     """The folder of shards (electra shard)."""
@@ -100,14 +103,15 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
         if len(given) != 1:
             raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
         if getattr(self, given[0]) <= 0:
-            raise ConfigError(f"--{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
+            raise ConfigError(f"{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
 
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The defaults of the recipe and size among the flags that were given; a budget among them replaces theirs."""
-        settings = settings_for(given.get("recipe", "fast"), given.get("size", "small"))
+        chosen = {name: given.get(name, getattr(cls, name)) for name in ("recipe", "size")}
+        settings = settings_for(**chosen) | chosen
         for budget in ("tokens", "minutes"):
             if budget in given:
                 settings |= {"steps": None, budget: 1}  # the flag puts its own number in
@@ -140,9 +144,9 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
         raise ConfigError("--compile needs a C++ compiler on the CPU, and there is no g++; leave it out")
     if config.dry_run:
         return estimate_run(config, shards, device)
-    checkpoint = open_run(config, shards)
     torch.manual_seed(config.seed)
-    lesson = PretrainingLesson(config, shards, device)
+    lesson = PretrainingLesson(config, shards, device)  # raises if the shards will not do, before anything is written
+    checkpoint = open_run(config, shards)
     trainer = Trainer(lesson, config, config.budget(), config.output, config.seed)
     if checkpoint is not None:
         trainer.resume(checkpoint)
@@ -185,13 +189,23 @@ def run_record(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
 
 def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     """Refuse to resume a run with settings, or data, that would change its weights."""
-    before, after = old.get("pretraining", {}) | old.get("data", {}), new["pretraining"] | new["data"]
+    if "pretraining" not in old:
+        raise ConfigError(f"{run} holds a model, not a run; choose another --output")
+    before, after = facts(old), facts(new)
     differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
     if differing:
         told = "; ".join(f"{name} was {before.get(name)} and is now {after[name]}" for name in differing)
         raise ConfigError(
             f"{run} was begun with other settings: {told}; resume with the same, or choose another --output"
         )
+
+
+def facts(record: dict[str, Any]) -> dict[str, Any]:
+    """What a run is known by: its settings, and in words its data."""
+    data, entries = record["data"], record["model"]["generator"]["vocabulary"]
+    text = "{train:,} tokens with {validation:,} held out".format(**data["tokens"])
+    tokenizer = f"one of {entries:,} entries ({data['tokenizer'][:8]})"
+    return record["pretraining"] | {"the text in --data": text, "the tokenizer of --data": tokenizer}
 
 
 class PretrainingLesson:

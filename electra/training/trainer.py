@@ -326,8 +326,9 @@ class Trainer:
         """Measure on held-out text."""
         self.measures = self.lesson.evaluate()
         self.journal.write("validation", self.place.step, self.measures)
-        shown = ", ".join(f"{name} {number:.3f}" for name, number in self.measures.items())
-        self.bar.say(f"step {self.place.step:,}: {shown}")
+        if self.share() < 1:  # the last ones are in the outcome
+            shown = ", ".join(f"{name} {number:.3f}" for name, number in self.measures.items())
+            self.bar.say(f"step {self.place.step:,}: {shown}")
         self.measured_step = self.place.step
 
     def save(self) -> Path:
