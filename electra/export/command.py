@@ -8,6 +8,7 @@ import torch
 import tyro
 
 from electra.errors import ConfigError
+from electra.model.electra import TABLE_FIELDS, Electra, ElectraConfig, Sharing
 from electra.model.huggingface import (
     ARCHITECTURES,
     LEAVING,
@@ -19,7 +20,6 @@ from electra.model.huggingface import (
     read_huggingface,
     to_huggingface,
 )
-from electra.model.electra import TABLE_FIELDS, Electra, ElectraConfig, Sharing
 from electra.model.storage import (
     CONFIG,
     WEIGHTS,

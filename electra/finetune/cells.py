@@ -83,8 +83,8 @@ def run_cells(cells: list[Cell], workers: int) -> list[Score]:
     waiting = sorted((cell for cell in cells if not (cell.folder / RESULT).exists()), key=lambda cell: -cell.cost())
     for number, (cell, score) in enumerate(finished(waiting, min(workers, len(waiting))), start=1):
         name, value = next(iter(score.measures["dev"].items()))
-        told = f"{cell.task.name}, seed {cell.seed}: {name} {100 * value:.1f}, {score.steps:,} steps in {score.seconds:.0f} s"
-        print(f"{number} of {len(waiting)}: {told}", file=sys.stderr, flush=True)
+        told = f"{name} {100 * value:.1f}, {score.steps:,} steps in {score.seconds:.0f} s"
+        print(f"{number} of {len(waiting)}: {cell.task.name}, seed {cell.seed}: {told}", file=sys.stderr, flush=True)
     return [cell.run() for cell in cells]
 
 

@@ -44,7 +44,9 @@ class Chosen:
         """The batch in micro-batches."""
         if self.size() % count:
             raise ConfigError(f"{self.size()} rows do not divide into {count} micro-batches")
-        return [Chosen(*part, self.length) for part in zip(self.rows.chunk(count), self.weights.chunk(count))]
+        return [
+            Chosen(*part, self.length) for part in zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,22 @@ class Features:
 def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> Features:
     """Tokenise examples: [CLS] text [SEP], or [CLS] text [SEP] second text [SEP], cut to `length`."""
     vocabulary = tokenizer.vocabulary
-    firsts = encode(examples.texts, tokenizer)
-    seconds = encode(examples.pairs, tokenizer) if examples.pairs is not None else None
+    begin, end = np.array([vocabulary.cls_id], np.int32), np.array([vocabulary.sep_id], np.int32)
+    columns = [encode(texts, tokenizer) for texts in (examples.texts, examples.pairs) if texts is not None]
     pieces: list[NDArray] = []
-    sizes, truncated = np.zeros((len(examples), 2), np.int64), 0
-    for number, first in enumerate(firsts):
-        second = seconds[number] if seconds is not None else None
-        a, b = room(len(first), 0 if second is None else len(second), length - (2 if second is None else 3))
-        truncated += a < len(first) or (second is not None and b < len(second))
-        row = [[vocabulary.cls_id], first[:a], [vocabulary.sep_id]]
-        row += [] if second is None else [second[:b], [vocabulary.sep_id]]
-        pieces += [np.asarray(part, np.int32) for part in row]
-        sizes[number] = a + 2, sum(map(len, row))
-    lengths = torch.from_numpy(sizes[:, 1].copy())
+    kept, truncated = np.zeros((len(examples), len(columns)), np.int64), 0
+    for number, texts in enumerate(zip(*columns, strict=True)):
+        kept[number] = room([len(text) for text in texts], length - 1 - len(texts))
+        truncated += int(kept[number].sum()) < sum(map(len, texts))
+        pieces.append(begin)
+        for text, count in zip(texts, kept[number], strict=True):
+            pieces += [text[:count], end]
+    lengths = torch.from_numpy(1 + (kept + 1).sum(1))
     return Features(
-        input_ids=torch.from_numpy(np.concatenate(pieces)),
+        input_ids=torch.from_numpy(np.concatenate(pieces).astype(np.int32)),
         starts=lengths.cumsum(0) - lengths,
         lengths=lengths,
-        firsts=torch.from_numpy(sizes[:, 0].copy()),
+        firsts=torch.from_numpy(2 + kept[:, 0]),
         labels=labels_of(task, examples),
         truncated=torch.tensor(truncated),
     )
@@ -108,16 +108,15 @@ def encode(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     return [np.frombuffer(ids, kind)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
 
 
-def room(first: int, second: int, most: int) -> tuple[int, int]:
-    """How many tokens of two texts are kept among `most`: the longer one is cut first."""
+def room(sizes: list[int], most: int) -> list[int]:
+    """How many tokens of a text, or of each of two, are kept among `most`: the longer one is cut first."""
+    if sum(sizes) <= most:
+        return sizes
+    if len(sizes) == 1:
+        return [most]
     half = most // 2
-    if first + second <= most:
-        return first, second
-    if second <= half:
-        return most - second, second
-    if first <= most - half:
-        return first, most - first
-    return most - half, half
+    first = max(most - half, most - sizes[1])  # what the second leaves
+    return [min(sizes[0], first), most - min(sizes[0], first)]
 
 
 def labels_of(task: Task, examples: Examples) -> Tensor:

@@ -93,7 +93,7 @@ READINGS: dict[Kind, Reading] = {
 
 
 def load_encoder(path: Path, dropout: float | None = None) -> tuple[Encoder, Path]:
-    """The encoder of a run, a model folder, a fine-tuned model or a Hugging Face folder, and the folder it came from."""
+    """The encoder of a run, a model folder, a fine-tuned model or a Hugging Face folder, and where it was found."""
     folder = model_folder(path)
     config, weights = read_encoder(folder)
     if dropout is not None:

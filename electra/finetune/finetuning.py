@@ -151,11 +151,20 @@ def mean_logits(cells: list[Cell]) -> dict[str, NDArray]:
 
 def best_model(output: Path) -> Path:
     """The model of the seed with the best headline; `output` may also be a fine-tuned model itself."""
+    models = seed_models(output)
+    if len(models) == 1:
+        return models[0]
+    return max(models, key=lambda model: Score(**read_json(model.parent / RESULT)).headline)
+
+
+def seed_models(output: Path) -> list[Path]:
+    """The models of all finished seeds; `output` may also be a fine-tuned model itself."""
     if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
-        return output
-    results = [folder for folder in sorted(output.glob("seed-*")) if (folder / RESULT).exists()]
-    if not results:
+        return [output]
+    models = [folder / MODEL for folder in sorted(output.glob("seed-*")) if (folder / RESULT).exists()]
+    models = [model for model in models if model.exists()]
+    if not models:
         raise DataError(
             f"there is no fine-tuned model in {output}; make one with: electra finetune --output {output} …"
         )
-    return max(results, key=lambda folder: Score(**read_json(folder / RESULT)).headline) / MODEL
+    return models

@@ -276,7 +276,7 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
 
 
 def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> Score:
-    """Write the model, what it says of every split, plots, and last the measures: they are the sign of a finished run."""
+    """Write the model, what it says of each split, plots, and last the measures, a sign that all is there."""
     task, splits = lesson.task, lesson.splits
     logits = {split: lesson.all_logits(features) for split, features in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(found) for split, found in logits.items()})

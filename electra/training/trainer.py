@@ -274,7 +274,7 @@ class Trainer:
         return None
 
     def update(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clip the gradient and move the weights, unless loss or gradient are not finite; returns what to write down."""
+        """Clip the gradient and move the weights, unless loss or gradient is not finite; returns what to write down."""
         norm = nn.utils.clip_grad_norm_(self.lesson.model.parameters(), self.config.clip or float("inf"))
         numbers = losses | {"gradient_norm": norm}
         is_finite = torch.isfinite(torch.stack(list(numbers.values()))).all()
