@@ -95,6 +95,10 @@ def test_broken_lines_are_skipped_where_they_are_known(rows_in):
     assert rows == [Row(3, {"a": "2", "b": "3"})]
 
 
+def test_nameless_columns_do_no_harm(rows_in):
+    assert rows_in("a.csv", b"text,,\none,,\n")[0].values["text"] == "one"
+
+
 def test_values_of_json_and_parquet_keep_their_types(rows_in):
     rows = [{"text": "a", "label": ["x", "y"], "score": 0.5, "none": None}]
     assert rows_in("a.jsonl", json.dumps(rows[0]).encode())[0].values == rows[0]
