@@ -124,6 +124,7 @@ def test_any_csv_comes_back(tmp_path_factory, rows):
         ("a.jsonl", b"\n", "there are no rows in .*a.jsonl"),
         ("a.tsv", b"text\tlabel\n", "there are no rows in .*a.tsv"),
         ("a.parquet", as_parquet(ROWS)[:-9], "a.parquet is not a whole parquet file"),
+        ("a.parquet", as_parquet(ROWS).replace("酪".encode(), b"??\xff"), "a.parquet is not a whole parquet file"),
         ("a.csv", b"text\nfine\ncaf\xe9\n", "a.csv, line 3: byte 0xe9 is not UTF-8; convert the file"),
         ("a.tsv", "text\na".encode("utf-16"), "a.tsv, line 1: byte 0xff is not UTF-8"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),
