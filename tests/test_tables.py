@@ -95,6 +95,10 @@ def test_broken_lines_are_skipped_where_they_are_known(rows_in):
     assert rows == [Row(3, {"a": "2", "b": "3"})]
 
 
+def test_nameless_columns_do_no_harm(rows_in):
+    assert rows_in("a.csv", b"text,,\none,,\n")[0].values["text"] == "one"
+
+
 def test_values_of_json_and_parquet_keep_their_types(rows_in):
     rows = [{"text": "a", "label": ["x", "y"], "score": 0.5, "none": None}]
     assert rows_in("a.jsonl", json.dumps(rows[0]).encode())[0].values == rows[0]
@@ -120,6 +124,7 @@ def test_any_csv_comes_back(tmp_path_factory, rows):
         ("a.jsonl", b"\n", "there are no rows in .*a.jsonl"),
         ("a.tsv", b"text\tlabel\n", "there are no rows in .*a.tsv"),
         ("a.parquet", as_parquet(ROWS)[:-9], "a.parquet is not a whole parquet file"),
+        ("a.parquet", as_parquet(ROWS).replace("酪".encode(), b"??\xff"), "a.parquet is not a whole parquet file"),
         ("a.csv", b"text\nfine\ncaf\xe9\n", "a.csv, line 3: byte 0xe9 is not UTF-8; convert the file"),
         ("a.tsv", "text\na".encode("utf-16"), "a.tsv, line 1: byte 0xff is not UTF-8"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),

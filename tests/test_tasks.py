@@ -63,6 +63,12 @@ def test_every_task_of_glue_is_read_in_its_official_form(glue, name, split, text
     assert examples.labels is None if labels is None else examples.labels.tolist() == pytest.approx(labels)
 
 
+def test_a_broken_line_of_a_test_file_is_not_left_out(glue, tmp_path):
+    (tmp_path / "QQP" / "test.tsv").write_text("id\tquestion1\tquestion2\n0\tWhy\n1\tWhy?\tWhy so?\n")
+    with pytest.raises(DataError, match=r"QQP/test.tsv, line 2: 2 fields, but there are 3 columns"):
+        read_examples(glue_task("qqp", glue), "test")
+
+
 def test_the_table_says_what_the_paper_does():
     headlines = {name: task.metrics[0] for name, task in TASKS.items()}
     assert [name for name, metric in headlines.items() if metric == "matthews"] == ["cola", "diagnostic"]
@@ -230,6 +236,7 @@ def test_held_out_rows_depend_on_the_seed_alone_and_no_row_is_lost(own):
     assert sorted(train + dev) == sorted(f"text {number}" for number in range(40))
     assert read_examples(task, "dev").texts == dev != read_examples(other, "dev").texts
     assert len(read_examples(own(labels), "dev")) == 4  # a tenth
+    assert len(read_examples(own(["a", "b"], dev_fraction=0.9), "train")) == 1  # never none
 
 
 def test_a_file_of_dev_rows_leaves_the_training_rows_alone(own, tmp_path):
@@ -265,6 +272,11 @@ def test_bad_training_labels_are_named_with_the_line(own, content, settings, mes
 def test_a_number_that_is_none_is_no_class(own):
     with pytest.raises(DataError, match=r"line 3: the label is empty"):
         own([0.0, 1.0, math.nan])
+
+
+def test_a_truth_is_no_score(own):
+    with pytest.raises(DataError, match=r"line 2: the score is True; it must be a number"):
+        own([0.5, True], kind="regression")
 
 
 def test_a_list_is_no_class(own):

@@ -159,10 +159,11 @@ def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator
         if file.compression:  # parquet is read from its end, a compressed stream from its beginning
             shutil.copyfileobj(stream, copy)
         try:
-            table = parquet.ParquetFile(copy if file.compression else disk)
-        except (OSError, ValueError) as error:  # pyarrow's errors are both
+            yield parquet.ParquetFile(copy if file.compression else disk)
+        except DataError:
+            raise
+        except (OSError, ValueError) as error:  # pyarrow's errors are both, on opening and on reading
             raise DataError(f"{file.path} is not a whole parquet file ({error})") from None
-        yield table
 
 
 def write_whole(path: Path, content: bytes) -> None:
