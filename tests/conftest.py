@@ -7,6 +7,7 @@ import torch
 
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig
+from electra.model.storage import save_model
 from electra.text.batches import Batch
 from electra.text.sharding import ShardConfig, shard
 from electra.text.vocabulary import Vocabulary
@@ -110,3 +111,13 @@ def settings_of_run(shards, tmp_path):
         )
 
     return build
+
+
+@pytest.fixture(scope="session")
+def encoder_folder(shards, tmp_path_factory):
+    """A model folder of a small discriminator that was never trained, with the tokenizer of simple text."""
+    folder = tmp_path_factory.mktemp("encoder") / "model"
+    torch.manual_seed(0)
+    size = replace(WIDE, vocabulary=len(WORDS) + 5, initial_std=0.2)
+    save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, shards / "tokenizer")
+    return folder

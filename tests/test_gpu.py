@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from made import write_rows
 from safetensors.torch import load_file
 
+from electra.finetune import tuning
+from electra.finetune.finetuning import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
 from electra.model.encoder import Encoder, EncoderConfig
 from electra.objective.losses import total
@@ -14,7 +17,9 @@ from electra.objective.masking import MaskingConfig, mask
 from electra.objective.objectives import Settings, replaced_token_detection
 from electra.text.batches import Batch
 from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.journal import Journal
 from electra.training.pretraining import pretrain
+from electra.training.trainer import Budget, Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -100,3 +105,38 @@ def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(settings_of_run):
     unbroken = max(difference(runs[0], runs[1]), difference(runs[0], runs[2]), difference(runs[1], runs[2]))
     print(f"unbroken runs differ by {unbroken:.2e}, the resumed one by {difference(runs[0], runs[3]):.2e}")
     assert min(difference(run, runs[3]) for run in runs[:3]) <= max(unbroken, 1e-7)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dropout):
+    """Fine-tuning by replaying CUDA graphs ends with the weights of fine-tuning step by step."""
+    train = write_rows(tmp_path / "rows.jsonl", "classification", 200, seed=0)
+    settings = {"precision": "fp32", "dropout": dropout, "batch": 16, "epochs": 4, "length": 32, "workers": 1}
+    outcomes = []
+    for name, is_recorded in (("recorded", True), ("by hand", False)):
+        output = tmp_path / name
+        config = FinetuneConfig(model=encoder_folder, train=train, output=output, device="cuda", **settings)
+        with monkeypatch.context() as patched:
+            if not is_recorded:
+                patched.setattr(tuning, "can_record", lambda device, optimizer: False)
+            finetune(config)
+        outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
+    assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5
+
+
+def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_path):
+    train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
+    config = FinetuneConfig(model=encoder_folder, train=train, output=tmp_path, device="cuda", batch=8, length=32)
+    lesson = tuning.TuningLesson(config, config.the_task(), 1, tmp_path / "tokens")
+    settings = replace(config.trainer(lesson.model.encoder.config, 8), most_skipped=3, log_every=1)
+    trainer = Trainer(lesson, settings, Budget(steps=100), tmp_path / "run", records=True, is_quiet=True)
+    (tmp_path / "run").mkdir()
+    trainer.journal, trainer.step = Journal(tmp_path / "run", 0), trainer.recorded_step()
+    for _ in range(4):
+        trainer.take_step()
+    with torch.no_grad():
+        lesson.model.head.bias.fill_(float("nan"))
+    before = lesson.model.encoder.layers[0].attention.qkv.weight.clone()
+    trainer.take_step()
+    assert torch.equal(lesson.model.encoder.layers[0].attention.qkv.weight, before)
+    assert trainer.window.skipped() == 1

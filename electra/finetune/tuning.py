@@ -260,7 +260,7 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
     lesson = TuningLesson(config, task, seed, cache=folder.parent / "tokens")
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
-    records = lesson.device.type == "cuda" and settings.optimizer == "adamw"
+    records = can_record(lesson.device, settings.optimizer)
     folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(lesson, settings, budget, folder, seed, records, is_quiet)
     remove_drafts(folder)
@@ -273,6 +273,11 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
     score = finish(lesson, folder, outcome.step, outcome.seconds)
     shutil.rmtree(folder / CHECKPOINTS)
     return score
+
+
+def can_record(device: torch.device, optimizer: str) -> bool:
+    """Whether steps can be CUDA graphs: torch's fused AdamW is made for them."""
+    return device.type == "cuda" and optimizer == "adamw"
 
 
 def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> Score:

@@ -86,6 +86,8 @@ def model_config(folder: Path) -> ElectraConfig:
     settings = read_json(folder / CONFIG)
     if "model_type" in settings:
         raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
+    if "task" in settings:
+        raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, electra evaluate")
     if "model" not in settings:
         raise DataError(f"{folder / CONFIG} describes no model; a model folder comes from electra import or pretrain")
     try:

@@ -2,7 +2,7 @@
 
 *dense*: the documents of a split, end to end and each ending with [SEP], are one ring of tokens. An epoch goes round it
 once from a random place and cuts it into rows of `length` with [CLS] before each; the last row is filled from where the
-epoch began. There is no padding and no segment B: pairs are given to such a model as segment A.
+epoch began. There is no padding and no segment B; models are written with B as a copy of A.
 
 *paper*: a row holds text of one document only, cut from its beginning: [CLS] A [SEP] B [SEP] with B the continuation of
 A, so that segment B is trained; one row in ten is [CLS] A [SEP]; one in twenty is short; padding fills up.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra, ElectraConfig, Generator
-from electra.model.encoder import DisentangledEmbeddings, Encoder, check_length
+from electra.model.encoder import DisentangledEmbeddings, Embeddings, Encoder, check_length
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.sizes import ModelConfig
 from electra.model.storage import CONFIG, read_json, write_json, write_model
@@ -266,6 +266,8 @@ class PretrainingLesson:
         return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 
     def write_model(self, folder: Path) -> None:
+        if self.config.form == "dense":
+            settle_segments(self.model)
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
     def state(self) -> dict[str, Any]:
@@ -309,6 +311,14 @@ def start_at_unigram(generator: Generator, unigram: Tensor) -> None:
     """Make the frequencies of tokens the generator's first guesses; none of them is quite zero."""
     with torch.no_grad():
         generator.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
+
+
+def settle_segments(model: nn.Module) -> None:
+    """Make segment B's embedding A's: dense rows never meet B, and pairs that a model is fine-tuned on have both."""
+    for module in model.modules():
+        if isinstance(module, Embeddings):
+            with torch.no_grad():
+                module.segment.weight.copy_(module.segment.weight[:1].expand_as(module.segment.weight))
 
 
 def start_with_waves(model: nn.Module) -> None:

@@ -1,0 +1,119 @@
+"""Fine-tuned models: equal to a linear head over transformers' encoder, and at home in their folders."""
+
+import pytest
+import torch
+from made import write_rows
+from peers import peer
+from transformers import BertConfig, BertModel, ElectraModel
+
+from electra.errors import DataError
+from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, load_finetuned, write_finetuned
+from electra.finetune.tasks import own_task
+from electra.finetune.tuning import TuningConfig, TuningLesson
+from electra.training.trainer import Budget, Trainer
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, mask and segments of three padded pairs."""
+    lengths = torch.tensor([[16], [9], [12]])
+    place = torch.arange(16)
+    input_ids = torch.randint(5, 60, (3, 16), generator=torch.Generator().manual_seed(0))
+    return torch.where(place < lengths, input_ids, 0), place < lengths, ((place >= 5) & (place < lengths)).long()
+
+
+@pytest.mark.parametrize("kind", [ElectraModel, BertModel])
+def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
+    theirs = peer(kind, **({"config_class": BertConfig, "layout": "base"} if kind is BertModel else {}))
+    theirs.save_pretrained(tmp_path)
+    encoder, _ = load_encoder(tmp_path, dropout=0.0)
+    ours = FineTuned(encoder, outputs=3)
+    input_ids, attention_mask, segment_ids = rows()
+    hidden = theirs(input_ids, attention_mask.long(), segment_ids).last_hidden_state[:, 0]
+    expected = hidden @ ours.head.weight.T + ours.head.bias
+    logits = ours(input_ids, attention_mask, segment_ids)
+    assert (logits - expected).abs().max() < 1e-6
+    labels = torch.tensor([0, 2, 1])
+    loss = READINGS["classification"].loss(logits, labels).mean()
+    assert abs(loss - torch.nn.functional.cross_entropy(expected, labels)) < 1e-6
+
+
+def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
+    """AdamW with a rate for every layer, warm-up, clipping: the trainer's steps are those of a loop by hand."""
+    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 40, seed=0), text="text", label="label")
+    config = TuningConfig(model=encoder_folder, output=tmp_path, batch=4, epochs=2, dropout=0.0, length=32)
+    lesson = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
+    twin = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
+    settings = config.trainer(lesson.model.encoder.config, 9)
+    trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path / "run", seed=3, is_quiet=True)
+    trainer.train()
+
+    share = {"head": 1.0, "encoder.layers.1": 0.8, "encoder.layers.0": 0.64, "encoder.": 0.8**3}
+    groups = [
+        {"params": [parameter], "share": next(value for prefix, value in share.items() if name.startswith(prefix))}
+        for name, parameter in twin.model.named_parameters()
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0, eps=1e-6)
+    for step in range(10):
+        batch = twin.next_batch()
+        logits = twin.model(*twin.train.inputs(batch, 0))
+        real = batch.weights.bool()
+        loss = torch.nn.functional.cross_entropy(logits[real], twin.train.labels[batch.rows][real])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 1.0)
+        place = (step + 0.5) / 10
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-4 * group["share"] * min(place / 0.1, (1 - place) / 0.9)
+        optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(lesson.model.parameters(), fresh(config, task), strict=True))
+    for (name, ours), theirs in zip(lesson.model.named_parameters(), twin.model.parameters(), strict=True):
+        assert (ours - theirs).abs().max() < 1e-5, name
+
+
+def fresh(config, task):
+    """The parameters before any update."""
+    return list(TuningLesson(config, task, seed=3, cache=config.output / "tokens").model.parameters())
+
+
+@pytest.mark.parametrize(("is_faithful", "top", "table"), [(False, 0.8, 0.8**3), (True, 0.8**2, 0.8**4)])
+def test_layers_learn_more_slowly_the_deeper_they_lie(encoder_folder, tmp_path, is_faithful, top, table):
+    """The released code counts one layer too many; faithful does, too."""
+    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
+    config = TuningConfig(model=encoder_folder, output=tmp_path, length=32, faithful=is_faithful)
+    lesson = TuningLesson(config, task, seed=1, cache=tmp_path / "tokens")
+    assert lesson.rate_share("head.weight") == 1
+    assert lesson.rate_share("encoder.layers.1.attention.qkv.weight") == pytest.approx(top)
+    assert lesson.rate_share("encoder.embeddings.token.weight") == pytest.approx(table)
+    assert lesson.rate_share("encoder.project.weight") == pytest.approx(table)
+
+
+def test_settings_of_the_paper_by_size(tmp_path):
+    from electra.model.sizes import BASE, LARGE, SMALL
+
+    config = TuningConfig(model=tmp_path, output=tmp_path)
+    rates = [config.trainer(size, 10).learning_rate for size in (SMALL, BASE, LARGE)]
+    assert rates == [3e-4, 1e-4, 5e-5]
+    assert [config.decay_for(size) for size in (SMALL, BASE, LARGE)] == [0.8, 0.8, 0.9]
+    assert config.trainer(SMALL, 10).weight_decay == 0
+    faithful = TuningConfig(model=tmp_path, output=tmp_path, faithful=True).trainer(SMALL, 10)
+    assert (faithful.optimizer, faithful.schedule, faithful.weight_decay) == ("adam", "released", 0.01)
+
+
+def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
+    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    encoder, folder = load_encoder(encoder_folder)
+    model = FineTuned(encoder, task.outputs).eval()
+    (tmp_path / "tuned").mkdir()
+    write_finetuned(model, task, tmp_path / "tuned", folder)
+    again, its_task = load_finetuned(tmp_path / "tuned")
+    assert its_task == task
+    ids = torch.tensor([[2, 5, 6, 3]])
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    assert torch.equal(model(ids, mask, ids * 0), again(ids, mask, ids * 0))
+    onwards, _ = load_encoder(tmp_path / "tuned")  # to go on from, for another task
+    assert torch.equal(onwards(ids), encoder.eval()(ids))
+
+
+def test_what_is_no_fine_tuned_model_is_named(encoder_folder):
+    with pytest.raises(DataError, match="is not a fine-tuned model; make one with: electra finetune"):
+        load_finetuned(encoder_folder)

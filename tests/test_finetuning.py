@@ -1,0 +1,202 @@
+"""Fine-tuning from files: each kind of task is learnt, answered and measured; mistakes are one sentence."""
+
+import csv
+import json
+import shutil
+
+import pytest
+from made import write_rows
+
+from electra.cli import main
+from electra.finetune.finetuning import FinetuneConfig, finetune
+from electra.finetune.prediction import EvaluateConfig, PredictConfig, evaluate, predict
+
+QUICK = {"epochs": 15, "batch": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
+
+
+@pytest.fixture
+def settings(encoder_folder, tmp_path):
+    """Build the configuration of a quick fine-tuning on made-up rows."""
+
+    def build(kind: str = "classification", has_pairs: bool = False, **departures) -> FinetuneConfig:
+        train = write_rows(tmp_path / "train.jsonl", kind, 240, seed=0, has_pairs=has_pairs)
+        dev = write_rows(tmp_path / "dev.jsonl", kind, 60, seed=1, has_pairs=has_pairs)
+        given = {"train": train, "dev": dev, "text_b": "text_b" if has_pairs else None, "output": tmp_path / "out"}
+        return FinetuneConfig(**({"model": encoder_folder, "device": "cpu"} | QUICK | given | departures))
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_pairs"),
+    [("classification", False), ("classification", True), ("multi-label", False), ("regression", False)],
+)
+def test_each_kind_of_task_is_learnt(settings, kind, has_pairs):
+    result = finetune(settings(kind, has_pairs))
+    assert result.kind == kind
+    assert next(iter(result.median["dev"].values())) > 0.95
+
+
+@pytest.fixture
+def tuned(settings):
+    """A finished fine-tuning of three classes, two seeds."""
+    return finetune(settings(seeds=2, ensemble=True, epochs=8))
+
+
+def test_seeds_are_measured_alone_and_together(tuned, tmp_path):
+    assert len(tuned.seeds) == 2
+    assert tuned.seeds[0] != tuned.seeds[1] or tuned.seeds[0]["dev"]["accuracy"] == 1
+    assert tuned.ensemble["dev"]["accuracy"] > 0.9
+    assert "median of 2 seeds" in str(tuned)
+    assert {"curves.png", "confusion.png", "metrics.jsonl", "result.json", "model"} <= {
+        path.name for path in (tmp_path / "out" / "seed-1").iterdir()
+    }
+    assert not (tmp_path / "out" / "seed-1" / "checkpoints").exists()
+
+
+def test_what_is_finished_is_not_run_again(tuned, settings, monkeypatch):
+    monkeypatch.setattr("electra.finetune.tuning.Trainer", None)  # would fail
+    assert finetune(settings(seeds=2, ensemble=True, epochs=8)) == tuned
+
+
+def test_evaluate_and_predict_say_what_training_measured(tuned, tmp_path):
+    found = evaluate(EvaluateConfig(model=tmp_path / "out", input=tmp_path / "dev.jsonl"))
+    best = max(seed["dev"]["accuracy"] for seed in tuned.seeds)
+    assert found.measures["accuracy"] == best
+    assert sum(map(sum, found.confusion)) == 60
+    assert sum(found.confusion[k][k] for k in range(3)) == round(best * 60)
+
+    out = tmp_path / "answers.csv"
+    assert predict(PredictConfig(model=tmp_path / "out", input=tmp_path / "dev.jsonl", output=out)).rows == 60
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(row["label"] == row["prediction"] for row in rows) == round(best * 60)
+    assert sum(float(rows[0][f"p({name})"]) for name in ("cat", "dog", "bird")) == pytest.approx(1, abs=1e-3)
+
+
+def test_predictions_do_not_depend_on_how_many_rows_are_in_memory(tuned, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    config = {"model": tmp_path / "out", "input": tmp_path / "dev.jsonl"}
+    predict(PredictConfig(**config, output=whole))
+    monkeypatch.setattr("electra.finetune.prediction.ROWS", 7)
+    predict(PredictConfig(**config, output=parts))
+    said = [[json.loads(line)["prediction"] for line in file.read_text().splitlines()] for file in (whole, parts)]
+    assert said[0] == said[1]
+
+
+def test_prediction_needs_no_labels_and_evaluation_does(tuned, tmp_path, capsys):
+    (tmp_path / "bare.csv").write_text('text\n"the big cat sat on the red mat ."\n')
+    predict(PredictConfig(model=tmp_path / "out", input=tmp_path / "bare.csv", output=tmp_path / "answers.tsv"))
+    header, row = (tmp_path / "answers.tsv").read_text().splitlines()
+    assert header.split("\t")[:2] == ["text", "prediction"]
+    assert row.split("\t")[1] == "cat"
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--model", str(tmp_path / "out"), "--input", str(tmp_path / "bare.csv")])
+    assert "has no column 'label' with labels to measure by" in capsys.readouterr().err
+
+
+def test_a_fine_tuned_model_can_be_taken_further(tuned, settings, tmp_path):
+    result = finetune(settings("regression", model=tmp_path / "out" / "seed-1" / "model", output=tmp_path / "further"))
+    assert result.median["dev"]["pearson"] > 0.9
+
+
+def test_other_settings_are_refused_by_name(tuned, settings):
+    with pytest.raises(ValueError, match="begun with other settings: batch was 16 and is now 8"):
+        finetune(settings(seeds=2, epochs=8, batch=8))
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(settings, tmp_path, monkeypatch):
+    """A checkpoint in the middle, then a death: the rest of the epochs is as if nothing had happened."""
+    monkeypatch.setattr("electra.finetune.tuning.OFTEN_SAVED", 1)
+    departures = {"dropout": 0.1, "epochs": 4}
+    finetune(settings(**departures, output=tmp_path / "whole"))
+    from electra.finetune.tuning import TuningLesson
+
+    with monkeypatch.context() as dying:
+        dying.setattr(TuningLesson, "evaluate", dies_the_second_time(TuningLesson.evaluate))
+        with pytest.raises(KeyboardInterrupt):
+            finetune(settings(**departures, output=tmp_path / "broken"))
+    finetune(settings(**departures, output=tmp_path / "broken"))
+    whole, broken = (tmp_path / name / "seed-1" / "model" / "model.safetensors" for name in ("whole", "broken"))
+    assert whole.read_bytes() == broken.read_bytes()
+
+
+def dies_the_second_time(function):
+    """The function, which is interrupted when it is called again."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return call
+
+
+def test_texts_that_were_cut_are_reported(settings):
+    result = finetune(settings(length=8, epochs=1))
+    assert result.truncated["train"] == 240
+    assert "240 train rows were cut to --length" in str(result)
+
+
+WRONG = {
+    "missing column": ("a,b\n1,2\n3,4\n", "there is no column 'text'; the columns are a, b"),
+    "empty file": ("", "there are no rows"),
+    "one class": ("text,label\na,x\nb,x\n", "every label is 'x'"),
+    "too many fields": ("text,label\na,x\nb,y,z\n", "line 3"),
+    "no label": ("text,label\na,x\nb,\nc,y\n", "line 3: the label is empty"),
+    "nan score": ("text,label\na,1.5\nb,nan\nc,2.5\n", "line 3: the score is 'nan'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_files_are_one_sentence_and_exit_code_2(encoder_folder, tmp_path, capsys, name):
+    content, sentence = WRONG[name]
+    (tmp_path / "rows.csv").write_text(content)
+    flags = ["--model", str(encoder_folder), "--train", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as exit:
+        main(["finetune", *flags, "--length", "32"])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert sentence in error
+    assert str(tmp_path / "rows.csv") in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "give --task with --data (GLUE), or --train (a file of your own); neither came"),
+        (["--task", "rte"], "--task needs --data"),
+        (["--task", "rte", "--data", "nowhere"], "there is none of nowhere/RTE/train.tsv"),
+        (["--task", "rtf", "--data", "."], "there is no task 'rtf'; choose from cola"),
+        (["--train", "x.csv", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
+        (["--train", "x.csv"], "there is no x.csv"),
+    ],
+)
+def test_wrong_settings_are_one_sentence(encoder_folder, tmp_path, capsys, flags, sentence):
+    with pytest.raises(SystemExit) as exit:
+        main(["finetune", "--model", str(encoder_folder), "--output", str(tmp_path / "out"), *flags])
+    assert exit.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_label_that_only_dev_has_is_named(encoder_folder, tmp_path, capsys):
+    (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\n")
+    (tmp_path / "dev.csv").write_text("text,label\na,x\nb,z\n")
+    files = ["--train", str(tmp_path / "train.csv"), "--dev", str(tmp_path / "dev.csv")]
+    with pytest.raises(SystemExit):
+        main(["finetune", "--model", str(encoder_folder), "--output", str(tmp_path / "out"), "--length", "32", *files])
+    assert "dev.csv, line 3: the label 'z' is none of the task's" in capsys.readouterr().err
+
+
+def test_a_fine_tuned_model_without_its_tokenizer_is_named(tuned, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "out" / "seed-1" / "model", copy)
+    for file in copy.glob("*token*"):
+        file.unlink()
+    (copy / "vocab.txt").unlink(missing_ok=True)
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--model", str(copy), "--input", str(tmp_path / "dev.jsonl")])
+    assert "has no tokenizer" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""The table of GLUE: medians beside published scores, the same after any number of kills."""
+
+import json
+import os
+import random
+import signal
+import time
+import zipfile
+
+import pytest
+from made import write_glue
+
+from electra.cli import main
+from electra.finetune.glue import GLUE_6, REFERENCES, GlueConfig, glue
+
+QUICK = {"epochs": 2, "batch": 8, "learning_rate": 3e-3, "length": 32}
+
+
+@pytest.fixture
+def settings(encoder_folder, tmp_path):
+    """Build the configuration of a quick table."""
+    data = write_glue(tmp_path / "glue")
+
+    def build(output: str = "out", **departures) -> GlueConfig:
+        given = {"model": encoder_folder, "data": str(data), "output": tmp_path / output, "device": "cpu", "seeds": 2}
+        return GlueConfig(**(QUICK | given | departures))
+
+    return build
+
+
+def test_all_takes_the_tasks_that_are_there(settings):
+    table = glue(settings())
+    assert [line.task for line in table.lines] == ["cola", "stsb", "rte"]
+    assert [line.seeds for line in table.lines] == [2, 2, 2]
+    assert table.mean == pytest.approx(sum(line.median for line in table.lines) / 3)
+    assert table.glue_6 is None
+    shown = str(table)
+    assert "| Small (OWT)" in shown
+    assert "| 56.8" in shown  # CoLA's
+    assert "stsb, dev pearson" in shown
+
+
+def test_the_references_are_those_of_the_paper():
+    small = REFERENCES["Small (OWT)"]
+    assert sum(small.values()) / 8 == pytest.approx(80.36, abs=0.01)
+    assert sum(small[task] for task in GLUE_6) / 6 == pytest.approx(79.3, abs=0.05)
+
+
+def test_only_the_best_model_of_a_task_is_kept_unless_told(settings, tmp_path):
+    glue(settings(tasks=("cola",)))
+    assert len(list((tmp_path / "out" / "cola").glob("seed-*/model"))) == 1
+    glue(settings(output="all", tasks=("cola",), keeps_models=True))
+    assert len(list((tmp_path / "all" / "cola").glob("seed-*/model"))) == 2
+
+
+def test_side_by_side_gives_the_same_table(settings):
+    alone, together = glue(settings(tasks=("cola",))), glue(settings(output="two", tasks=("cola",), workers=2))
+    assert alone.lines[0].measures == together.lines[0].measures
+
+
+def killed(config: GlueConfig, after: float) -> bool:
+    """Make the table in a child and kill it without warning; False if it was over before."""
+    child = os.fork()
+    if child == 0:
+        try:
+            glue(config)
+        finally:
+            os._exit(0)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_kills_do_not_change_the_table(settings, tmp_path):
+    whole = glue(settings("whole", tasks=("rte", "cola"), seeds=3))
+    broken = settings("broken", tasks=("rte", "cola"), seeds=3)
+    moments = random.Random(1)
+    kills = sum(killed(broken, after=moments.uniform(0.1, 0.8)) for _ in range(8))
+    assert kills >= 3, "the table was over too soon: make it longer"
+    again = glue(broken)
+    assert [line.measures for line in again.lines] == [line.measures for line in whole.lines]
+    for seed in ("seed-1", "seed-2", "seed-3"):
+        paths = [tmp_path / output / "rte" / seed / "logits.safetensors" for output in ("whole", "broken")]
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_the_submission_has_a_line_for_every_test_row(settings, tmp_path):
+    table = glue(settings(tasks=("cola", "stsb", "rte"), ensemble=True, submission=tmp_path / "glue.zip"))
+    with zipfile.ZipFile(tmp_path / "glue.zip") as archive:
+        assert sorted(archive.namelist()) == ["CoLA.tsv", "RTE.tsv", "STS-B.tsv"]
+        lines = archive.read("RTE.tsv").decode().splitlines()
+    assert len(lines) == 21
+    assert lines[1].split("\t")[1] in ("entailment", "not_entailment")
+    assert "GLUE's site also wants SST-2.tsv" in str(table)
+
+
+def test_json_and_wrong_tasks(settings, encoder_folder, tmp_path, capsys):
+    flags = ["glue", "--model", str(encoder_folder), "--data", str(tmp_path / "glue"), "--length", "32"]
+    flags += ["--output", str(tmp_path / "out"), "--seeds", "1", "--epochs", "1", "--json"]
+    main([*flags, "--tasks", "rte"])
+    assert json.loads(capsys.readouterr().out)["lines"][0]["task"] == "rte"
+    for tasks, sentence in (("rtf", "there is no task 'rtf'"), ("diagnostic", "it is answered along with mnli")):
+        with pytest.raises(SystemExit) as exit:
+            main([*flags, "--tasks", tasks])
+        assert exit.value.code == 2
+        assert sentence in capsys.readouterr().err
