@@ -44,7 +44,7 @@ def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
     lesson = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
     twin = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
     settings = config.trainer(lesson.model.encoder.config, 9)
-    trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path / "run", seed=3, is_quiet=True)
+    trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path, seed=3, is_quiet=True)
     trainer.train()
 
     share = {"head": 1.0, "encoder.layers.1": 0.8, "encoder.layers.0": 0.64, "encoder.": 0.8**3}
@@ -111,7 +111,7 @@ def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     mask = torch.ones_like(ids, dtype=torch.bool)
     assert torch.equal(model(ids, mask, ids * 0), again(ids, mask, ids * 0))
     onwards, _ = load_encoder(tmp_path / "tuned")  # to go on from, for another task
-    assert torch.equal(onwards(ids), encoder.eval()(ids))
+    assert torch.equal(onwards.eval()(ids), encoder.eval()(ids))
 
 
 def test_what_is_no_fine_tuned_model_is_named(encoder_folder):

@@ -141,7 +141,8 @@ def test_texts_that_were_cut_are_reported(settings):
 
 
 WRONG = {
-    "missing column": ("a,b\n1,2\n3,4\n", "there is no column 'text'; the columns are a, b"),
+    "missing label column": ("a,b\n1,2\n3,4\n", "there is no column 'label'; the columns are a, b"),
+    "missing text column": ("a,label\n1,2\n3,4\n", "there is no column 'text'; the columns are a, label"),
     "empty file": ("", "there are no rows"),
     "one class": ("text,label\na,x\nb,x\n", "every label is 'x'"),
     "too many fields": ("text,label\na,x\nb,y,z\n", "line 3"),
@@ -161,7 +162,17 @@ def test_bad_files_are_one_sentence_and_exit_code_2(encoder_folder, tmp_path, ca
     assert exit.value.code == 2
     assert sentence in error
     assert str(tmp_path / "rows.csv") in error
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out/seed-*"))
+
+
+def test_after_a_mistake_the_same_folder_will_do(encoder_folder, tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text("words,label\n" + "the cat sat .,x\nthe dog ran .,y\n" * 10)
+    flags = ["--model", str(encoder_folder), "--train", str(tmp_path / "rows.csv"), "--output", str(tmp_path / "out")]
+    flags += ["--length", "32", "--epochs", "1"]
+    with pytest.raises(SystemExit):
+        main(["finetune", *flags])
+    main(["finetune", *flags, "--text", "words"])
+    assert "dev accuracy" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
         )
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # advice that the compiler gives for fp32
 def test_the_compiled_joint_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
     electra, batch, settings = make_pair().cuda(), on_gpu(make_batch()), Settings(vocabulary=vocabulary)
     eager = total(replaced_token_detection(electra, batch, settings))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError
+from electra.training.muon import Muon, orthogonal
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, ReleasedAdam, build_optimizers
 
 
@@ -51,6 +52,33 @@ def test_muon_takes_the_layers_matrices_and_leaves_tables_and_heads(make_pair):
     names = {name for name, parameter in electra.named_parameters() if id(parameter) in taken}
     assert all(".layers." in name and name.endswith(".weight") for name in names)
     assert len(names) == 2 * 2 * 4  # two encoders, two layers, four matrices each
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (72, 24), (24, 40)])
+def test_muon_makes_the_updates_of_torchs(shape):
+    """Several matrices at once in fp32, against one after the other in bf16: the same but for rounding."""
+    torch.manual_seed(0)
+    start = [torch.randn(shape) for _ in range(3)]
+    ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    optimizers = (
+        Muon([{"params": ours, "weight_decay": 0.1}], lr=0.02, momentum=0.95),
+        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(shape)
+            other.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        assert (mine - other).norm() < 0.02 * (other - before).norm()
+
+
+def test_muon_moves_along_orthogonal_matrices():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonal(torch.randn(4, 30, 20)))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
 
 
 @pytest.mark.parametrize(

@@ -50,17 +50,16 @@ def cells_of(config: TuningConfig, task: Task, folder: Path) -> list[Cell]:
 
 
 def claim(folder: Path, record: dict[str, Any]) -> None:
-    """Write down what a folder is for; refuse it if it is for something else."""
+    """Write down what a folder is for; refuse it if something else was begun there."""
     record = json.loads(json.dumps(record))  # as it comes back from the file
-    if (folder / CONFIG).exists():
+    if not (folder / CONFIG).exists() and folder.exists() and any(folder.iterdir()):
+        raise DataError(f"{folder} is not empty and holds no fine-tuning; choose another --output")
+    if any(folder.glob("seed-*")):
         before = read_json(folder / CONFIG)
         for part in ("settings", "task"):
             refuse_other(before.get(part, {}), record[part], folder)
-    elif folder.exists() and any(folder.iterdir()):
-        raise DataError(f"{folder} is not empty and holds no fine-tuning; choose another --output")
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / CONFIG, record)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / CONFIG, record)
 
 
 def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

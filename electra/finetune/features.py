@@ -114,9 +114,8 @@ def room(sizes: list[int], most: int) -> list[int]:
         return sizes
     if len(sizes) == 1:
         return [most]
-    half = most // 2
-    first = max(most - half, most - sizes[1])  # what the second leaves
-    return [min(sizes[0], first), most - min(sizes[0], first)]
+    shorter = min(*sizes, most // 2)
+    return [most - shorter, shorter] if sizes[0] > sizes[1] else [shorter, most - shorter]
 
 
 def labels_of(task: Task, examples: Examples) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError
+from electra.training.muon import Muon
 
 OptimizerName = Literal["adam", "adamw", "muon"]
 ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
@@ -99,13 +100,7 @@ def build_optimizers(
     matrices, tables, vectors = sort_parameters(model)
     if config.optimizer != "muon":
         return [OPTIMIZERS[config.optimizer](groups_of(matrices + tables, vectors, config, share), config)]
-    muon = torch.optim.Muon(
-        groups_of(matrices, [], config, share),
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        adjust_lr_fn="match_rms_adamw",  # so that one learning rate serves both
-    )
+    muon = Muon(groups_of(matrices, [], config, share), lr=config.learning_rate, momentum=config.momentum)
     return [muon, adamw(groups_of(tables, vectors, config, share), config)]
 
 

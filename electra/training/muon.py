@@ -1,0 +1,61 @@
+"""Muon: matrices are moved by the orthogonal matrix nearest to their momentum, all of one shape at once.
+
+`torch.optim.Muon` takes matrices one by one, in bf16 on every device: a thousand small kernels for the small size, and
+slow on a CPU. The updates here are the same but for rounding.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as in Keller Jordan's Muon
+MATCH = 0.2  # the size of AdamW's usual update, so that one learning rate serves both (arXiv 2502.16982)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, Nesterov's step ahead, orthogonalised; decoupled weight decay."""
+
+    def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for alike in by_shape.values():
+                self.update(alike, group)
+
+    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonal(μm + (1 − μ)g) + wd θ), for matrices of one shape."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
+        momentum, lr = group["momentum"], group["lr"]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        means = [self.state[parameter]["momentum"] for parameter in parameters]
+        torch._foreach_lerp_(means, gradients, 1 - momentum)
+        ahead = torch.stack(torch._foreach_lerp(gradients, means, momentum))  # [N, rows, columns]
+        scale = MATCH * max(ahead.shape[1:]) ** 0.5
+        moves = list(orthogonal(ahead).to(ahead.dtype).unbind())
+        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parameters, moves, alpha=-lr * scale)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the nearest matrices [N, rows, columns] whose singular values are all 1: between 0.7 and 1.2."""
+    first, third, fifth = COEFFICIENTS
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    flat = matrices.mT if is_tall else matrices
+    flat = flat.bfloat16() if flat.is_cuda else flat
+    flat = flat / flat.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = flat @ flat.mT  # [N, shorter, shorter]
+        flat = torch.baddbmm(flat, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), flat, beta=first)
+    return flat.mT if is_tall else flat
