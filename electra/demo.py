@@ -31,8 +31,8 @@ INTRUDERS = ("dictionary", "twice")  # words that the sentence shown at the end 
 
 # A CPU sees few tokens in minutes; a narrow model over a small vocabulary makes the most of them.
 VOCABULARY = 1000
-SIZE = {"layers": 1, "width": 64, "heads": 2, "feedforward": 256, "embedding_width": 64, "generator_width": 64}
-ROWS = {"length": 32, "batch_size": 128, "mask_fraction": 0.25, "learning_rate": 3e-3}
+SIZE = {"layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64, "generator_width": 64}
+ROWS = {"length": 32, "batch_size": 128, "mask_fraction": 0.3, "learning_rate": 6e-3}
 
 
 @dataclass(frozen=True, kw_only=True)

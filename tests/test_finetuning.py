@@ -4,12 +4,16 @@ import csv
 import json
 import shutil
 
+import numpy as np
 import pytest
+import torch
 from made import write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
+from electra.export.command import ExportConfig, export
 from electra.finetune.finetuning import FinetuneConfig, finetune
-from electra.finetune.prediction import EvaluateConfig, PredictConfig, evaluate, predict
+from electra.finetune.prediction import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 
 QUICK = {"epochs": 15, "batch": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
 
@@ -211,3 +215,23 @@ def test_a_fine_tuned_model_without_its_tokenizer_is_named(tuned, tmp_path, caps
     with pytest.raises(SystemExit):
         main(["evaluate", "--model", str(copy), "--input", str(tmp_path / "dev.jsonl")])
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
+def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_path, kind):
+    config = settings(kind, epochs=2)
+    finetune(config)
+    export(ExportConfig(model=config.output, output=tmp_path / "hf"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    rows = [json.loads(line) for line in (tmp_path / "dev.jsonl").read_text().splitlines()]
+    inputs = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        theirs = model(**inputs).logits.numpy()
+    answers = Answers(EvaluateConfig(model=config.output, input=tmp_path / "dev.jsonl"))
+    [(_, ours)] = answers.chunks(tmp_path / "dev.jsonl", labelled=False)
+    expected = ours if answers.task.labels else answers.task.unscaled(ours)
+    assert np.abs(theirs - expected).max() < 1e-5
+    assert [model.config.id2label[number] for number in range(len(expected[0]))] == list(
+        answers.task.labels or ["score"]
+    )

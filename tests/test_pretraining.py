@@ -15,12 +15,13 @@ import torch
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
+from electra.model.huggingface import folded
 from electra.model.storage import load_model, save_model
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import read_lines
-from electra.training.pretraining import PretrainConfig, PretrainingLesson, pretrain, unigram
+from electra.training.pretraining import PretrainConfig, PretrainingLesson, pretrain, unigram, waves
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
 from electra.training.trainer import Trainer
 
@@ -171,6 +172,40 @@ def test_a_generator_may_start_at_the_frequencies_of_tokens(settings_of_run):
         losses.append(lines(config.output, "train")[0]["generator"])
     assert losses[0] == pytest.approx(np.log(22), abs=0.4)
     assert losses[1] < losses[0] - 0.3
+
+
+def test_waves_make_the_distance_of_two_positions_their_likeness():
+    table = waves(64, 32)
+    likeness = table @ table.T
+    for distance in (0, 1, 5):
+        alike = likeness.diagonal(distance)
+        torch.testing.assert_close(alike, alike[:1].expand_as(alike), rtol=1e-4, atol=1e-4)
+    assert likeness[10, 10] > likeness[10, 11] > likeness[10, 14]
+
+
+@pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])
+def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards, sharing):
+    config = settings_of_run(starts_with_waves=True, sharing=sharing, width=32)
+    model = PretrainingLesson(config, open_shards(shards), torch.device("cpu")).model
+    for encoder in (model.generator.encoder, model.discriminator.encoder):
+        embeddings = getattr(encoder.embeddings, "base", encoder.embeddings)
+        table, std = embeddings.position.weight.detach(), encoder.config.initial_std
+        torch.testing.assert_close(table / std / 2**0.5, waves(*table.shape))
+        assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)
+
+
+@pytest.mark.parametrize("sharing", ["embeddings", "disentangled"])
+def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of_run, sharing):
+    def segments(form: str) -> torch.Tensor:
+        config = settings_of_run(form, form=form, sharing=sharing, steps=3)
+        pretrain(config)
+        return folded(load_model(model_folder(config.output)).discriminator.state_dict())[
+            "encoder.embeddings.segment.weight"
+        ]
+
+    dense, paper = segments("dense"), segments("paper")
+    assert torch.equal(dense[0], dense[1])
+    assert not torch.equal(paper[0], paper[1])
 
 
 def test_micro_batches_do_not_change_what_is_learnt(settings_of_run):

@@ -8,12 +8,15 @@ import torch
 import tyro
 
 from electra.errors import ConfigError
+from electra.finetune.finetuned import load_finetuned
+from electra.finetune.finetuning import best_model
 from electra.model.electra import TABLE_FIELDS, Electra, ElectraConfig, Sharing
 from electra.model.huggingface import (
     ARCHITECTURES,
     LEAVING,
     Arrival,
     Tensors,
+    classifier_head,
     folded,
     huggingface_config,
     part_of,
@@ -26,6 +29,7 @@ from electra.model.storage import (
     copy_tokenizer,
     has_head,
     load_model,
+    read_json,
     read_names,
     write_json,
     write_parts,
@@ -39,10 +43,11 @@ Part = Literal["discriminator", "generator", "encoder"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a model as a folder that `transformers` loads without custom code."""
+    """Write a model as a folder that `transformers` loads without custom code. A fine-tuned one leaves as
+    ElectraForSequenceClassification, with the same answers."""
 
     model: Path
-    """A model folder, or a run folder: that stands for its newest checkpoint."""
+    """A model folder; a run stands for its newest checkpoint, the output of electra finetune for its best seed."""
     output: Path
     """The folder to write; it must not exist yet."""
     to: Literal["huggingface"] = "huggingface"
@@ -89,7 +94,9 @@ class Written:
 
 
 def export(config: ExportConfig) -> Written:
-    """Write one part of a model as a Hugging Face folder."""
+    """Write one part of a model, or a fine-tuned one, as a Hugging Face folder."""
+    if is_finetuned(config.model):
+        return export_finetuned(config)
     folder = model_folder(config.model)
     electra = load_model(folder)
     if config.part == "discriminator":
@@ -102,6 +109,37 @@ def export(config: ExportConfig) -> Written:
         write_json(draft / CONFIG, huggingface_config(size, architecture, next(iter(tensors.values())).dtype))
         tokenizer = copy_tokenizer(folder, draft)
     return Written(str(config.output), architecture, count(tensors), tokenizer)
+
+
+def is_finetuned(folder: Path) -> bool:
+    """Whether there is a fine-tuned model in a folder, or several seeds of one."""
+    return (folder / CONFIG).exists() and "task" in read_json(folder / CONFIG)
+
+
+def export_finetuned(config: ExportConfig) -> Written:
+    """Write a fine-tuned model as ElectraForSequenceClassification; scores leave in the unit they came in."""
+    folder = best_model(config.model)
+    model, task = load_finetuned(folder)
+    architecture, head = "ElectraForSequenceClassification", model.head
+    state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
+    tensors = to_huggingface(state, ARCHITECTURES["ElectraForPreTraining"])
+    tensors |= classifier_head(head.weight.detach() * task.scale, head.bias.detach() * task.scale + task.offset)
+    settings = huggingface_config(model.encoder.config, architecture, torch.float32)
+    names = dict(enumerate(task.labels or ("score",)))
+    settings |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    settings |= {"problem_type": PROBLEMS[task.kind]}
+    with written_whole(config.output) as draft:
+        write_tensors(draft / WEIGHTS, tensors)
+        write_json(draft / CONFIG, settings)
+        tokenizer = copy_tokenizer(folder, draft)
+    return Written(str(config.output), architecture, count(tensors), tokenizer)
+
+
+PROBLEMS = {
+    "classification": "single_label_classification",
+    "multi-label": "multi_label_classification",
+    "regression": "regression",
+}
 
 
 def check_discriminator(electra: Electra, folder: Path) -> None:

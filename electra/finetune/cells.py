@@ -71,10 +71,10 @@ def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> N
 
 
 def workers_for(config: TuningConfig) -> int:
-    """How many cells are run side by side: a large GPU is idle most of the time at batch 32."""
+    """How many cells are run side by side: on a GPU one loads and measures while another trains."""
     if config.workers is not None:
         return config.workers
-    return 4 if choose_device(config.device).type == "cuda" else 1
+    return 2 if choose_device(config.device).type == "cuda" else 1
 
 
 def run_cells(cells: list[Cell], workers: int) -> list[Score]:

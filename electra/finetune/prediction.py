@@ -11,6 +11,8 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from electra.errors import ConfigError, DataError
 from electra.finetune.features import by_length, choose, filled, make_features
@@ -128,8 +130,13 @@ class Answers:
 
     def chunks(self, path: Path, labelled: bool) -> Iterator[tuple[Examples, NDArray]]:
         """The examples of a file, some thousand at a time, with what is said of them [N, outputs]."""
-        for examples in stream_examples(self.task, path, ROWS, labelled=labelled):
-            yield examples, self.logits(examples)
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.completed:,.0f} rows"), TimeElapsedColumn())
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=None)
+            for examples in stream_examples(self.task, path, ROWS, labelled=labelled):
+                yield examples, self.logits(examples)
+                bar.update(task, completed=self.rows)
 
     def logits(self, examples: Examples) -> NDArray:
         """What the models say of examples, on average."""

@@ -282,3 +282,18 @@ def huggingface_config(config: EncoderConfig, architecture: str, dtype: torch.dt
         "tie_word_embeddings": True,
         **{theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()},
     }
+
+
+def classifier_head(weight: Tensor, bias: Tensor) -> Tensors:
+    """A linear head as the two layers that ElectraForSequenceClassification has: GELU(z) − GELU(−z) = z."""
+    outputs, width = weight.shape
+    if 2 * outputs > width:
+        raise ConfigError(f"{outputs} outputs need a width of {2 * outputs} in transformers' head, and this is {width}")
+    rest = width - 2 * outputs
+    one = torch.eye(outputs)
+    return {
+        "classifier.dense.weight": torch.cat([weight, -weight, torch.zeros(rest, width)]),
+        "classifier.dense.bias": torch.cat([bias, -bias, torch.zeros(rest)]),
+        "classifier.out_proj.weight": torch.cat([one, -one, torch.zeros(outputs, rest)], dim=1),
+        "classifier.out_proj.bias": torch.zeros(outputs),
+    }

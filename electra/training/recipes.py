@@ -21,7 +21,7 @@ FAITHFUL: dict[str, Any] = {
 
 FAST: dict[str, Any] = {
     # our best so far; docs/log.md has what was tried
-    "optimizer": "adamw",  # bias correction makes the first steps no larger than the others
+    "optimizer": "muon",  # leaves the plateau of token frequencies several times sooner than adamw
     "schedule": "linear",
     "warmup": 0.1,  # post-norm layers that are hurried at first never recover
     "weight_decay": 0.01,
@@ -30,6 +30,7 @@ FAST: dict[str, Any] = {
     "form": "dense",  # no padding: every position is a token
     "starts_by_width": True,  # at 0.02 a generator 64 wide learns frequencies only for thousands of steps
     "starts_at_unigram": True,  # saves the steps in which only frequencies are learnt
+    "starts_with_waves": True,  # what stands beside a token is found sooner
     "dropout": 0.0,  # a short run never sees the text often enough to overfit
 }
 
@@ -43,8 +44,8 @@ BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {
         "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "steps": 400_000},
     },
     "fast": {
-        "tiny": {"learning_rate": 1e-3, "batch_size": 64, "length": 64, "steps": 10_000},
-        "small": {"learning_rate": 5e-4, "batch_size": 512, "length": 128, "steps": 50_000},
+        "tiny": {"learning_rate": 3e-3, "batch_size": 64, "length": 64, "steps": 10_000, "mask_fraction": 0.3},
+        "small": {"learning_rate": 5e-4, "batch_size": 256, "length": 128, "steps": 50_000},
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
         "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},
     },
@@ -55,5 +56,4 @@ def settings_for(recipe: str, size: str) -> dict[str, Any]:
     """What a recipe sets for a size."""
     if recipe not in RECIPES:
         raise ConfigError(f"there is no recipe {recipe!r}; choose from {', '.join(RECIPES)}")
-    mask_fraction = size_of(size).mask_fraction
-    return RECIPES[recipe] | BY_SIZE[recipe][size] | {"mask_fraction": mask_fraction}
+    return RECIPES[recipe] | {"mask_fraction": size_of(size).mask_fraction} | BY_SIZE[recipe][size]
