@@ -24,6 +24,7 @@ import tyro
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
+from electra.text.files import finite
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
@@ -92,7 +93,8 @@ def run(arguments: list[str]) -> None:
     with naming_flags(type(settings)):
         result = getattr(stage, function)(settings)
     if result is not None:
-        print(json.dumps(dataclasses.asdict(result), default=str) if getattr(settings, "json", False) else result)
+        is_json = getattr(settings, "json", False)
+        print(json.dumps(finite(dataclasses.asdict(result)), default=str) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
 

@@ -50,6 +50,14 @@ def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_
     assert list((run / "tensorboard").glob("events*"))
 
 
+def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(settings_of_run, monkeypatch):
+    losses = iter([float("nan"), 1.0, 2.0, 3.0])
+    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda lesson: {"loss": next(losses)})
+    config = settings_of_run(steps=40, evaluate_every=10, save_every=10, keep=1)
+    pretrain(config)
+    assert [folder.name for folder in checkpoint_folders(config.output)] == ["step-000000020", "step-000000040"]
+
+
 def test_it_learns_the_grammar(settings_of_run):
     departures = {"steps": 300, "learning_rate": 3e-3, "batch_size": 128, "save_every": 300, "evaluate_every": 300}
     outcome = pretrain(settings_of_run(**departures))

@@ -8,8 +8,8 @@ import torch
 import tyro
 
 from electra.errors import ConfigError
+from electra.finetune.cells import best_model
 from electra.finetune.finetuned import load_finetuned
-from electra.finetune.finetuning import best_model
 from electra.model.electra import TABLE_FIELDS, Electra, ElectraConfig, Sharing
 from electra.model.huggingface import (
     ARCHITECTURES,

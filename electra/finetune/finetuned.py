@@ -1,6 +1,7 @@
 """A fine-tuned model: the discriminator's encoder under a new head, and the folder it lives in.
 
-config.json says what the encoder and the task are, model.safetensors holds the weights, tokenizer files lie beside.
+config.json says what the encoder and the task are and how long rows may be, model.safetensors holds the weights,
+tokenizer files lie beside.
 """
 
 from collections.abc import Callable
@@ -142,10 +143,10 @@ def load_texts_tokenizer(folder: Path, encoder: Encoder) -> TextTokenizer:
     return tokenizer
 
 
-def write_finetuned(model: FineTuned, task: Task, folder: Path, tokenizer: Path) -> None:
-    """Write a fine-tuned model's files into a folder, with the tokenizer files of another."""
+def write_finetuned(model: FineTuned, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
+    """Write a fine-tuned model's files into a folder, with the length of its rows and another's tokenizer files."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
-    write_json(folder / CONFIG, {"encoder": asdict(model.encoder.config), "task": asdict(task)})
+    write_json(folder / CONFIG, {"encoder": asdict(model.encoder.config), "task": asdict(task), "length": length})
     copy_tokenizer(tokenizer, folder)
 
 

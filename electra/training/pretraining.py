@@ -24,6 +24,7 @@ from electra.objective.masking import slots
 from electra.objective.measures import measure
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
 from electra.text.batches import Batch, Batches, BatchesConfig, validation_batches
+from electra.text.files import is_used
 from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder, remove_drafts
 from electra.training.curves import draw_curves
@@ -165,7 +166,7 @@ def open_run(config: PretrainConfig, shards: Shards) -> Path | None:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
         refuse_other_settings(read_json(run / CONFIG), record, run)
         remove_drafts(run)
-    elif run.exists() and any(run.iterdir()):
+    elif is_used(run):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
     else:
         run.mkdir(parents=True, exist_ok=True)
