@@ -42,6 +42,11 @@ def size_of(name: str) -> PaperSize:
     return SIZES[name]
 
 
+def size_as_wide(encoder: EncoderConfig) -> str:
+    """The name of the smallest size that is as wide as an encoder, whose settings will suit it."""
+    return next((name for name, size in SIZES.items() if encoder.width <= size.discriminator.width), "large")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A size of the paper, and departures from it: what is left out stays as the size has it."""

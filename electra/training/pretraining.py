@@ -17,8 +17,7 @@ from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra, ElectraConfig, Generator
 from electra.model.encoder import DisentangledEmbeddings, Embeddings, Encoder, check_length
 from electra.model.flops import TRAINING, flops, items_of
-from electra.model.sizes import ModelConfig
-from electra.model.storage import CONFIG, read_json, write_json, write_model
+from electra.model.storage import CONFIG, model_config, read_json, write_json, write_model
 from electra.objective.losses import Counts, Losses
 from electra.objective.masking import slots
 from electra.objective.measures import measure
@@ -29,6 +28,14 @@ from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder, remove_drafts
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate
+from electra.training.initial import (
+    InitialConfig,
+    Start,
+    has_own_segments,
+    initial_size,
+    read_start,
+    require_tokenizers,
+)
 from electra.training.machine import (
     Device,
     Precision,
@@ -44,7 +51,7 @@ from electra.training.trainer import Budget, Outcome, Trainer, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig):
+class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
     The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
@@ -98,8 +105,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
     }
 
     def __post_init__(self) -> None:
-        for part in (TrainerConfig, ObjectiveConfig, BatchesConfig):
+        for part in (TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
             part.__post_init__(self)
+        self.check_start()
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
@@ -108,9 +116,17 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
 
+    def check_start(self) -> None:
+        """Refuse two places to start from, and a generator where there is only one model."""
+        if self.init is not None and self.branch_from is not None:
+            raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
+        if self.init_generator is not None and not OBJECTIVES[self.objective].has_discriminator:
+            raise ConfigError(f"--objective {self.objective} trains one model: leave out --init-generator")
+
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The defaults of the recipe and size among the flags that were given; a budget among them replaces theirs."""
+        given = initial_size(given) | given
         chosen = {name: given.get(name, getattr(cls, name)) for name in ("recipe", "size")}
         settings = settings_for(**chosen) | chosen
         for budget in ("tokens", "minutes"):
@@ -126,8 +142,22 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
             return Budget(steps=math.ceil(self.tokens / (self.batch_size * self.length)))
         return Budget(steps=self.steps)
 
+    def has_begun(self) -> bool:
+        """Whether there is a checkpoint to resume from."""
+        return self.resume and bool(checkpoint_folders(self.output))
+
+    def start(self) -> Start | None:
+        """The weights of other models to begin with; None where they are new, or a checkpoint has them."""
+        if self.init is None or self.has_begun():
+            return None
+        return read_start(self, OBJECTIVES[self.objective].has_discriminator)
+
     def pair(self, shards: Shards) -> ElectraConfig:
         """The model: a pair, or for objectives without a discriminator a generator of its size."""
+        if self.init is not None and self.has_begun():
+            return model_config(self.output)  # what it was begun with need not be there any more
+        if self.init is not None:
+            require_tokenizers(self, shards)
         vocabulary = shards.tokenizer.vocabulary
         pair = self.electra(vocabulary.size, vocabulary.pad_id)
         if not OBJECTIVES[self.objective].has_discriminator:
@@ -147,12 +177,17 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
         return estimate_run(config, shards, device)
     torch.manual_seed(config.seed)
     lesson = PretrainingLesson(config, shards, device)  # raises if the shards will not do, before anything is written
+    start = config.start()
     checkpoint = open_run(config, shards)
     trainer = Trainer(lesson, config, config.budget(), config.output, config.seed)
     if checkpoint is not None:
         trainer.resume(checkpoint)
     elif config.branch_from is not None:
         trainer.branch(model_folder(config.branch_from))
+    elif start is not None:
+        start.put_into(lesson.model)
+    if config.init is not None:
+        lesson.keeps_segments |= has_own_segments(lesson.model)
     outcome = trainer.train()
     draw_curves(config.output)
     return outcome
@@ -229,6 +264,7 @@ class PretrainingLesson:
             start_at_unigram(self.model.generator, self.unigram)
         if config.starts_with_waves:
             start_with_waves(self.model)
+        self.keeps_segments = config.form != "dense"
         self.objective_losses = torch.compile(self.objective.losses) if config.compile else self.objective.losses
 
     def next_batch(self) -> Batch:
@@ -267,7 +303,7 @@ class PretrainingLesson:
         return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 
     def write_model(self, folder: Path) -> None:
-        if self.config.form == "dense":
+        if not self.keeps_segments:
             settle_segments(self.model)
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
