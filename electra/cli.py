@@ -42,6 +42,7 @@ COMMANDS = {
     "embed": ("electra.serve.command", "EmbedConfig", "embed", "turn a text into a vector"),
     "doctor": ("electra.serve.doctor", "DoctorConfig", "examine", "say what this machine has and what will be used"),
     "flops": ("electra.report.costs", "FlopsConfig", "count_costs", "count a model's parameters and operations"),
+    "report": ("electra.report.overview", "ReportConfig", "report", "compare runs: tables and plots"),
     "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
     "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
 }
