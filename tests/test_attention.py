@@ -46,7 +46,7 @@ def test_attention_by_mask_equals_attention_document_by_document():
         torch.testing.assert_close(packed[row : row + 1, start:end], attend(*own, Reach(), dropout=0))
 
 
-def attend_one_by_one(query, key, value, starts, _, longest, __):
+def attend_one_by_one(query, key, value, starts, _, longest, __, window_size):
     """What the kernel on a GPU does: attention within each stretch of the flattened batch."""
     assert int(starts.diff().max()) <= longest
     stretches = [slice(*pair) for pair in zip(starts.tolist()[:-1], starts.tolist()[1:], strict=True)]

@@ -199,6 +199,7 @@ class TuningLesson:
         if name.startswith("head"):
             return 1.0
         below = encoder.layers - int(name.split(".")[2]) if ".layers." in name else encoder.layers + 1
+        below = 1 if ".final_norm." in name else below  # as the top layer
         return self.config.decay_for(encoder) ** (below + self.config.faithful)
 
     def evaluate(self) -> dict[str, float]:
