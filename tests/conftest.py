@@ -7,6 +7,7 @@ import torch
 
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig
+from electra.model.sizes import modern
 from electra.model.storage import save_model
 from electra.text.batches import Batch
 from electra.text.sharding import ShardConfig, shard
@@ -19,6 +20,7 @@ torch.set_num_threads(1)
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocabulary=60, positions=32)
 NARROW = replace(WIDE, width=8, heads=1, feedforward=16)
+MODERN = replace(modern(WIDE), layers=4, global_every=3, local_attention=4)
 
 
 @pytest.fixture
@@ -30,10 +32,10 @@ def vocabulary() -> Vocabulary:
 def make_pair():
     """Build a small pair by sharing scheme; with `all`, both parts have one size."""
 
-    def build(sharing: str = "embeddings", dropout: float = 0.0) -> Electra:
+    def build(sharing: str = "embeddings", dropout: float = 0.0, size: EncoderConfig = WIDE) -> Electra:
         torch.manual_seed(0)
-        wide = replace(WIDE, dropout=dropout, attention_dropout=dropout)
-        narrow = wide if sharing == "all" else replace(NARROW, dropout=dropout, attention_dropout=dropout)
+        wide = replace(size, dropout=dropout, attention_dropout=dropout)
+        narrow = wide if sharing == "all" else replace(wide, width=8, heads=1, feedforward=16)
         return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing))
 
     return build
