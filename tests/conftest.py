@@ -1,6 +1,7 @@
 """What many tests share: one thread each, so that two workers fit two cores, and small pairs and batches."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,8 +119,18 @@ def settings_of_run(shards, tmp_path):
 @pytest.fixture(scope="session")
 def encoder_folder(shards, tmp_path_factory):
     """A model folder of a small discriminator that was never trained, with the tokenizer of simple text."""
-    folder = tmp_path_factory.mktemp("encoder") / "model"
+    return saved_discriminator(WIDE, tmp_path_factory.mktemp("encoder") / "model", shards / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def modern_folder(shards, tmp_path_factory):
+    """The same in the modern style."""
+    return saved_discriminator(MODERN, tmp_path_factory.mktemp("modern") / "model", shards / "tokenizer")
+
+
+def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:
+    """A folder with a discriminator of so many layers and so on, over the words of simple text."""
     torch.manual_seed(0)
-    size = replace(WIDE, vocabulary=len(WORDS) + 5, initial_std=0.2)
-    save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, shards / "tokenizer")
+    size = replace(size, vocabulary=len(WORDS) + 5, initial_std=0.2)
+    save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, tokenizer)
     return folder

@@ -39,8 +39,8 @@ class TuningConfig:
     """How an encoder is fine-tuned. What is left out is as in the paper, for the encoder's size and the task."""
 
     model: Path
-    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT), or a fine-tuned model, to go
-    on from another task."""
+    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT, ModernBERT), or a fine-tuned
+    model, to go on from another task."""
     output: Path
     """The folder for models, measures and plots. The same command again goes on; what is finished is not run again."""
     epochs: int | None = None
