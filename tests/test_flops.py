@@ -1,10 +1,11 @@
 """Parameters and operations are what torch counts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import NARROW, WIDE
+from conftest import MODERN, NARROW, WIDE
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra.cli import main
@@ -14,7 +15,11 @@ from electra.model.flops import TRAINING, flops, items_of, parameters
 from electra.model.sizes import ModelConfig
 from electra.report.costs import FlopsConfig, count_costs
 
-PAIR = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none")
+PAIRS = {
+    "classic": ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none"),
+    "modern": ElectraConfig(generator=replace(MODERN, width=8, heads=1), discriminator=MODERN, sharing="none"),
+    "wide tables": ElectraConfig(generator=replace(MODERN, embedding_width=24), discriminator=None, sharing="none"),
+}
 
 
 def counted(capsys, *flags: str) -> dict:
@@ -22,21 +27,24 @@ def counted(capsys, *flags: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_operations_of_a_training_step_equal_torchs_count():
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_operations_of_a_training_step_equal_torchs_count(pair):
     rows, length, masked = 3, 16, 5
     with torch.device("meta"):
-        electra = Electra(PAIR)
+        electra = Electra(pair)
         text = torch.zeros(rows, length, dtype=torch.long)
         at = torch.zeros(rows, masked, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        (electra.generator(text, at=at).sum() + electra.discriminator(text).sum()).backward()
-    counted = sum(map(flops, items_of(PAIR, length, masked).values()))
+        verdicts = electra.discriminator(text).sum() if electra.discriminator else 0
+        (electra.generator(text, at=at).sum() + verdicts).backward()
+    counted = sum(map(flops, items_of(pair, length, masked).values()))
     assert TRAINING * rows * counted == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("style", ["classic", "modern"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
-def test_parameters_add_up_to_the_models(size):
-    pair = ModelConfig(size=size, sharing="none").electra()
+def test_parameters_add_up_to_the_models(size, style):
+    pair = ModelConfig(size=size, style=style, sharing="none").electra()
     with torch.device("meta"):
         electra = Electra(pair)
     for name, items in items_of(pair, 128, 19).items():

@@ -196,7 +196,7 @@ def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards,
     config = settings_of_run(starts_with_waves=True, sharing=sharing, width=32)
     model = PretrainingLesson(config, open_shards(shards), torch.device("cpu")).model
     for encoder in (model.generator.encoder, model.discriminator.encoder):
-        embeddings = getattr(encoder.embeddings, "base", encoder.embeddings)
+        embeddings = encoder.embeddings.base or encoder.embeddings
         table, std = embeddings.position.weight.detach(), encoder.config.initial_std
         torch.testing.assert_close(table / std / 2**0.5, waves(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)

@@ -40,8 +40,8 @@ class TuningConfig:
     """How an encoder is fine-tuned. What is left out is as in the paper, for the encoder's size and the task."""
 
     model: Path
-    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT), or, to go on from another task,
-    a fine-tuned model or the --output of electra finetune, which stands for its best seed."""
+    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT, ModernBERT), or, to go on from
+    another task, a fine-tuned model or the --output of electra finetune, which stands for its best seed."""
     output: Path
     """The folder for models, measures and plots. The same command again goes on; what is finished is not run again."""
     epochs: int | None = None
@@ -220,6 +220,7 @@ class TuningLesson:
         if name.startswith("head"):
             return 1.0
         below = encoder.layers - int(name.split(".")[2]) if ".layers." in name else encoder.layers + 1
+        below = 1 if ".final_norm." in name else below  # as the top layer
         return self.config.decay_for(encoder) ** (below + self.config.faithful)
 
     def evaluate(self) -> dict[str, float]:

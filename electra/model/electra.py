@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from electra.errors import ConfigError
-from electra.model.encoder import DisentangledEmbeddings, Encoder, EncoderConfig
+from electra.model.encoder import Encoder, EncoderConfig, check_fields, disentangled
 from electra.model.heads import DiscriminatorHead, GeneratorHead
 
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
@@ -37,7 +37,7 @@ class Generator(nn.Module):
         hidden = self.encoder(input_ids, attention_mask, segment_ids, documents)
         if at is not None:
             hidden = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))  # [B, M, D]
-        return self.head(hidden, self.encoder.embeddings.token.weight)
+        return self.head(hidden, self.encoder.embeddings.token.weight, self.encoder.tied_projection())
 
 
 class Discriminator(nn.Module):
@@ -64,7 +64,9 @@ def share_nothing(generator: Generator, discriminator: Discriminator) -> None:
 
 
 def share_embeddings(generator: Generator, discriminator: Discriminator) -> None:
-    """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way)."""
+    """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way).
+
+    Modern embeddings are the token table alone."""
     discriminator.encoder.embeddings = generator.encoder.embeddings
 
 
@@ -74,12 +76,12 @@ def share_all(generator: Generator, discriminator: Discriminator) -> None:
 
 
 def share_disentangled(generator: Generator, discriminator: Discriminator) -> None:
-    """The discriminator adds to the generator's three tables without moving them; its LayerNorm is its own."""
+    """The discriminator adds to the generator's tables without moving them; its LayerNorm is its own."""
     encoder = discriminator.encoder
-    encoder.embeddings = DisentangledEmbeddings(generator.encoder.embeddings, encoder.config)
+    encoder.embeddings = disentangled(generator.encoder.embeddings, encoder.config)
 
 
-TABLE_FIELDS = ("vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
+TABLE_FIELDS = ("style", "vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
 ALL_FIELDS = tuple(field.name for field in fields(EncoderConfig))
 
 SHARING: dict[str, tuple[Callable[[Generator, Discriminator], None], tuple[str, ...]]] = {
@@ -109,9 +111,10 @@ class ElectraConfig:
         for name in SHARING[self.sharing][1]:
             ours, theirs = getattr(self.generator, name), getattr(self.discriminator, name)
             if ours != theirs:
+                came = [f"{value:,}" if isinstance(value, int) else value for value in (ours, theirs)]
                 raise ConfigError(
                     f"sharing={self.sharing} needs generator and discriminator of the same {name}, "
-                    f"but the generator has {ours:,} and the discriminator {theirs:,}"
+                    f"but the generator has {came[0]} and the discriminator {came[1]}"
                 )
 
     @classmethod
@@ -122,19 +125,8 @@ class ElectraConfig:
         for name in parts:
             if settings[name] is not None:
                 with naming(name):
-                    check_fields(settings[name], EncoderConfig)
-                    parts[name] = EncoderConfig(**settings[name])
+                    parts[name] = EncoderConfig.from_dict(settings[name])
         return cls(**parts, sharing=settings["sharing"])
-
-
-def check_fields(settings: Any, kind: type) -> None:
-    """Refuse stored settings that are not just the fields of `kind`: a default in their place would be a guess."""
-    if not isinstance(settings, dict):
-        raise ConfigError(f"these are not the settings of a model: {settings!r}")
-    wanted = {field.name for field in fields(kind)}
-    if settings.keys() != wanted:
-        differing = ", ".join(sorted(map(repr, settings.keys() ^ wanted)))
-        raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
 
 
 @contextmanager

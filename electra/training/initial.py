@@ -12,7 +12,7 @@ from torch import nn
 
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.encoder import DisentangledEmbeddings, EncoderConfig
+from electra.model.encoder import EncoderConfig, TokenEmbeddings
 from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
 from electra.model.storage import CONFIG, TOKENIZER_FILES, load_model, model_config, read_json
@@ -93,7 +93,7 @@ class InitialConfig(ModelConfig):
 
 
 def initial_size(given: dict[str, Any]) -> dict[str, str]:
-    """The size of the model that flags say to go on from; of a run that is resumed, the size it was begun with.
+    """Size and style of the model that flags say to go on from; of a run that is resumed, those it was begun with.
 
     Nothing where there is none to read: the run will say so.
     """
@@ -102,8 +102,10 @@ def initial_size(given: dict[str, Any]) -> dict[str, str]:
     run = Path(given.get("output") or ".")
     with suppress(DataError, KeyError):
         if "resume" in given and checkpoint_folders(run):
-            return {"size": read_json(run / CONFIG)["pretraining"]["size"]}
-        return {"size": size_as_wide(encoder_size(Path(given["init"])))}
+            settings = read_json(run / CONFIG)["pretraining"]
+            return {"size": settings["size"], "style": settings["style"]}
+        encoder = encoder_size(Path(given["init"]))
+        return {"size": size_as_wide(encoder), "style": encoder.style}
     return {}
 
 
@@ -162,11 +164,11 @@ class Start:
         embeddings = discriminator.encoder.embeddings
         if self.generator is not None:
             put(self.generator, generator)
-        elif isinstance(embeddings, DisentangledEmbeddings):  # a new generator shares the tables that are there
+        elif embeddings.base is not None:  # a new generator shares the tables that are there
             put(self.discriminator, generator, only="encoder.embeddings.")
         put(self.discriminator, discriminator)
-        if isinstance(embeddings, DisentangledEmbeddings):
-            subtract_base(embeddings)
+        if embeddings.base is not None:
+            subtract_base(embeddings, embeddings.base)
 
 
 def put(tensors: Tensors, part: nn.Module, only: str = "") -> None:
@@ -177,11 +179,12 @@ def put(tensors: Tensors, part: nn.Module, only: str = "") -> None:
                 parameter.copy_(tensors[name])
 
 
-def subtract_base(embeddings: DisentangledEmbeddings) -> None:
+def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
     """Make whole tables what they add to their base."""
     with torch.no_grad():
         for table in TABLES:
-            getattr(embeddings, table).weight.sub_(getattr(embeddings.base, table).weight)
+            if hasattr(embeddings, table):  # the modern style has only tokens
+                getattr(embeddings, table).weight.sub_(getattr(base, table).weight)
 
 
 def read_start(config: InitialConfig, has_discriminator: bool) -> Start:
@@ -232,5 +235,5 @@ def check_shared(start: Start, config: InitialConfig) -> None:
 def has_own_segments(electra: Electra) -> bool:
     """Whether segments A and B differ in the encoder that is kept: it was trained on pairs."""
     tables = folded(part_of(electra, "encoder").state_dict())
-    first, *others = tables["encoder.embeddings.segment.weight"]
+    first, *others = tables.get("encoder.embeddings.segment.weight", torch.zeros(1))  # the modern style has none
     return any(not torch.equal(first, other) for other in others)

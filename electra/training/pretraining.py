@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra, ElectraConfig, Generator
-from electra.model.encoder import DisentangledEmbeddings, Embeddings, Encoder, check_length
+from electra.model.encoder import Embeddings, Encoder, check_length
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.storage import CONFIG, model_config, read_json, write_json, write_model
 from electra.objective.losses import Counts, Losses
@@ -56,7 +56,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
 
     The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
 
-    Many defaults depend on --size and --recipe: shown are those of the size and recipe below.
+    Many defaults depend on --size, --style and --recipe: shown are those of the size, style and recipe below.
     Give others beside --help to see theirs."""
 
     data: Path
@@ -115,6 +115,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
             raise ConfigError(f"{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
+        if self.starts_with_waves and self.style == "modern":
+            raise ConfigError("starts_with_waves fills the position table, which the modern style does not have")
 
     def check_start(self) -> None:
         """Refuse two places to start from, and a generator where there is only one model."""
@@ -125,9 +127,10 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
 
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The defaults of the recipe and size among the flags that were given; a budget among them replaces theirs."""
+        """The defaults of the recipe, size and style among the flags that were given; a budget among them replaces
+        theirs."""
         given = initial_size(given) | given
-        chosen = {name: given.get(name, getattr(cls, name)) for name in ("recipe", "size")}
+        chosen = {name: given.get(name, getattr(cls, name)) for name in ("recipe", "size", "style")}
         settings = settings_for(**chosen) | chosen
         for budget in ("tokens", "minutes"):
             if budget in given:
@@ -227,7 +230,7 @@ def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -
     """Refuse to resume a run with settings, or data, that would change its weights."""
     if "pretraining" not in old:
         raise ConfigError(f"{run} holds a model, not a run; choose another --output")
-    before, after = facts(old), facts(new)
+    before, after = {"style": "classic"} | facts(old), facts(new)  # older runs say nothing of styles
     differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
     if differing:
         told = "; ".join(f"{name} was {before.get(name)} and is now {after[name]}" for name in differing)
@@ -361,7 +364,9 @@ def settle_segments(model: nn.Module) -> None:
 def start_with_waves(model: nn.Module) -> None:
     """Sines and cosines as first positions, as large as the noise in whose place they are."""
     for module in model.modules():
-        if isinstance(module, Encoder) and not isinstance(module.embeddings, DisentangledEmbeddings):
+        if not isinstance(module, Encoder) or not isinstance(module.embeddings, Embeddings):
+            continue
+        if module.embeddings.base is None:  # differences from a base start at zero
             table = module.embeddings.position.weight
             with torch.no_grad():
                 table.copy_(waves(*table.shape) * module.config.initial_std * 2**0.5)
