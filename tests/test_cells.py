@@ -51,8 +51,8 @@ def stop(output, number: int, is_for_worker: bool) -> threading.Thread:
 
 def test_stopped_in_any_way_it_goes_on_to_the_same_table(settings, tmp_path, capsys):
     """A worker is killed, then the table is asked to end: no hang, no orphan, nothing lost."""
-    whole = glue(settings("whole", seeds=2, epochs=30))
-    broken = settings("out", seeds=2, epochs=30, workers=2)
+    whole = glue(settings("whole", seeds=3, epochs=20))
+    broken = settings("out", seeds=3, epochs=20, workers=2)
     ends = ((signal.SIGKILL, True, TrainingError), (signal.SIGTERM, False, SystemExit))
     for number, is_for_worker, error in ends:
         stopper = stop(tmp_path / "out", number, is_for_worker)
@@ -60,6 +60,7 @@ def test_stopped_in_any_way_it_goes_on_to_the_same_table(settings, tmp_path, cap
             glue(broken)
         stopper.join()
         assert multiprocessing.active_children() == []
+        assert not (tmp_path / "out" / "cola" / "seed-3").exists()  # who is stopped begins nothing new
     assert "stopped, and saved; the same command goes on" in capsys.readouterr().err
     assert list((tmp_path / "out").glob("cola/seed-*/checkpoints/step-*"))
     assert glue(replace(broken, workers=1)).lines[0].measures == whole.lines[0].measures
