@@ -88,9 +88,13 @@ def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--style modern --starts-with-waves", "--starts-with-waves fills the position table, which the modern style"),
-        ("--style classic --global-every 3", "--global-every is 3, which only the modern style has"),
-        ("--style baroque", "baroque"),
+        ("--style modern --starts-with-waves", "--starts-with-waves fills the position table, and the modern style"),
+        ("--style classic --global-every 3", "--global-every is 3, and the classic style has none"),
+        (
+            "--style modern --local-attention 64",
+            "--local-attention is 64, but every layer sees the whole row; add --global",
+        ),
+        ("--style baroque", "there is no style 'baroque'; choose from classic, modern"),
         ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
         ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
     ],

@@ -116,7 +116,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
         if self.starts_with_waves and self.style == "modern":
-            raise ConfigError("starts_with_waves fills the position table, which the modern style does not have")
+            raise ConfigError("starts_with_waves fills the position table, and the modern style has none; leave it out")
 
     def check_start(self) -> None:
         """Refuse two places to start from, and a generator where there is only one model."""
