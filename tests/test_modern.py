@@ -85,6 +85,16 @@ def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
     assert files[0] == files[1]
 
 
+def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
+    config = settings_of_run()
+    pretrain(config)
+    record = json.loads((config.output / "config.json").read_text())
+    for name in ("style", "global_every", "local_attention"):
+        del record["pretraining"][name]
+    (config.output / "config.json").write_text(json.dumps(record))
+    assert pretrain(replace(config, resume=True)).step == 20
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -56,7 +56,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
 
     The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
 
-    Many defaults depend on --size, --style and --recipe: shown are those of the size, style and recipe below.
+    Many defaults depend on --size and --recipe: shown are those of the size and recipe below.
     Give others beside --help to see theirs."""
 
     data: Path
