@@ -72,7 +72,7 @@ def test_attention_by_mask_equals_attention_document_by_document():
         torch.testing.assert_close(packed[row : row + 1, start:end], attend(*own, Reach(), dropout=0))
 
 
-def attend_one_by_one(query, key, value, starts, _, longest, __, window_size):
+def attend_one_by_one(query, key, value, starts, _, longest, __, window_size=(-1, -1)):
     """What the kernel on a GPU does: attention within each stretch of the flattened batch, and within a window."""
     assert int(starts.diff().max()) <= longest
     window = longest if window_size == (-1, -1) else window_size[0]

@@ -122,8 +122,8 @@ def test_other_rows_and_other_tasks_are_refused(own, tmp_path):
     finetune(own())
     with pytest.raises(ConfigError, match="begun with other settings: length was 32 and is now 16"):
         finetune(own(length=16))
-    (tmp_path / "rows.csv").write_text((tmp_path / "rows.csv").read_text() + "the cat ran .,x\n")
-    with pytest.raises(ConfigError, match=r"rows.csv was 331 bytes and is now 347 bytes"):
+    (tmp_path / "rows.csv").write_text((tmp_path / "rows.csv").read_text().replace("cat", "dog"))  # as long as before
+    with pytest.raises(ConfigError, match=r"rows.csv was content \w{8} and is now content \w{8}"):
         finetune(own())
     (tmp_path / "others.csv").write_text("text,label\n" + "the cat sat .,a\nthe dog ran .,b\n" * 10)
     with pytest.raises(ConfigError, match="name was rows and is now others"):
@@ -147,6 +147,7 @@ def write_seed(output, seed: int, accuracy: float) -> None:
     """A finished seed, as far as its score and the place of its model go."""
     folder = output / f"seed-{seed}"
     (folder / "model").mkdir(parents=True)
+    (folder / "model" / "model.safetensors").touch()
     score = Score("made", seed, {"dev": {"accuracy": accuracy}}, steps=1, seconds=1.0, rows={}, truncated={})
     write_json(folder / "result.json", vars(score))
 

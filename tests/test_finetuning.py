@@ -150,8 +150,14 @@ def test_texts_that_were_cut_are_reported(settings):
 
 
 WRONG = {
-    "missing label column": ("a,b\n1,2\n3,4\n", "there is no column 'label'; the columns are a, b"),
-    "missing text column": ("a,label\n1,2\n3,4\n", "there is no column 'text'; the columns are a, label"),
+    "missing label column": (
+        "a,b\n1,2\n3,4\n",
+        "there is no column 'label' (--text, --text-b, --label); the columns are 'a', 'b'",
+    ),
+    "missing text column": (
+        "a,label\n1,2\n3,4\n",
+        "there is no column 'text' (--text, --text-b, --label); the columns are 'a', 'label'",
+    ),
     "empty file": ("", "there are no rows"),
     "one class": ("text,label\na,x\nb,x\n", "every label is 'x'"),
     "too many fields": ("text,label\na,x\nb,y,z\n", "line 3"),

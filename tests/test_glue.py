@@ -139,8 +139,10 @@ def test_tasks_may_come_from_a_file_of_flags(settings, encoder_folder, tmp_path,
     (tmp_path / "flags.json").write_text(json.dumps(fields))
     main(["glue", "--config", str(tmp_path / "flags.json")])
     assert [line["task"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["rte", "cola"]
-    main(["glue", "--config", str(tmp_path / "flags.json"), "--tasks", "cola"])
-    assert [line["task"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["cola"]
+    main(["glue", "--config", str(tmp_path / "flags.json"), "--tasks", "cola"])  # flags win; a table loses no line
+    found = json.loads(capsys.readouterr().out)
+    assert [line["task"] for line in found["lines"]] == ["cola", "rte"]
+    assert found["notes"][-1] == "the mean is without sst2, mrpc, stsb, qqp, mnli, qnli"
 
 
 def test_a_model_is_evaluated_on_the_official_files(settings, tmp_path):

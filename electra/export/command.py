@@ -140,6 +140,8 @@ def is_finetuned(folder: Path) -> bool:
 
 def export_finetuned(config: ExportConfig) -> Written:
     """Write a fine-tuned model as a classifier of texts; scores leave in the unit they came in."""
+    if config.part != ExportConfig.part:
+        raise ConfigError(f"{config.model} is fine-tuned: it leaves whole; leave out --part {config.part}")
     folder = best_model(config.model)
     model, task = load_finetuned(folder)
     size = model.encoder.config

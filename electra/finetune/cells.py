@@ -1,5 +1,6 @@
 """Cells: the seeds of tasks that a table is made of, one after the other or side by side; finished ones stay."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import torch
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetune.tasks import HUB, Task
 from electra.finetune.tuning import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
-from electra.model.storage import CONFIG, read_json, write_json
+from electra.model.storage import CONFIG, WEIGHTS, read_json, write_json
 from electra.text.files import is_used
 from electra.text.workers import start_worker
 from electra.training.checkpoint import model_folder
@@ -53,9 +54,15 @@ def file_size(source: str) -> int:
 def cells_of(config: TuningConfig, task: Task, folder: Path) -> list[Cell]:
     """A cell for every seed of a task; refuses a folder that was begun with other settings or files."""
     config = replace(config, model=encoder_folder(config.model))  # one for all seeds, though a run may train on
-    files = {file: f"{file_size(file):,} bytes" for file in task.splits.values() if file_size(file)}
+    files = {file: content_of(Path(file)) for file in task.splits.values() if file_size(file)}
     claim(folder, {"settings": config.common(), "task": asdict(task), "files": files})
     return [Cell(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
+
+
+def content_of(file: Path) -> str:
+    """A short name for what is in a file."""
+    with file.open("rb") as stream:
+        return "content " + hashlib.file_digest(stream, "sha256").hexdigest()[:8]
 
 
 def claim(folder: Path, record: dict[str, Any]) -> None:
@@ -100,17 +107,26 @@ def best_model(output: Path) -> Path:
 
 
 def seed_models(output: Path) -> list[Path]:
-    """The models of all finished seeds; `output` may also be a fine-tuned model itself."""
+    """The models of all finished seeds; `output` may also be a fine-tuned model itself, or one seed's folder."""
+    if not output.is_dir():
+        raise DataError(f"there is no folder {output}; give the --output of electra finetune")
     if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
         return [output]
-    models = [folder / MODEL for folder in sorted(output.glob("seed-*")) if (folder / RESULT).exists()]
-    models = [model for model in models if model.exists()]
+    seeds = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
+    finished = [folder for folder in seeds if (folder / RESULT).exists()]
+    models = [folder / MODEL for folder in finished if (folder / MODEL / WEIGHTS).exists()]
     if not models:
-        tasks = sorted({folder.parent.name for folder in output.glob("*/seed-*")})
-        make = f"make one with: electra finetune --output {output} …"
-        advice = f"choose one of the tasks in it: {', '.join(tasks)}" if tasks else make
-        raise DataError(f"there is no fine-tuned model in {output}; {advice}")
+        raise DataError(f"there is no fine-tuned model in {output}; {advice_on(output, finished)}")
     return models
+
+
+def advice_on(output: Path, finished: list[Path]) -> str:
+    """What to do about a folder without fine-tuned models."""
+    if finished:
+        return f"it was removed after {finished[0] / RESULT} was written: remove that, too, to make it again"
+    if tasks := sorted({folder.parent.name for folder in output.glob("*/seed-*")}):
+        return f"choose one of the tasks in it: {', '.join(tasks)}"
+    return f"make one with: electra finetune --model {output} --output …"
 
 
 def workers_for(config: TuningConfig) -> int:

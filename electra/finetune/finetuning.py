@@ -81,6 +81,7 @@ class Finetuned:
     model: str
     task: str
     kind: str
+    labels: list[str]
     rows: dict[str, int]
     truncated: dict[str, int]
     median: dict[str, Measures]
@@ -90,7 +91,9 @@ class Finetuned:
 
     def __str__(self) -> str:
         rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
-        lines = [f"{self.task} ({self.kind}): {rows} rows"]
+        shown = ", ".join(map(repr, self.labels[:10])) + (", …" if len(self.labels) > 10 else "")
+        classes = f", {len(self.labels)} classes: {shown}" if self.labels else ""
+        lines = [f"{self.task} ({self.kind}{classes}): {rows} rows"]
         lines += [f"{cut:,} {split} rows were cut to --length" for split, cut in self.truncated.items() if cut]
         for split, measures in self.median.items():
             for name, value in measures.items():
@@ -117,6 +120,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
         model=str(best_model(config.output)),
         task=task.name,
         kind=task.kind,
+        labels=list(task.labels),
         rows=scores[0].rows,
         truncated=scores[0].truncated,
         median=median,

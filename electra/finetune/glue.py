@@ -13,10 +13,11 @@ from electra.finetune.finetuning import ensemble, mean_logits, over_seeds
 from electra.finetune.submission import entry, missing_files, write_submission
 from electra.finetune.tasks import HUB, TASKS, TEST, Task, glue_task
 from electra.finetune.tuning import MODEL, Measures, Score, TuningConfig
-from electra.model.storage import write_json
+from electra.model.storage import read_json, write_json
 from electra.text.files import write_whole
 
 ALL = "all"
+TABLE = "table.json"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
 LARGE = ("sst2", "qqp", "mnli", "qnli")
 LEFT_OUT = "wnli"  # of means, as everywhere: its dev rows contradict its training rows
@@ -150,6 +151,7 @@ def glue(config: GlueConfig) -> GlueTable:
     groups = [cells_of(config.for_task(task), task, config.output / task.name) for task in tasks]
     scores = iter(run_cells([cell for group in groups for cell in group], workers_for(config)))
     lines = [line_of(group, [next(scores) for _ in group], config.ensemble) for group in groups]
+    lines += earlier_lines(config.output, tasks)
     if not config.keeps_models:
         for group in groups:
             remove_models(group)
@@ -162,11 +164,26 @@ def glue(config: GlueConfig) -> GlueTable:
         mean=statistics.mean(counted) if counted else float("nan"),
         glue_6=statistics.mean(six) if len(six) == len(GLUE_6) else None,
         references=REFERENCES,
-        notes=notes_of(lines) + (submit(config, groups) if config.submission else []),
+        notes=notes_of(lines) + absent(lines) + (submit(config, groups) if config.submission else []),
     )
     write_whole(config.output / "table.md", f"{table}\n".encode())
-    write_json(config.output / "table.json", asdict(table))
+    write_json(config.output / TABLE, asdict(table))
     return table
+
+
+def earlier_lines(output: Path, tasks: list[Task]) -> list[Line]:
+    """The lines of other tasks that an earlier table in the folder has: a table never loses any."""
+    if not (output / TABLE).exists():
+        return []
+    now = [task.name for task in tasks]
+    return [Line(**line) for line in read_json(output / TABLE)["lines"] if line["task"] not in now]
+
+
+def absent(lines: list[Line]) -> list[str]:
+    """Which tasks a mean is not over."""
+    there = [line.task for line in lines]
+    missing = [name for name, task in TASKS.items() if task.uses is None and name not in (*there, LEFT_OUT)]
+    return [f"the mean is without {', '.join(missing)}"] if missing else []
 
 
 def line_of(cells: list[Cell], scores: list[Score], is_ensemble: bool) -> Line:

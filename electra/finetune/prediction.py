@@ -93,6 +93,7 @@ class Evaluated:
     """What was measured."""
 
     model: str
+    models: int  # how many answered together
     task: str
     rows: int
     truncated: int
@@ -102,7 +103,8 @@ class Evaluated:
 
     def __str__(self) -> str:
         cut = f", {self.truncated:,} cut to --length" if self.truncated else ""
-        lines = [f"{self.task}: {self.rows:,} rows{cut}"]
+        together = f"; {self.models} models together" if self.models > 1 else ""
+        lines = [f"{self.task}: {self.rows:,} rows{cut}{together}"]
         lines += [f"  {name:<14}{100 * value:6.2f}" for name, value in self.measures.items()]
         if self.confusion and len(self.labels) <= 10:
             width = max(map(len, [*self.labels, *(str(count) for row in self.confusion for count in row)]))
@@ -255,6 +257,7 @@ def evaluate(config: EvaluateConfig) -> Evaluated:
     is_classes = task.kind == "classification"
     return Evaluated(
         model=", ".join(map(str, answers.folders)),
+        models=len(answers.folders),
         task=task.name,
         rows=answers.rows,
         truncated=answers.truncated,

@@ -211,7 +211,8 @@ def cell(task: Task, name: str, row: Row) -> Any:
     """The cell of a row in a column."""
     column = task.column(name, row.values)
     if column is None:
-        raise DataError(f"there is no column {name!r}; the columns are {', '.join(row.values)}")
+        present = ", ".join(map(repr, row.values))
+        raise DataError(f"there is no column {name!r} (--text, --text-b, --label); the columns are {present}")
     return row.values[column]
 
 
@@ -371,6 +372,8 @@ def own_task(
     """
     if dev is not None and dev_fraction is not None:
         raise ConfigError(f"there are dev rows in {dev} and a dev fraction of {dev_fraction}; give one of them")
+    if len({text, text_b, label}) < 3:
+        raise ConfigError(f"text, text_b and label are columns {text}, {text_b} and {label}; they must be different")
     held_out = 0.0 if dev is not None else 0.1 if dev_fraction is None else dev_fraction
     if dev is None and not 0 < held_out < 1:
         raise ConfigError(f"the dev fraction is {held_out}; it must be above 0 and below 1")

@@ -84,7 +84,8 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor
     """Attention within each document of the flattened batch, without a mask; [B, L, H, K] as `query`."""
     B, L = query.shape[:2]
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)  # [B * L, H, K]
-    mixed = varlen_attn(query, key, value, starts, starts, L, L, window_size=(window, window))
+    text = (query, key, value, starts, starts, L, L)
+    mixed = varlen_attn(*text) if window < 0 else varlen_attn(*text, window_size=(window, window))
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (B, L))
 

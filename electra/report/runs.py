@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from electra.errors import DataError
-from electra.finetune.glue import LEFT_OUT
+from electra.finetune.glue import LEFT_OUT, TABLE
 from electra.model.electra import ElectraConfig
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.storage import CONFIG, model_config, read_json
@@ -20,7 +20,6 @@ from electra.training.trainer import Place
 
 LOWER = ("loss",)  # how measures end that are better when they are lower
 HIGHER = ("accuracy", "precision", "recall", "auc")
-TABLE = "table.json"
 
 
 @dataclass(frozen=True)

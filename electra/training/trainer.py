@@ -164,6 +164,8 @@ class Trainer:
         self.journal = Journal(self.run, self.place.step)
         self.step = self.recorded_step() if self.records else self.compute
         with stop_signals() as asked, Bar(self.is_quiet) as self.bar:
+            begin = f"from step {self.place.step:,} on" if self.place.step else "from the start"
+            self.bar.say(f"training {begin}, a line every {self.config.log_every} steps")
             while self.share() < 1 and not asked:
                 self.take_step()
                 self.bar.move(self.share())
