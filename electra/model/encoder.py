@@ -90,6 +90,10 @@ class Embeddings(nn.Module):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return self.token(input_ids) + self.segment(segment_ids) + self.position(positions)
 
+    def token_table(self) -> Tensor:
+        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
+        return self.token.weight
+
 
 class DisentangledEmbeddings(Embeddings):
     """Tables that add to another model's without moving them: E = stopgrad(E_base) + E_Δ, E_Δ zero at first.
@@ -108,6 +112,9 @@ class DisentangledEmbeddings(Embeddings):
         with torch.no_grad():
             base = self.base.summed(input_ids, segment_ids)
         return base + super().summed(input_ids, segment_ids)
+
+    def token_table(self) -> Tensor:
+        return self.base.token_table().detach() + self.token.weight
 
 
 class Attention(nn.Module):

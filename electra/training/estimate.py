@@ -1,6 +1,6 @@
 """What a run would be, before it is run: parameters, operations, tokens, time and memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -86,6 +86,14 @@ def estimate(
         available_bytes=memory_bytes(device),
         device=device.type,
     )
+
+
+def together(estimates: list[Estimate]) -> Estimate:
+    """Several phases as one run: its parts add up, and the hungriest needs the memory."""
+    added = ("steps", "tokens", "epochs", "flops", "minutes")
+    sums = {name: sum(getattr(one, name) for one in estimates) for name in added}
+    most = max(estimates, key=lambda one: one.memory_bytes)
+    return replace(most, **sums, parameters=max(one.parameters for one in estimates))
 
 
 def activation_bytes(config: EncoderConfig, length: int, precision: torch.dtype, recomputes: bool) -> int:

@@ -5,12 +5,14 @@ import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, DataError
@@ -18,16 +20,26 @@ from electra.model.electra import Electra, ElectraConfig, Generator
 from electra.model.encoder import DisentangledEmbeddings, Embeddings, Encoder, check_length
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.sizes import ModelConfig
-from electra.model.storage import CONFIG, read_json, write_json, write_model
+from electra.model.storage import (
+    CONFIG,
+    HEAD,
+    WEIGHTS,
+    model_config,
+    read_json,
+    read_tensors,
+    write_json,
+    write_model,
+)
 from electra.objective.losses import Counts, Losses
 from electra.objective.masking import slots
 from electra.objective.measures import measure
-from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
-from electra.text.batches import Batch, Batches, BatchesConfig, validation_batches
+from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName, Settings
+from electra.text.batches import Batch, Batches, BatchesConfig, Position, validation_batches
 from electra.text.shards import TOKENIZER, Shards, open_shards
-from electra.training.checkpoint import checkpoint_folders, model_folder, remove_drafts
+from electra.text.vocabulary import Vocabulary
+from electra.training.checkpoint import STATE, checkpoint_folders, model_folder, remove_drafts
 from electra.training.curves import draw_curves
-from electra.training.estimate import Estimate, estimate
+from electra.training.estimate import Estimate, estimate, together
 from electra.training.machine import (
     Device,
     Precision,
@@ -37,9 +49,12 @@ from electra.training.machine import (
     environment,
     peak_flops,
 )
+from electra.training.phases import read_phases
 from electra.training.recipes import Recipe, settings_for
 from electra.training.samples import write_samples
 from electra.training.trainer import Budget, Outcome, Trainer, TrainerConfig
+
+GeneratorKind = Literal["model", "uniform", "unigram"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +72,22 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
     """The run folder: config, metrics, curves, checkpoints."""
     recipe: Recipe = "fast"
     """Settings that go together. faithful: the released code's, with its quirks; fast: our best so far."""
-    objective: Literal["rtd", "mlm"] = "rtd"
-    """rtd: generator and discriminator together; mlm: a masked language model of the discriminator's size (BERT)."""
+    objective: ObjectiveName = "rtd"
+    """rtd: the generator fills blanks, the discriminator finds its fills; electra-15: it is asked about masked tokens
+    only; replace-mlm: what stands in its place predicts the masked tokens behind the fills; all-tokens-mlm: the same of
+    every token, or copies it; mlm: a masked language model of its size (BERT); adversarial: the generator is paid what
+    its fills cost the discriminator; frozen-rtd: the generator no longer learns (stage two of two-stage training)."""
+    generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
+    """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
+    too easy to find to learn much from."""
+    phases: tuple[str, ...] = ()
+    """Train in phases, each with settings of its own: `share=0.9 share=0.1,length=512`, or for two-stage training
+    `objective=mlm objective=frozen-rtd`. A phase may have share (of the budget), objective, length, batch-size,
+    micro-batches, learning-rate, mask-fraction and temperature. The learning rate has one schedule over neighbouring
+    phases of one objective; where the objective changes, schedule and optimizer start afresh."""
+    hands_over: bool = True
+    """With phases: a discriminator that was not there before starts with the generator's weights; both need one size.
+    Without, it starts afresh, and may then fail to learn."""
     starts_at_unigram: bool = False
     """Give the generator's output the frequencies of tokens to start from, which it learns first anyway: the
     discriminator then has real work from the first step."""
@@ -106,6 +135,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
             raise ConfigError(f"{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
+        read_phases(self.phases)
 
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -117,23 +147,135 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig)
                 settings |= {"steps": None, budget: 1}  # the flag puts its own number in
         return settings
 
-    def budget(self) -> Budget:
-        """The budget as the trainer counts it."""
+    def budget(self, begin: float = 0.0, end: float = 1.0) -> Budget:
+        """The budget as the trainer counts it, or a stretch of it."""
         if self.minutes is not None:
-            return Budget(seconds=60 * self.minutes)
+            return Budget(seconds=60 * self.minutes * (end - begin))
         if self.tokens is not None:
-            return Budget(steps=math.ceil(self.tokens / (self.batch_size * self.length)))
-        return Budget(steps=self.steps)
+            return Budget(steps=math.ceil(self.tokens * (end - begin) / (self.batch_size * self.length)))
+        assert self.steps is not None
+        return Budget(steps=max(1, round(self.steps * end) - round(self.steps * begin)))
 
     def pair(self, shards: Shards) -> ElectraConfig:
-        """The model: a pair, or for objectives without a discriminator a generator of its size."""
-        vocabulary = shards.tokenizer.vocabulary
-        pair = self.electra(vocabulary.size, vocabulary.pad_id)
-        if not OBJECTIVES[self.objective].has_discriminator:
-            pair = ElectraConfig(generator=pair.discriminator, discriminator=None, sharing="none")
-        for part in filter(None, (pair.generator, pair.discriminator)):
-            check_length(self.length, part)
-        return pair
+        """The model that a run ends with."""
+        return plan(self, shards)[-1].model
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a run."""
+
+    number: int
+    config: PretrainConfig  # the run's, with what is different in this phase
+    model: ElectraConfig
+    budget: Budget
+    stage: Budget  # of all neighbouring phases of one objective: one schedule and one optimizer
+    end: Budget  # where in the stage this phase ends
+    begins_stage: bool
+
+
+def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
+    """The phases of a run; settings that contradict each other are refused."""
+    departures = read_phases(config.phases)
+    configs = [replace(config, phases=(), **departure.settings) for departure in departures]
+    refuse_contradictions(config, [one.objective for one in configs])
+    models = models_of(configs, shards)
+    budgets = [one.budget(each.begin, each.end) for one, each in zip(configs, departures, strict=True)]
+    phases: list[Phase] = []
+    for _, stage in groupby(range(len(configs)), key=lambda number: configs[number].objective):
+        numbers = list(stage)
+        ends = list(accumulate((budgets[number] for number in numbers), Budget.plus))
+        for number, end in zip(numbers, ends, strict=True):
+            own = (configs[number], models[number], budgets[number])
+            phases.append(Phase(number, *own, stage=ends[-1], end=end, begins_stage=number == numbers[0]))
+    refuse_hand_over(phases)
+    return phases
+
+
+def models_of(configs: list[PretrainConfig], shards: Shards) -> list[ElectraConfig]:
+    """The model of each phase: those parts of the pair that its objective has."""
+    vocabulary = shards.tokenizer.vocabulary
+    pair = configs[0].electra(vocabulary.size, vocabulary.pad_id)
+    if not any(OBJECTIVES[config.objective].head for config in configs):
+        pair = replace(pair, generator=pair.discriminator)  # BERT: of the size that discriminators are compared in
+    for part in filter(None, (pair.generator, pair.discriminator)):
+        check_length(max(config.length for config in configs), part)
+    return [model_of(pair, config) for config in configs]
+
+
+def model_of(pair: ElectraConfig, config: PretrainConfig) -> ElectraConfig:
+    """Those parts of a pair that an objective has, with the heads it needs."""
+    objective = OBJECTIVES[config.objective]
+    generator = pair.generator if config.generator_kind == "model" else None
+    discriminator = pair.discriminator if objective.head else None
+    return ElectraConfig(
+        generator=generator,
+        discriminator=discriminator,
+        sharing=pair.sharing if generator and discriminator else "none",
+        head=objective.head or "verdict",
+        has_baseline=objective.has_baseline,
+    )
+
+
+def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Refuse settings of which one leaves nothing for the other to do."""
+    for name in objectives:
+        if name not in OBJECTIVES:
+            raise ConfigError(f"there is no objective {name!r}; choose from {', '.join(OBJECTIVES)}")
+    kinds = [OBJECTIVES[name] for name in objectives]
+    if config.generator_kind != "model":
+        refuse_generators_settings(config, objectives)
+    if config.entropy_bonus and "adversarial" not in objectives:
+        raise ConfigError(f"entropy_bonus is {config.entropy_bonus}, which only --objective adversarial pays")
+    if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
+        raise ConfigError(f"sharing={config.sharing} would move a frozen generator; add --sharing none")
+    if kinds[0].is_frozen and config.branch_from is None:
+        raise ConfigError(
+            f"--objective {objectives[0]} needs a generator that was trained before; "
+            f"train it in a phase of its own: --phases objective=mlm objective={objectives[0]}"
+        )
+
+
+def refuse_generators_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Refuse what makes no sense where tokens are drawn without a generator."""
+    for name in objectives:
+        if OBJECTIVES[name].needs_generator:
+            able = ", ".join(other for other, kind in OBJECTIVES.items() if not kind.needs_generator)
+            raise ConfigError(
+                f"--objective {name} needs a generator, and --generator {config.generator_kind} is none; "
+                f"choose another objective ({able}) or --generator model"
+            )
+    for setting in ("generator_width", "generator_layers", "temperature", "disallow_correct"):
+        if getattr(config, setting) != getattr(PretrainConfig, setting):
+            raise ConfigError(
+                f"{setting} is for a generator, and --generator {config.generator_kind} is none: leave it out"
+            )
+    if config.sharing in ("all", "disentangled"):
+        raise ConfigError(
+            f"sharing={config.sharing} needs a generator, and --generator {config.generator_kind} is none"
+        )
+
+
+def refuse_hand_over(phases: list[Phase]) -> None:
+    """Refuse to start a discriminator with the weights of a generator that is built otherwise."""
+    for before, after in pairwise(phases):
+        if not starts_discriminator(before, after):
+            continue
+        ours, theirs = after.model.generator, after.model.discriminator
+        if ours != theirs and ours and theirs:
+            raise ConfigError(
+                f"the discriminator cannot start with the weights of a generator {ours.width} wide and {ours.layers} "
+                f"deep: it is {theirs.width} and {theirs.layers}; give both one size (--generator-width "
+                f"{theirs.width}), or let it start afresh with --no-hands-over"
+            )
+        if after.model.sharing == "disentangled":
+            raise ConfigError("sharing=disentangled hands over tables by itself; choose another, or --no-hands-over")
+
+
+def starts_discriminator(before: Phase, after: Phase) -> bool:
+    """Whether the discriminator is new in a phase and starts with the generator's weights."""
+    is_new = before.model.discriminator is None and after.model.discriminator is not None
+    return is_new and after.config.hands_over
 
 
 def pretrain(config: PretrainConfig) -> Outcome | Estimate:
@@ -142,24 +284,58 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     device = choose_device(config.device)
     if config.compile and not can_compile(device):
         raise ConfigError("--compile needs a C++ compiler on the CPU, and there is no g++; leave it out")
+    phases = plan(config, shards)
     if config.dry_run:
-        return estimate_run(config, shards, device)
-    torch.manual_seed(config.seed)
-    lesson = PretrainingLesson(config, shards, device)  # raises if the shards will not do, before anything is written
-    checkpoint = open_run(config, shards)
-    trainer = Trainer(lesson, config, config.budget(), config.output, config.seed)
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    elif config.branch_from is not None:
-        trainer.branch(model_folder(config.branch_from))
-    outcome = trainer.train()
+        return estimate_run(phases, shards, device)
+    record = run_record(config, shards)
+    checkpoint = last_checkpoint(config, record)
+    for phase in phases[0 if checkpoint is None else phase_of(checkpoint) :]:
+        torch.manual_seed(config.seed)
+        lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a folder
+        write_record(config.output, record)
+        outcome = train_phase(lesson, checkpoint)
+        checkpoint = Path(outcome.checkpoint)
+        if outcome.signal:
+            break
     draw_curves(config.output)
     return outcome
 
 
-def open_run(config: PretrainConfig, shards: Shards) -> Path | None:
-    """Make the run folder, or find the checkpoint to resume from; refuses to mix two runs."""
-    run, record = config.output, run_record(config, shards)
+def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None) -> Outcome:
+    """Train for one phase, from a checkpoint of it or of the phase before."""
+    phase, config = lesson.phase, lesson.phase.config
+    trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, end=phase.end)
+    if checkpoint is None:
+        if config.branch_from is not None:
+            trainer.branch(model_folder(config.branch_from))
+    elif phase.begins_stage and phase_of(checkpoint) < phase.number:
+        take_over(lesson.model, checkpoint, config.hands_over)
+        trainer.follow(checkpoint)
+    else:
+        trainer.resume(checkpoint)
+    return trainer.train()
+
+
+def phase_of(checkpoint: Path) -> int:
+    """The number of the phase that a checkpoint is of."""
+    return read_json(checkpoint / STATE)["lesson"].get("phase", 0)
+
+
+def take_over(model: Electra, checkpoint: Path, hands_over: bool) -> None:
+    """Give a model the weights of the phase before, and a discriminator that was not there those of the generator."""
+    before, weights = model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_other_head = name.startswith(HEAD) and before.head != model.config.head
+            if name in weights and not is_other_head:
+                parameter.copy_(weights[name])
+    if hands_over and before.discriminator is None and model.discriminator is not None:
+        model.discriminator.encoder.load_state_dict(model.the_generator().encoder.state_dict())
+
+
+def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from, where there is one; refuses to mix two runs."""
+    run = config.output
     if (run / CONFIG).exists():
         if not config.resume:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
@@ -167,11 +343,15 @@ def open_run(config: PretrainConfig, shards: Shards) -> Path | None:
         remove_drafts(run)
     elif run.exists() and any(run.iterdir()):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
-    else:
-        run.mkdir(parents=True, exist_ok=True)
-        write_json(run / CONFIG, record)
     found = checkpoint_folders(run)
     return found[-1] if found else None
+
+
+def write_record(run: Path, record: dict[str, Any]) -> None:
+    """Make the run folder, unless it is there."""
+    run.mkdir(parents=True, exist_ok=True)
+    if not (run / CONFIG).exists():
+        write_json(run / CONFIG, record)
 
 
 def run_record(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
@@ -202,7 +382,8 @@ def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -
 
 def facts(record: dict[str, Any]) -> dict[str, Any]:
     """What a run is known by: its settings, and in words its data."""
-    data, entries = record["data"], record["model"]["generator"]["vocabulary"]
+    data, model = record["data"], record["model"]
+    entries = (model["generator"] or model["discriminator"])["vocabulary"]
     text = "{train:,} tokens with {validation:,} held out".format(**data["tokens"])
     tokenizer = f"one of {entries:,} entries ({data['tokenizer'][:8]})"
     return record["pretraining"] | {"the text in --data": text, "the tokenizer of --data": tokenizer}
@@ -211,19 +392,20 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
 class PretrainingLesson:
     """What the trainer is given: the pair, its batches, its objective, its measures."""
 
-    def __init__(self, config: PretrainConfig, shards: Shards, device: torch.device) -> None:
-        self.config, self.shards, self.device = config, shards, device
-        self.model = Electra(config.pair(shards)).to(device)
+    def __init__(self, phase: Phase, shards: Shards, device: torch.device) -> None:
+        self.phase, self.shards, self.device = phase, shards, device
+        self.config = config = phase.config
+        self.model = Electra(phase.model).to(device)
         for module in self.model.modules():
             if isinstance(module, Encoder):
                 module.recomputes_layers = config.recompute
         self.precision = choose_precision(config.precision, device)
         self.objective = OBJECTIVES[config.objective]
-        self.settings = settings_of(config, shards)
         self.batches = Batches(shards, batches_config(config), device=device)
         self.stream: Iterator[Batch] | None = None
         self.held_out = list(held_out_batches(config, shards, device))
         self.unigram = unigram(shards, device)
+        self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
         if config.starts_at_unigram and self.model.generator is not None:
             start_at_unigram(self.model.generator, self.unigram)
         if config.starts_with_waves:
@@ -271,16 +453,26 @@ class PretrainingLesson:
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
     def state(self) -> dict[str, Any]:
-        return self.batches.state()
+        return self.batches.state() | {"phase": self.phase.number}
 
     def restore(self, state: dict[str, Any]) -> None:
+        if state.get("phase", 0) != self.phase.number:  # rows may be of another length: a new epoch
+            state = asdict(Position(step=state["step"], epoch=state["epoch"] + 1)) | self.batches.order()
         self.batches.restore(state)
 
 
-def settings_of(config: PretrainConfig, shards: Shards) -> Settings:
-    """The objective's part of the configuration, with the shards' vocabulary."""
+def settings_of(config: PretrainConfig, vocabulary: Vocabulary, unigram: Tensor) -> Settings:
+    """The objective's part of the configuration, with the text's vocabulary, and what fills blanks in it."""
     own = {field.name: getattr(config, field.name) for field in fields(ObjectiveConfig)}
-    return Settings(**own, vocabulary=shards.tokenizer.vocabulary)
+    frequencies = {"model": None, "uniform": uniform(vocabulary, unigram.device), "unigram": unigram}
+    return Settings(**own, vocabulary=vocabulary, frequencies=frequencies[config.generator_kind])
+
+
+def uniform(vocabulary: Vocabulary, device: torch.device) -> Tensor:
+    """All tokens that can be masked alike: [V], adding up to 1."""
+    frequencies = torch.ones(vocabulary.size, device=device)
+    frequencies[list(vocabulary.unmaskable())] = 0
+    return frequencies / frequencies.sum()
 
 
 def batches_config(config: PretrainConfig) -> BatchesConfig:
@@ -337,11 +529,17 @@ def waves(positions: int, width: int) -> Tensor:
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]
 
 
-def estimate_run(config: PretrainConfig, shards: Shards, device: torch.device) -> Estimate:
+def estimate_run(phases: list[Phase], shards: Shards, device: torch.device) -> Estimate:
     """What a run would be, without running it."""
+    return together([estimate_phase(phase, shards, device) for phase in phases])
+
+
+def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estimate:
+    """What a phase would be."""
+    config = phase.config
     return estimate(
-        config.pair(shards),
-        budget=config.budget(),
+        phase.model,
+        budget=phase.budget,
         rows=config.batch_size,
         micro_rows=config.batch_size // config.micro_batches,
         length=config.length,
