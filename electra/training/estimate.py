@@ -74,7 +74,8 @@ def estimate(
     activations = sum(
         activation_bytes(part, length, precision, recomputes) for part in (pair.generator, pair.discriminator) if part
     )
-    logits = 3 * 4 * masked * pair.generator.vocabulary if pair.generator else 0  # logits, noise and gradient in fp32
+    predicting = [pair.generator, pair.discriminator if pair.head == "correction" else None]  # copying: in chunks
+    logits = 3 * 4 * masked * sum(part.vocabulary for part in predicting if part)  # logits, noise, gradient in fp32
     return Estimate(
         parameters=parameters,
         steps=steps,

@@ -246,9 +246,10 @@ def refuse_generators_settings(config: PretrainConfig, objectives: list[Objectiv
                 f"choose another objective ({able}) or --generator model"
             )
     for setting in ("generator_width", "generator_layers", "temperature", "disallow_correct"):
-        if getattr(config, setting) != getattr(PretrainConfig, setting):
+        if (came := getattr(config, setting)) != getattr(PretrainConfig, setting):
             raise ConfigError(
-                f"{setting} is for a generator, and --generator {config.generator_kind} is none: leave it out"
+                f"{setting} is {came}, which is for a generator, and --generator {config.generator_kind} is none; "
+                f"leave it out"
             )
     if config.sharing in ("all", "disentangled"):
         raise ConfigError(
