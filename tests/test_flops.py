@@ -1,6 +1,7 @@
 """Parameters and operations are what torch counts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ def test_parameters_add_up_to_the_models(size):
         electra = Electra(pair)
     for name, items in items_of(pair, 128, 19).items():
         assert parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
+
+
+@pytest.mark.parametrize(("head", "predicted"), [("correction", 5), ("copying", 16)])
+def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predicted):
+    pair = replace(PAIR, head=head)
+    with torch.device("meta"):
+        corrector = Electra(pair).discriminator
+    items = items_of(pair, length=16, masked=5)["corrector"]
+    assert parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
+    assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
 
 
 def test_what_is_shared_counts_once_in_the_pair():
