@@ -24,6 +24,7 @@ import tyro
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
+from electra.text.files import finite
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
@@ -41,6 +42,7 @@ COMMANDS = {
     "embed": ("electra.serve.command", "EmbedConfig", "embed", "turn a text into a vector"),
     "doctor": ("electra.serve.doctor", "DoctorConfig", "examine", "say what this machine has and what will be used"),
     "flops": ("electra.report.costs", "FlopsConfig", "count_costs", "count a model's parameters and operations"),
+    "report": ("electra.report.overview", "ReportConfig", "report", "compare runs: tables and plots"),
     "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
     "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
 }
@@ -92,7 +94,8 @@ def run(arguments: list[str]) -> None:
     with naming_flags(type(settings)):
         result = getattr(stage, function)(settings)
     if result is not None:
-        print(json.dumps(dataclasses.asdict(result), default=str) if getattr(settings, "json", False) else result)
+        is_json = getattr(settings, "json", False)
+        print(json.dumps(finite(dataclasses.asdict(result)), default=str) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
 

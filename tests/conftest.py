@@ -1,12 +1,14 @@
 """What many tests share: one thread each, so that two workers fit two cores, and small pairs and batches."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig
+from electra.model.sizes import modern
 from electra.model.storage import save_model
 from electra.objective.objectives import OBJECTIVES
 from electra.text.batches import Batch
@@ -20,6 +22,7 @@ torch.set_num_threads(1)
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocabulary=60, positions=32)
 NARROW = replace(WIDE, width=8, heads=1, feedforward=16)
+MODERN = replace(modern(WIDE), layers=4, global_every=3, local_attention=4)
 
 
 @pytest.fixture
@@ -31,10 +34,12 @@ def vocabulary() -> Vocabulary:
 def make_pair():
     """Build a small pair by sharing scheme, for an objective; with `all`, both parts have one size."""
 
-    def build(sharing: str = "embeddings", dropout: float = 0.0, objective: str = "rtd") -> Electra:
+    def build(
+        sharing: str = "embeddings", dropout: float = 0.0, size: EncoderConfig = WIDE, objective: str = "rtd"
+    ) -> Electra:
         torch.manual_seed(0)
-        wide = replace(WIDE, dropout=dropout, attention_dropout=dropout)
-        narrow = wide if sharing == "all" else replace(NARROW, dropout=dropout, attention_dropout=dropout)
+        wide = replace(size, dropout=dropout, attention_dropout=dropout)
+        narrow = wide if sharing == "all" else replace(wide, width=8, heads=1, feedforward=16)
         needs = OBJECTIVES[objective]
         heads = {"head": needs.head or "verdict", "has_baseline": needs.has_baseline}
         return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing, **heads))
@@ -119,8 +124,18 @@ def settings_of_run(shards, tmp_path):
 @pytest.fixture(scope="session")
 def encoder_folder(shards, tmp_path_factory):
     """A model folder of a small discriminator that was never trained, with the tokenizer of simple text."""
-    folder = tmp_path_factory.mktemp("encoder") / "model"
+    return saved_discriminator(WIDE, tmp_path_factory.mktemp("encoder") / "model", shards / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def modern_folder(shards, tmp_path_factory):
+    """The same in the modern style."""
+    return saved_discriminator(MODERN, tmp_path_factory.mktemp("modern") / "model", shards / "tokenizer")
+
+
+def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:
+    """A folder with a discriminator of so many layers and so on, over the words of simple text."""
     torch.manual_seed(0)
-    size = replace(WIDE, vocabulary=len(WORDS) + 5, initial_std=0.2)
-    save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, shards / "tokenizer")
+    size = replace(size, vocabulary=len(WORDS) + 5, initial_std=0.2)
+    save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, tokenizer)
     return folder

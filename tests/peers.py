@@ -1,7 +1,7 @@
 """Models of transformers to compare with."""
 
 import torch
-from transformers import BertConfig, ElectraConfig
+from transformers import BertConfig, ElectraConfig, ModernBertConfig
 
 LAYOUTS = {  # small, base and large scaled down: embedding width, hidden width, heads, feed-forward, layers
     "small": (16, 32, 4, 64, 3),
@@ -27,8 +27,27 @@ def peer(kind, layout: str = "small", config_class=ElectraConfig):
             max_position_embeddings=32,
             **width,
         )
-    ).eval()
+    )
+    return shaken(model)
+
+
+def modern_peer(kind, global_every: int = 1, **settings):
+    """A model of transformers with ModernBERT's encoder; of its layers, one in so many sees more than 2 tokens away."""
+    torch.manual_seed(0)
+    special = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"))
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "num_hidden_layers": 4}
+    kinds = ["sliding_attention" if number % global_every else "full_attention" for number in range(4)]
+    labels = {"id2label": {0: "original", 1: "replaced"}, "label2id": {"original": 0, "replaced": 1}}
+    common = {"vocab_size": 60, "pad_token_id": 0, "max_position_embeddings": 32, "local_attention": 4}
+    config = ModernBertConfig(**special | sizes | labels | common | {"layer_types": kinds} | settings)
+    return shaken(kind(config))
+
+
+def shaken(model):
+    """The model with weights that are all different from zero and one."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+        if hasattr(model, "classifier"):  # of a discriminator: the label "original" always has 0
+            model.classifier.weight[0], model.classifier.bias[0] = 0, 0
+    return model.eval()

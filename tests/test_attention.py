@@ -1,5 +1,6 @@
 """Who attends to whom."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from conftest import WIDE
 
 from electra.model import attention
-from electra.model.attention import Reach, attend, reach_of, starts_of
+from electra.model.attention import Reach, attend, reach_of, starts_of, turned, turns_of, within
 from electra.model.encoder import Encoder
 
 
@@ -30,6 +31,31 @@ def test_padding_beside_documents_is_a_document_of_its_own():
     assert reach.mask[0, 0].int().tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
 
 
+@pytest.mark.parametrize(
+    ("attention_mask", "documents", "seen"),
+    [
+        (None, None, ["1100", "1110", "0111", "0011"]),
+        (torch.tensor([[1, 1, 0, 0]]), None, ["1100", "1100", "0110", "0001"]),
+        (None, torch.tensor([[0, 0, 1, 1]]), ["1100", "1100", "0011", "0011"]),
+    ],
+)
+def test_a_window_hides_what_is_farther_away_and_never_a_token_from_itself(attention_mask, documents, seen):
+    reach = within(reach_of(attention_mask, documents, has_kernel=False), 1, 4, torch.device("cpu"))
+    assert ["".join(str(int(it)) for it in row) for row in reach.mask[0, 0].tolist()] == seen
+
+
+def test_a_window_as_long_as_the_row_needs_no_mask():
+    assert within(Reach(), 3, 4, torch.device("cpu")) == Reach()
+    assert within(Reach(), 2, 4, torch.device("cpu")).mask is not None
+
+
+def test_turns_are_rotations_of_pairs_half_a_head_apart():
+    turns = turns_of(3, 4, theta=100.0, device=torch.device("cpu"))
+    vectors = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(1, 3, 1, 4)
+    expected = [[math.cos(p), -math.sin(p / 10), math.sin(p), math.cos(p / 10)] for p in range(3)]
+    torch.testing.assert_close(turned(vectors, turns)[0, :, 0], torch.tensor(expected))
+
+
 def test_documents_start_where_their_number_changes_and_in_every_row():
     documents = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 2]])
     assert starts_of(documents).tolist() == [0, 2, 4, 7, 8]
@@ -46,26 +72,29 @@ def test_attention_by_mask_equals_attention_document_by_document():
         torch.testing.assert_close(packed[row : row + 1, start:end], attend(*own, Reach(), dropout=0))
 
 
-def attend_one_by_one(query, key, value, starts, _, longest, __):
-    """What the kernel on a GPU does: attention within each stretch of the flattened batch."""
+def attend_one_by_one(query, key, value, starts, _, longest, __, window_size):
+    """What the kernel on a GPU does: attention within each stretch of the flattened batch, and within a window."""
     assert int(starts.diff().max()) <= longest
+    window = longest if window_size == (-1, -1) else window_size[0]
     stretches = [slice(*pair) for pair in zip(starts.tolist()[:-1], starts.tolist()[1:], strict=True)]
     own = [[tensor[None, stretch] for tensor in (query, key, value)] for stretch in stretches]
-    return torch.cat([attend(*tensors, Reach(), dropout=0)[0] for tensors in own])
+    reaches = [within(Reach(), window, stretch.stop - stretch.start, torch.device("cpu")) for stretch in stretches]
+    return torch.cat([attend(*tensors, reach, dropout=0)[0] for tensors, reach in zip(own, reaches, strict=True)])
 
 
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
 
 
+@pytest.mark.parametrize("window", [1, 6])
 @pytest.mark.parametrize("attention_mask", [None, PADDING])
-def test_attention_by_starts_equals_attention_by_mask(monkeypatch, attention_mask):
+def test_attention_by_starts_equals_attention_by_mask(monkeypatch, attention_mask, window):
     monkeypatch.setattr(attention, "varlen_attn", attend_one_by_one)
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 6, 3, 8, generator=generator) for _ in range(3))  # [B, L, H, K]
+    reaches = (reach_of(attention_mask, DOCUMENTS, has_kernel=has_kernel) for has_kernel in (False, True))
     by_mask, by_starts = (
-        attend(query, key, value, reach_of(attention_mask, DOCUMENTS, has_kernel=has_kernel), dropout=0)
-        for has_kernel in (False, True)
+        attend(query, key, value, within(reach, window, 6, torch.device("cpu")), dropout=0) for reach in reaches
     )
     torch.testing.assert_close(by_starts, by_mask)
 

@@ -2,10 +2,11 @@
 
 from copy import deepcopy
 from dataclasses import asdict, replace
+from itertools import product
 
 import pytest
 import torch
-from conftest import NARROW, WIDE
+from conftest import MODERN, NARROW, WIDE
 
 from electra.errors import ConfigError
 from electra.model.electra import SHARING, Electra, ElectraConfig
@@ -68,6 +69,31 @@ def test_disentangled_tables_start_as_the_generators_and_follow_it(make_pair):
     with torch.no_grad():
         ours.token.weight[12] += 1.0
     assert not torch.allclose(ours(text, text * 0), base(text, text * 0))
+
+
+def test_a_modern_pair_shares_only_the_narrow_token_table(make_pair):
+    electra = make_pair("embeddings", size=MODERN)
+    assert under(gradients(electra, "discriminator"), "generator.") == {"encoder.embeddings.token.weight"}
+    assert under(gradients(electra, "generator"), "discriminator.") == set()
+    assert electra.generator.encoder.project.weight is not electra.discriminator.encoder.project.weight
+
+
+def test_a_modern_disentangled_discriminator_leaves_the_generator_alone(make_pair):
+    electra, text = make_pair("disentangled", size=MODERN), torch.tensor([[2, 11, 12, 3]])
+    by_discriminator = gradients(electra, "discriminator")
+    assert under(by_discriminator, "generator.") == set()
+    assert under(by_discriminator, "discriminator.encoder.embeddings.") == {"token.weight"}
+    ours, base = electra.discriminator.encoder.embeddings, electra.generator.encoder.embeddings
+    torch.testing.assert_close(ours(text, text * 0), base(text, text * 0))
+
+
+def test_a_modern_generators_output_table_is_its_input_table_through_its_projection(make_pair):
+    generator = make_pair("none", size=MODERN).generator
+    hidden = torch.randn(1, 2, 8)
+    head, encoder = generator.head, generator.encoder
+    table = encoder.embeddings.token.weight @ encoder.project.weight.T  # [V, D]
+    expected = head.norm(torch.nn.functional.gelu(head.dense(hidden))) @ table.T + head.bias
+    torch.testing.assert_close(head(hidden, encoder.embeddings.token.weight, encoder.tied_projection()), expected)
 
 
 def shared_tensors(electra: Electra) -> set[int]:
@@ -134,8 +160,8 @@ def test_logits_at_some_positions_equal_those_among_all(make_pair):
 
 
 def test_every_scheme_survives_json(make_pair):
-    for sharing in SHARING:
-        config = make_pair(sharing).config
+    for sharing, size in product(SHARING, (WIDE, MODERN)):
+        config = make_pair(sharing, size=size).config
         assert ElectraConfig.from_dict(asdict(config)) == config
 
 
@@ -146,6 +172,7 @@ def test_every_scheme_survives_json(make_pair):
         ({"sharing": "some"}, "there is no sharing 'some'; choose from none, embeddings, all, disentangled"),
         ({"discriminator": None}, "sharing=embeddings needs a generator and a discriminator"),
         ({"generator": replace(NARROW, embedding_width=8)}, "same embedding_width, but the generator has 8"),
+        ({"generator": replace(NARROW, style="modern")}, "same style, but the generator has modern and the disc"),
         ({"generator": replace(NARROW, dropout=0.2)}, "same dropout, but the generator has 0.2 and the discriminator"),
     ],
 )

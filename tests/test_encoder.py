@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import WIDE
+from conftest import MODERN, WIDE
 from torch import nn
 
 from electra.errors import ConfigError
@@ -20,24 +20,36 @@ def encoder() -> Encoder:
     return Encoder(WIDE).eval()
 
 
-def test_padding_changes_nothing_for_the_tokens_before_it(encoder):
+@pytest.fixture
+def modern() -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(replace(MODERN, initial_std=0.2)).eval()
+
+
+@pytest.fixture(params=[WIDE, MODERN], ids=["classic", "modern"])
+def either(request) -> Encoder:
+    torch.manual_seed(0)
+    return Encoder(replace(request.param, initial_std=0.2)).eval()
+
+
+def test_padding_changes_nothing_for_the_tokens_before_it(either):
     text = torch.tensor([[2, 11, 12, 3]])
     padded = torch.tensor([[2, 11, 12, 3, 0, 0]])
-    hidden = encoder(padded, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
-    torch.testing.assert_close(hidden[:, :4], encoder(text))
+    hidden = either(padded, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
+    torch.testing.assert_close(hidden[:, :4], either(text))
 
 
-def test_packed_documents_do_not_see_each_other(encoder):
+def test_packed_documents_do_not_see_each_other(either):
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
-    one = encoder(torch.tensor([[2, 11, 12, 2, 13, 14]]), documents=documents)
-    other = encoder(torch.tensor([[2, 11, 12, 2, 15, 16]]), documents=documents)
+    one = either(torch.tensor([[2, 11, 12, 2, 13, 14]]), documents=documents)
+    other = either(torch.tensor([[2, 11, 12, 2, 15, 16]]), documents=documents)
     torch.testing.assert_close(one[:, :3], other[:, :3])
     assert not torch.allclose(one[:, 3:], other[:, 3:])
 
 
-def test_the_first_packed_document_is_as_if_alone(encoder):
-    packed = encoder(torch.tensor([[2, 11, 12, 2, 13, 14]]), documents=torch.tensor([[0, 0, 0, 1, 1, 1]]))
-    torch.testing.assert_close(packed[:, :3], encoder(torch.tensor([[2, 11, 12]])))
+def test_the_first_packed_document_is_as_if_alone(either):
+    packed = either(torch.tensor([[2, 11, 12, 2, 13, 14]]), documents=torch.tensor([[0, 0, 0, 1, 1, 1]]))
+    torch.testing.assert_close(packed[:, :3], either(torch.tensor([[2, 11, 12]])))
 
 
 def test_segments_are_told_apart_and_a_is_the_default(encoder):
@@ -46,11 +58,60 @@ def test_segments_are_told_apart_and_a_is_the_default(encoder):
     assert not torch.allclose(encoder(text), encoder(text, segment_ids=torch.tensor([[0, 0, 1, 1]])))
 
 
-def test_the_padding_row_of_the_token_table_gets_no_gradient_from_the_input(encoder):
-    encoder(torch.tensor([[2, 11, 0, 0]])).sum().backward()
-    gradient = encoder.embeddings.token.weight.grad
+def test_the_padding_row_of_the_token_table_gets_no_gradient_from_the_input(either):
+    either(torch.tensor([[2, 11, 0, 0]])).sum().backward()
+    gradient = either.embeddings.token.weight.grad
     assert gradient[0].abs().sum() == 0
     assert gradient[11].abs().sum() > 0
+
+
+def test_modern_encoders_tell_positions_apart_and_read_segments_alike(modern):
+    one, other = modern(torch.tensor([[2, 11, 12, 3]])), modern(torch.tensor([[2, 12, 11, 3]]))
+    assert not torch.allclose(one[:, 0], other[:, 0])
+    assert torch.equal(one, modern(torch.tensor([[2, 11, 12, 3]]), segment_ids=torch.tensor([[0, 0, 1, 1]])))
+
+
+def test_only_the_distance_of_two_tokens_counts(modern):
+    text = torch.tensor([[2, 11, 12, 13]])
+    later = torch.tensor([[5, 6, 2, 11, 12, 13]])
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    torch.testing.assert_close(modern(later, documents=documents)[:, 2:], modern(text), atol=1e-5, rtol=0)
+
+
+def test_local_layers_see_half_the_window_to_either_side():
+    torch.manual_seed(0)
+    encoder = Encoder(replace(MODERN, layers=2, global_every=2, local_attention=4, initial_std=0.2)).eval()
+    nn.init.zeros_(encoder.layers[0].attention.output.weight)  # the global layer passes nothing on
+    before, after = encoder(torch.tensor([[2, 11, 12, 13, 14, 15]])), encoder(torch.tensor([[2, 11, 12, 13, 14, 16]]))
+    is_changed = (before - after).abs().amax(2)[0] > 1e-6
+    assert is_changed.tolist() == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_padding_far_from_all_tokens_gives_numbers_and_no_gradient(modern, has_documents):
+    attention_mask = torch.arange(12)[None] < 3
+    documents = torch.zeros(1, 12, dtype=torch.long) if has_documents else None
+    hidden = modern(torch.arange(5, 17)[None], attention_mask, documents=documents)
+    assert hidden.isfinite().all()
+    hidden[:, :3].sum().backward()
+    gradient = modern.embeddings.token.weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.abs().sum(1).nonzero().flatten().tolist() == [5, 6, 7]
+
+
+def test_what_modern_layers_add_starts_smaller_with_depth():
+    torch.manual_seed(0)
+    shallow, deep = (Encoder(replace(MODERN, width=96, layers=layers)).layers[0] for layers in (1, 4))
+    for name in ("attention.output", "feedforward.narrow"):
+        ratio = shallow.get_submodule(name).weight.std() / deep.get_submodule(name).weight.std()
+        assert ratio.item() == pytest.approx(2, rel=0.1)
+
+
+def test_modern_encoders_have_no_biases():
+    names = [name for name, _ in Encoder(MODERN).named_parameters()]
+    assert [name for name in names if name.endswith("bias")] == []
+    assert "layers.0.attention_norm.weight" not in names
+    assert "layers.1.attention_norm.weight" in names
 
 
 def test_weights_start_as_released():
@@ -64,10 +125,11 @@ def test_weights_start_as_released():
     assert encoder.layers[0].attention.qkv.bias.abs().sum() == 0
 
 
+@pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
 @pytest.mark.parametrize("kind", ["dropout", "attention_dropout"])
-def test_each_kind_of_dropout_works_in_training_and_only_there(kind):
+def test_each_kind_of_dropout_works_in_training_and_only_there(kind, size):
     torch.manual_seed(0)
-    encoder = Encoder(replace(WIDE, **({"dropout": 0.0, "attention_dropout": 0.0} | {kind: 0.5})))
+    encoder = Encoder(replace(size, **({"dropout": 0.0, "attention_dropout": 0.0} | {kind: 0.5})))
     assert not torch.equal(encoder(TEXT), encoder(TEXT))
     encoder.eval()
     assert torch.equal(encoder(TEXT), encoder(TEXT))
@@ -108,6 +170,12 @@ def test_a_verdict_starts_as_released():
         ({"norm_epsilon": "tiny"}, "norm_epsilon is 'tiny'; it must be a number"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
         ({"pad_id": 60}, "pad_id 60 is not in the vocabulary of 60 entries"),
+        ({"style": "baroque"}, "there is no style 'baroque'; choose from classic, modern"),
+        ({"global_every": 3}, "global_every is 3, which only the modern style has; choose that style"),
+        ({"local_theta": 5.0}, "local_theta is 5.0, which only the modern style has"),
+        ({"style": "modern", "heads": 8}, "8 heads of width 3 cannot turn by position, which takes an even width"),
+        ({"style": "modern", "global_theta": 1}, "global_theta is 1; it must be above 1"),
+        ({"style": "modern", "global_every": 0}, "global_every is 0; it must be at least 1"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(settings, sentence):
@@ -115,6 +183,6 @@ def test_a_size_that_cannot_be_is_refused(settings, sentence):
         replace(WIDE, **settings)
 
 
-def test_a_row_longer_than_the_positions_is_refused(encoder):
+def test_a_row_longer_than_the_positions_is_refused(either):
     with pytest.raises(ConfigError, match="a row of 33 tokens is longer than the model's 32 positions"):
-        encoder(torch.ones(1, 33, dtype=torch.long))
+        either(torch.ones(1, 33, dtype=torch.long))

@@ -104,7 +104,7 @@ def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     encoder, folder = load_encoder(encoder_folder)
     model = FineTuned(encoder, task.outputs).eval()
     (tmp_path / "tuned").mkdir()
-    write_finetuned(model, task, tmp_path / "tuned", folder)
+    write_finetuned(model, task, 32, tmp_path / "tuned", folder)
     again, its_task = load_finetuned(tmp_path / "tuned")
     assert its_task == task
     ids = torch.tensor([[2, 5, 6, 3]])

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import shutil
 
 import numpy as np
@@ -12,8 +13,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
 from electra.export.command import ExportConfig, export
-from electra.finetune.finetuning import FinetuneConfig, finetune
+from electra.finetune.finetuning import FinetuneConfig, finetune, over_seeds
 from electra.finetune.prediction import Answers, EvaluateConfig, PredictConfig, evaluate, predict
+from electra.finetune.tuning import Score
 
 QUICK = {"epochs": 15, "batch": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
 
@@ -235,3 +237,104 @@ def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_
     assert [model.config.id2label[number] for number in range(len(expected[0]))] == list(
         answers.task.labels or ["score"]
     )
+
+
+def answers_on(tmp_path, content: str, name: str = "new.jsonl", output: str = "answers.csv") -> str:
+    """What is written of a file."""
+    (tmp_path / name).write_text(content)
+    predict(PredictConfig(model=tmp_path / "out", input=tmp_path / name, output=tmp_path / output))
+    return (tmp_path / output).read_text()
+
+
+def test_cells_stand_below_their_column_whatever_the_order_in_a_row(tuned, tmp_path):
+    rows = ['{"id": 1, "text": "cat", "tags": [1, 2]}', '{"text": "dog", "id": 2}']
+    first, second = csv.DictReader(answers_on(tmp_path, "\n".join(rows)).splitlines())
+    assert (first["id"], first["text"], first["tags"]) == ("1", "cat", "1|2")
+    assert (second["id"], second["text"], second["tags"]) == ("2", "dog", "")
+
+
+def test_tsv_is_written_as_it_is_read(tuned, tmp_path):
+    written = answers_on(tmp_path, 'text\n"big" cat\n', "new.tsv", "answers.tsv")
+    assert written.splitlines()[1].startswith('"big" cat\t')
+
+
+def test_half_a_character_is_written_as_it_was_read(tuned, tmp_path):
+    assert json.loads(answers_on(tmp_path, '{"text": "\\ud83d!"}', output="answers.jsonl"))["text"] == "?!"
+
+
+@pytest.mark.parametrize(
+    ("content", "output", "sentence"),
+    [
+        ('{"text": "a"}\n{"text": "a", "prediction": 1}', "b.csv", "line 2: there is a column 'prediction' already"),
+        ('{"text": "a"}\n{"text": "a", "id": 1}', "b.csv", "line 2: the first row has no column 'id'"),
+        ('{"text": "a\\tb"}', "b.tsv", "line 1: a cell has a tab or line end in it; .tsv cannot hold it"),
+        ('{"text": "a\\nb"}', "b.tsv", "line 1: a cell has a tab or line end in it; .tsv cannot hold it"),
+        ('{"text": "a"}', "new.jsonl", "as --input is; choose another name"),
+        ('{"text": "a"}', "b.csv.gz", "its name must end in .jsonl, .csv, .tsv"),
+    ],
+)
+def test_what_cannot_be_written_is_named(tuned, tmp_path, content, output, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        answers_on(tmp_path, content, output=output)
+    assert (tmp_path / "new.jsonl").read_text() == content
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_answers_cut_texts_where_fine_tuning_did(settings, tmp_path):
+    result = finetune(settings(length=8, epochs=1))
+    found = evaluate(EvaluateConfig(model=tmp_path / "out", input=tmp_path / "dev.jsonl"))
+    assert found.truncated == result.truncated["dev"] == 60
+    assert found.measures == result.median["dev"]
+    with pytest.raises(ValueError, match="longer than the model's 32 positions"):
+        evaluate(EvaluateConfig(model=tmp_path / "out", input=tmp_path / "dev.jsonl", length=64))
+
+
+def test_a_finished_fine_tuning_stands_for_its_best_seed(tuned, settings, tmp_path):
+    finetune(settings(model=tmp_path / "out", output=tmp_path / "further", epochs=1))
+    record = json.loads((tmp_path / "further" / "config.json").read_text())
+    best = max((1, 2), key=lambda seed: tuned.seeds[seed - 1]["dev"]["accuracy"])
+    assert record["settings"]["model"] == str(tmp_path / "out" / f"seed-{best}" / "model")
+
+
+def score_of(seed: int, pearson: float) -> Score:
+    """A seed of which only this is known."""
+    return Score("made", seed, {"dev": {"pearson": pearson}}, steps=1, seconds=1.0, rows={}, truncated={})
+
+
+@pytest.mark.parametrize(
+    ("values", "median"),
+    [([0.5, math.nan, 0.75], 0.5), ([math.nan, 0.5, 0.75], 0.5), ([0.25, 0.75], 0.5), ([math.nan, 1.0], math.nan)],
+)
+def test_a_seed_without_a_correlation_is_below_all_others(values, median):
+    medians, spreads = over_seeds([score_of(seed, value) for seed, value in enumerate(values, start=1)])
+    assert medians["dev"]["pearson"] == pytest.approx(median, nan_ok=True)
+    assert math.isnan(spreads["dev"]["pearson"]) == any(map(math.isnan, values))
+
+
+def test_constant_predictions_are_null_in_json(settings, capsys, tmp_path):
+    """Empty texts are all one to the encoder, so the correlation is of nothing."""
+    config = settings("regression", epochs=1)
+    rows = [json.loads(line) | {"text": ""} for line in config.dev.read_text().splitlines()]
+    config.dev.write_text("\n".join(map(json.dumps, rows)))
+    flags = {"--model": config.model, "--train": config.train, "--dev": config.dev, "--output": config.output}
+    main(
+        ["finetune", *(str(word) for flag in flags.items() for word in flag), "--length", "32", "--epochs=1", "--json"]
+    )
+
+    def refuse(word: str):
+        raise AssertionError(f"{word} is no JSON")
+
+    assert json.loads(capsys.readouterr().out, parse_constant=refuse)["median"]["dev"]["pearson"] is None
+    for file in ("result.json", "metrics.jsonl"):
+        assert "NaN" not in (tmp_path / "out" / "seed-1" / file).read_text()
+
+
+def test_flags_that_would_be_ignored_are_refused(encoder_folder, tmp_path, capsys):
+    common = ["finetune", "--model", str(encoder_folder), "--output", str(tmp_path / "out")]
+    for flags, sentence in (
+        (["--task", "rte", "--data", "glue", "--dev-fraction", "0.2"], "--dev-fraction does not go with --task"),
+        (["--train", "x.csv", "--data", "glue"], "--data does not go with --train"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*common, *flags])
+        assert sentence in capsys.readouterr().err

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import NARROW, WIDE
+from conftest import MODERN, NARROW, WIDE
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra.cli import main
@@ -15,24 +15,36 @@ from electra.model.flops import TRAINING, flops, items_of, parameters
 from electra.model.sizes import ModelConfig
 from electra.report.costs import FlopsConfig, count_costs
 
-PAIR = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none")
+PAIRS = {
+    "classic": ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none"),
+    "modern": ElectraConfig(generator=replace(MODERN, width=8, heads=1), discriminator=MODERN, sharing="none"),
+    "wide tables": ElectraConfig(generator=replace(MODERN, embedding_width=24), discriminator=None, sharing="none"),
+}
 
 
-def test_operations_of_a_training_step_equal_torchs_count():
+def counted(capsys, *flags: str) -> dict:
+    main(["flops", "--json", *flags])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_operations_of_a_training_step_equal_torchs_count(pair):
     rows, length, masked = 3, 16, 5
     with torch.device("meta"):
-        electra = Electra(PAIR)
+        electra = Electra(pair)
         text = torch.zeros(rows, length, dtype=torch.long)
         at = torch.zeros(rows, masked, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        (electra.generator(text, at=at).sum() + electra.discriminator(text).sum()).backward()
-    counted = sum(map(flops, items_of(PAIR, length, masked).values()))
+        verdicts = electra.discriminator(text).sum() if electra.discriminator else 0
+        (electra.generator(text, at=at).sum() + verdicts).backward()
+    counted = sum(map(flops, items_of(pair, length, masked).values()))
     assert TRAINING * rows * counted == counter.get_total_flops()
 
 
+@pytest.mark.parametrize("style", ["classic", "modern"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
-def test_parameters_add_up_to_the_models(size):
-    pair = ModelConfig(size=size, sharing="none").electra()
+def test_parameters_add_up_to_the_models(size, style):
+    pair = ModelConfig(size=size, style=style, sharing="none").electra()
     with torch.device("meta"):
         electra = Electra(pair)
     for name, items in items_of(pair, 128, 19).items():
@@ -41,7 +53,7 @@ def test_parameters_add_up_to_the_models(size):
 
 @pytest.mark.parametrize(("head", "predicted"), [("correction", 5), ("copying", 16)])
 def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predicted):
-    pair = replace(PAIR, head=head)
+    pair = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none", head=head)
     with torch.device("meta"):
         corrector = Electra(pair).discriminator
     items = items_of(pair, length=16, masked=5)["corrector"]
@@ -56,14 +68,59 @@ def test_what_is_shared_counts_once_in_the_pair():
 
 
 def test_large_masks_a_quarter_and_the_others_15_percent(capsys):
-    def training_flops(*flags: str) -> int:
-        main(["flops", "--json", *flags])
-        return json.loads(capsys.readouterr().out)["training_flops_per_row"]
-
-    assert training_flops("--size", "large") == training_flops("--size", "large", "--mask-fraction", "0.25")
-    assert training_flops("--size", "base") == training_flops("--size", "base", "--mask-fraction", "0.15")
+    for size, fraction in (("large", "0.25"), ("base", "0.15")):
+        assert counted(capsys, "--size", size) == counted(capsys, "--size", size, "--mask-fraction", fraction)
 
 
 def test_a_row_longer_than_the_positions_is_refused():
     with pytest.raises(ConfigError, match="a row of 600 tokens is longer than the model's 512 positions"):
         count_costs(FlopsConfig(length=600))
+
+
+PUBLISHED = [
+    ("small", None, 1.2937e18),
+    ("base", None, 6.4245e19),
+    ("large", None, 7.1176e20),
+    ("large", 1.75e6, 3.114e21),
+]
+
+
+@pytest.mark.parametrize(("size", "steps", "total"), PUBLISHED)
+def test_training_counted_as_published_costs_what_the_authors_published(capsys, size, steps, total):
+    flags = ["--steps", str(int(steps))] if steps else []
+    assert counted(capsys, "--size", size, "--as-published", *flags)["total_flops"] == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize(("size", "total"), [("small", 3.7e9), ("base", 2.9e10)])
+def test_reading_128_tokens_counted_as_published_costs_what_the_paper_says(capsys, size, total):
+    costs = counted(capsys, "--size", size, "--as-published", "--inference")
+    assert costs["total_flops"] == pytest.approx(total, rel=0.05)
+    assert list(costs["parts"]) == ["discriminator"]
+
+
+def test_the_paper_counts_lookups_and_single_numbers_and_half_of_the_backward_pass():
+    honest, published = (count_costs(FlopsConfig(as_published=way)) for way in (False, True))
+    for part, items in published.parts.items():
+        for ours, theirs in zip(honest.parts[part], items, strict=True):
+            assert (theirs.name, theirs.parameters) == (ours.name, ours.parameters)
+            assert theirs.flops >= ours.flops
+    lookup = published.parts["discriminator"][0]
+    assert lookup.flops == 128 * (2 * 128 * (30522 + 128 + 2) + 6 * 128)
+    forward = sum(map(flops, published.parts.values()))
+    assert published.training_flops_per_row == 2 * forward
+
+
+def test_honest_totals_are_three_forward_passes_of_every_row(capsys):
+    costs = counted(capsys, "--size", "base")
+    forward = sum(item["flops"] for items in costs["parts"].values() for item in items)
+    assert costs["total_flops"] == 3 * forward * 256 * 766_000
+    assert costs["training_flops_per_row"] == 3 * forward
+
+
+def test_what_is_used_is_the_discriminator_alone(capsys):
+    main(["flops", "--inference"])
+    shown = capsys.readouterr().out
+    assert shown.endswith("reading 128 tokens: 2.6425e+09 FLOPs\n")
+    assert "13,549,057" in shown
+    assert "training" not in shown
+    assert "generator" not in shown

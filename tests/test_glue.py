@@ -11,7 +11,9 @@ import pytest
 from made import write_glue
 
 from electra.cli import main
+from electra.errors import DataError
 from electra.finetune.glue import GLUE_6, REFERENCES, GlueConfig, glue
+from electra.finetune.prediction import EvaluateConfig, evaluate
 
 QUICK = {"epochs": 2, "batch": 8, "learning_rate": 3e-3, "length": 32}
 
@@ -105,3 +107,23 @@ def test_json_and_wrong_tasks(settings, encoder_folder, tmp_path, capsys):
             main([*flags, "--tasks", tasks])
         assert exit.value.code == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_tasks_may_come_from_a_file_of_flags(settings, encoder_folder, tmp_path, capsys):
+    fields = {"model": str(encoder_folder), "data": str(tmp_path / "glue"), "output": str(tmp_path / "out")}
+    fields |= {"tasks": ["rte", "cola"], "seeds": 1, "epochs": 1, "length": 32, "json": True}
+    (tmp_path / "flags.json").write_text(json.dumps(fields))
+    main(["glue", "--config", str(tmp_path / "flags.json")])
+    assert [line["task"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["rte", "cola"]
+    main(["glue", "--config", str(tmp_path / "flags.json"), "--tasks", "cola"])
+    assert [line["task"] for line in json.loads(capsys.readouterr().out)["lines"]] == ["cola"]
+
+
+def test_a_model_is_evaluated_on_the_official_files(settings, tmp_path):
+    """CoLA's dev file has no header; its test file has one, and no labels."""
+    table = glue(settings(tasks=("cola",), seeds=1))
+    model, data = tmp_path / "out" / "cola", tmp_path / "glue" / "CoLA"
+    found = evaluate(EvaluateConfig(model=model, input=data / "dev.tsv"))
+    assert found.measures == table.lines[0].measures["dev"]
+    with pytest.raises(DataError, match=r"test.tsv has no column 'label' with labels to measure by"):
+        evaluate(EvaluateConfig(model=model, input=data / "test.tsv"))

@@ -50,6 +50,14 @@ def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_
     assert list((run / "tensorboard").glob("events*"))
 
 
+def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(settings_of_run, monkeypatch):
+    losses = iter([float("nan"), 1.0, 2.0, 3.0])
+    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda lesson: {"loss": next(losses)})
+    config = settings_of_run(steps=40, evaluate_every=10, save_every=10, keep=1)
+    pretrain(config)
+    assert [folder.name for folder in checkpoint_folders(config.output)] == ["step-000000020", "step-000000040"]
+
+
 def test_it_learns_the_grammar(settings_of_run):
     departures = {"steps": 300, "learning_rate": 3e-3, "batch_size": 128, "save_every": 300, "evaluate_every": 300}
     outcome = pretrain(settings_of_run(**departures))
@@ -189,7 +197,7 @@ def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards,
     phase, *_ = plan(config, open_shards(shards))
     model = PretrainingLesson(phase, open_shards(shards), torch.device("cpu")).model
     for encoder in (model.generator.encoder, model.discriminator.encoder):
-        embeddings = getattr(encoder.embeddings, "base", encoder.embeddings)
+        embeddings = encoder.embeddings.base or encoder.embeddings
         table, std = embeddings.position.weight.detach(), encoder.config.initial_std
         torch.testing.assert_close(table / std / 2**0.5, waves(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)

@@ -73,3 +73,31 @@ def test_weights_start_as_released_or_by_width():
     assert (released.generator.initial_std, released.discriminator.initial_std) == (0.02, 0.02)
     assert (scaled.generator.initial_std, scaled.discriminator.initial_std) == (0.0693, 0.0346)
     assert ModelConfig(size="base", starts_by_width=True).electra().discriminator.initial_std == 0.02
+
+
+def parameters(settings: ModelConfig, part: str) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in getattr(Electra(settings.electra()), part).parameters())
+
+
+@pytest.mark.parametrize(("size", "feedforward"), [("tiny", 352), ("small", 704), ("base", 2048), ("large", 2752)])
+def test_modern_sizes_have_about_the_parameters_of_classic_ones(size, feedforward):
+    classic, modern = ModelConfig(size=size), ModelConfig(size=size, style="modern")
+    assert modern.electra().discriminator.feedforward == feedforward
+    for part in ("discriminator", "generator"):
+        assert parameters(modern, part) == pytest.approx(parameters(classic, part), rel=0.03)
+
+
+def test_modern_pairs_differ_from_classic_ones_in_style_feed_forward_norm_and_dropout():
+    classic, modern = ModelConfig(size="base").electra(), ModelConfig(size="base", style="modern").electra()
+    for ours, theirs in ((classic.generator, modern.generator), (classic.discriminator, modern.discriminator)):
+        differing = {name for name, value in vars(ours).items() if value != getattr(theirs, name)}
+        assert differing == {"style", "feedforward", "norm_epsilon", "dropout", "attention_dropout"}
+
+
+def test_local_attention_is_an_option_of_the_modern_style():
+    pair = ModelConfig(style="modern", global_every=3, local_attention=64).electra()
+    assert [pair.generator.is_global(layer) for layer in range(4)] == [True, False, False, True]
+    assert pair.discriminator.local_attention == 64
+    with pytest.raises(ConfigError, match="discriminator: global_every is 3, which only the modern style has"):
+        ModelConfig(global_every=3).electra()

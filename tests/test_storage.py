@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import MODERN, WIDE
 from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
@@ -19,8 +20,11 @@ def folder(tmp_path, make_pair):
     return tmp_path / "model"
 
 
-def test_what_is_saved_is_loaded(folder, make_pair):
-    saved, loaded = make_pair(), load_model(folder)
+@pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
+def test_what_is_saved_is_loaded(tmp_path, make_pair, size):
+    saved = make_pair(size=size)
+    save_model(saved, tmp_path / "folder")
+    loaded = load_model(tmp_path / "folder")
     assert loaded.config == saved.config
     for (name, ours), (_, theirs) in zip(saved.named_parameters(), loaded.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
@@ -110,6 +114,15 @@ def test_a_missing_setting_is_never_guessed(folder, name):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=f"config.json: generator: '{name}' is missing or unknown"):
         load_model(folder)
+
+
+def test_a_folder_from_before_there_were_styles_is_classic(folder, make_pair):
+    config = json.loads((folder / "config.json").read_text())
+    for part in ("generator", "discriminator"):
+        for name in ("style", "global_every", "local_attention", "global_theta", "local_theta"):
+            del config["model"][part][name]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(folder).config == make_pair().config
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,14 @@ def test_a_broken_line_of_a_test_file_is_not_left_out(glue, tmp_path):
         read_examples(glue_task("qqp", glue), "test")
 
 
+def test_a_broken_line_is_left_out_where_a_model_is_measured_and_named_where_it_answers(glue, tmp_path):
+    task = glue_task("qqp", glue)
+    [examples] = stream_examples(task, tmp_path / "QQP" / "train.tsv", 10)
+    assert (examples.texts, examples.labels.tolist()) == (["Why?"], [1])
+    with pytest.raises(DataError, match=r"QQP/train.tsv, line 2: 4 fields, but there are 6 columns"):
+        list(stream_examples(task, tmp_path / "QQP" / "train.tsv", 10, labelled=False))
+
+
 def test_the_table_says_what_the_paper_does():
     headlines = {name: task.metrics[0] for name, task in TASKS.items()}
     assert [name for name, metric in headlines.items() if metric == "matthews"] == ["cola", "diagnostic"]
@@ -307,10 +315,10 @@ def test_one_row_cannot_be_divided(own):
         read_examples(own([["a"]]), "dev")
 
 
-def test_empty_texts_are_texts_and_are_counted(own, tmp_path):
+def test_empty_texts_are_texts(own, tmp_path):
     task = own("t\tu\ty\na\tb\t0\n\tb\t1\na\t\t1\n", "train.tsv", text_b="u", dev=tmp_path / "train.tsv")
     examples = read_examples(task, "train")
-    assert (examples.texts, examples.pairs, examples.empty_texts) == (["a", "", "a"], ["b", "b", ""], 2)
+    assert (examples.texts, examples.pairs) == (["a", "", "a"], ["b", "b", ""])
 
 
 def test_half_a_character_is_replaced(own, tmp_path):

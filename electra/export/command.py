@@ -8,23 +8,28 @@ import torch
 import tyro
 
 from electra.errors import ConfigError
+from electra.finetune.cells import best_model
 from electra.finetune.finetuned import load_finetuned
-from electra.finetune.finetuning import best_model
 from electra.model.electra import TABLE_FIELDS, Discriminator, Electra, ElectraConfig, Sharing
+from electra.model.encoder import EncoderConfig
 from electra.model.huggingface import (
     ARCHITECTURES,
+    CLASSIFIERS,
     LEAVING,
     Arrival,
+    Settings,
     Tensors,
-    classifier_head,
     folded,
     huggingface_config,
+    labelled,
+    multiplied_out,
     part_of,
     read_huggingface,
     to_huggingface,
 )
 from electra.model.storage import (
     CONFIG,
+    TOKENIZER_FILES,
     WEIGHTS,
     copy_tokenizer,
     has_head,
@@ -36,6 +41,8 @@ from electra.model.storage import (
     write_tensors,
     written_whole,
 )
+from electra.text.tokenizer import load_tokenizer
+from electra.text.vocabulary import Vocabulary
 from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]
@@ -44,7 +51,7 @@ Part = Literal["discriminator", "generator", "encoder"]
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code. A fine-tuned one leaves as
-    ElectraForSequenceClassification, with the same answers."""
+    ElectraForSequenceClassification or ModernBertForSequenceClassification, with the same answers."""
 
     model: Path
     """A model folder; a run stands for its newest checkpoint, the output of electra finetune for its best seed."""
@@ -53,22 +60,24 @@ class ExportConfig:
     to: Literal["huggingface"] = "huggingface"
     """The format."""
     part: Part = "discriminator"
-    """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel."""
+    """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
+    the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
     json: bool = False
     """Print the result as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
-    """Make a model folder of a Hugging Face folder: ElectraForPreTraining, ElectraForMaskedLM, ElectraModel, BertModel
-    or BertForMaskedLM, in safetensors."""
+    """Make a model folder of a Hugging Face folder: ElectraForPreTraining, ElectraForMaskedLM, ElectraModel, BertModel,
+    BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or ModernBertForTokenClassification where its labels are
+    original and replaced; in safetensors."""
 
     source: Annotated[Path, tyro.conf.arg(name="from")]
     """The Hugging Face folder."""
     output: Path
     """The model folder to write; it must not exist yet."""
     generator: Path | None = None
-    """A second Hugging Face folder, with the generator (ElectraForMaskedLM) of the discriminator in --from."""
+    """A second Hugging Face folder, with the generator (ForMaskedLM) of the discriminator in --from."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -102,13 +111,26 @@ def export(config: ExportConfig) -> Written:
     if config.part == "discriminator":
         check_discriminator(electra, folder)
     part = part_of(electra, config.part)
-    architecture, size = LEAVING[config.part], part.encoder.config
-    tensors = to_huggingface(folded(part.state_dict()), ARCHITECTURES[architecture])
-    with written_whole(config.output) as draft:
+    size = part.encoder.config
+    name = LEAVING[size.style][config.part]
+    tensors = to_huggingface(multiplied_out(folded(part.state_dict()), size), ARCHITECTURES[name])
+    settings = huggingface_config(size, name, next(iter(tensors.values())).dtype, vocabulary_of(folder, size))
+    return write_huggingface(config.output, tensors, settings | labelled(ARCHITECTURES[name].labels), folder)
+
+
+def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> Written:
+    """Write a Hugging Face folder, with the tokenizer files of another."""
+    with written_whole(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
-        write_json(draft / CONFIG, huggingface_config(size, architecture, next(iter(tensors.values())).dtype))
-        tokenizer = copy_tokenizer(folder, draft)
-    return Written(str(config.output), architecture, count(tensors), tokenizer)
+        write_json(draft / CONFIG, settings)
+        copied = copy_tokenizer(tokenizer, draft)
+    return Written(str(output), settings["architectures"][0], count(tensors), copied)
+
+
+def vocabulary_of(folder: Path, size: EncoderConfig) -> Vocabulary | None:
+    """The vocabulary of the tokenizer beside a model, where there is one and ModernBERT's config.json tells of it."""
+    has_tokenizer = size.is_modern() and any((folder / name).exists() for name in TOKENIZER_FILES)
+    return load_tokenizer(folder).vocabulary if has_tokenizer else None
 
 
 def is_finetuned(folder: Path) -> bool:
@@ -117,22 +139,19 @@ def is_finetuned(folder: Path) -> bool:
 
 
 def export_finetuned(config: ExportConfig) -> Written:
-    """Write a fine-tuned model as ElectraForSequenceClassification; scores leave in the unit they came in."""
+    """Write a fine-tuned model as a classifier of texts; scores leave in the unit they came in."""
     folder = best_model(config.model)
     model, task = load_finetuned(folder)
-    architecture, head = "ElectraForSequenceClassification", model.head
+    size = model.encoder.config
+    name, alike, head_of = CLASSIFIERS[size.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
-    tensors = to_huggingface(state, ARCHITECTURES["ElectraForPreTraining"])
-    tensors |= classifier_head(head.weight.detach() * task.scale, head.bias.detach() * task.scale + task.offset)
-    settings = huggingface_config(model.encoder.config, architecture, torch.float32)
-    names = dict(enumerate(task.labels or ("score",)))
-    settings |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-    settings |= {"problem_type": PROBLEMS[task.kind]}
-    with written_whole(config.output) as draft:
-        write_tensors(draft / WEIGHTS, tensors)
-        write_json(draft / CONFIG, settings)
-        tokenizer = copy_tokenizer(folder, draft)
-    return Written(str(config.output), architecture, count(tensors), tokenizer)
+    head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
+    head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
+    tensors = to_huggingface(multiplied_out(state, size), ARCHITECTURES[alike]) | head_of(head)
+    settings = huggingface_config(size, name, torch.float32, vocabulary_of(folder, size))
+    settings |= labelled(task.labels or ("score",)) | {"problem_type": PROBLEMS[task.kind]}
+    settings |= {"classifier_dropout": size.dropout, "classifier_pooling": "cls"} if size.is_modern() else {}
+    return write_huggingface(config.output, tensors, settings, folder)
 
 
 PROBLEMS = {

@@ -3,21 +3,28 @@
 import json
 import multiprocessing
 import os
+import signal
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetune.tasks import HUB, Task
-from electra.finetune.tuning import RESULT, Score, TuningConfig, fine_tune
+from electra.finetune.tuning import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
 from electra.model.storage import CONFIG, read_json, write_json
+from electra.text.files import is_used
+from electra.text.workers import start_worker
+from electra.training.checkpoint import model_folder
 from electra.training.machine import choose_device
+
+GO_ON = "the same command goes on from there"
 
 
 @dataclass(frozen=True)
@@ -28,38 +35,45 @@ class Cell:
     task: Task
     seed: int
     folder: Path
-    is_quiet: bool = False
 
-    def run(self) -> Score:
+    def run(self, is_quiet: bool = False) -> Score:
         """Fine-tune, unless that is done."""
-        return fine_tune(self.config, self.task, self.seed, self.folder, self.is_quiet)
+        return fine_tune(self.config, self.task, self.seed, self.folder, is_quiet)
 
     def cost(self) -> float:
         """About how long it takes, in bytes to read."""
-        train = self.task.splits["train"]
-        size = 0 if train.startswith(HUB) or not Path(train).exists() else Path(train).stat().st_size
-        return size * self.config.epochs_for(self.task)
+        return file_size(self.task.splits["train"]) * self.config.epochs_for(self.task)
+
+
+def file_size(source: str) -> int:
+    """Bytes of a file; 0 for what is none."""
+    return 0 if source.startswith(HUB) or not Path(source).exists() else Path(source).stat().st_size
 
 
 def cells_of(config: TuningConfig, task: Task, folder: Path) -> list[Cell]:
-    """A cell for every seed of a task; refuses a folder that was begun with other settings."""
-    record = {"settings": config.common(), "task": asdict(task)}
-    claim(folder, record)
-    is_quiet = workers_for(config) > 1
-    return [Cell(config, task, seed, folder / f"seed-{seed}", is_quiet) for seed in range(1, config.seeds + 1)]
+    """A cell for every seed of a task; refuses a folder that was begun with other settings or files."""
+    config = replace(config, model=encoder_folder(config.model))  # one for all seeds, though a run may train on
+    files = {file: f"{file_size(file):,} bytes" for file in task.splits.values() if file_size(file)}
+    claim(folder, {"settings": config.common(), "task": asdict(task), "files": files})
+    return [Cell(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
 
 
 def claim(folder: Path, record: dict[str, Any]) -> None:
     """Write down what a folder is for; refuse it if something else was begun there."""
     record = json.loads(json.dumps(record))  # as it comes back from the file
-    if not (folder / CONFIG).exists() and folder.exists() and any(folder.iterdir()):
+    before = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    if is_used(folder) and not is_claim(before):
         raise DataError(f"{folder} is not empty and holds no fine-tuning; choose another --output")
     if any(folder.glob("seed-*")):
-        before = read_json(folder / CONFIG)
-        for part in ("settings", "task"):
-            refuse_other(before.get(part, {}), record[part], folder)
+        for part, settings in record.items():
+            refuse_other(before.get(part, {}), settings, folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, record)
+
+
+def is_claim(record: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a folder of seeds, not of a model or a run."""
+    return "settings" in record and "task" in record
 
 
 def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
@@ -68,6 +82,35 @@ def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> N
     if differing:
         told = "; ".join(f"{name} was {before.get(name)} and is now {now[name]}" for name in differing)
         raise ConfigError(f"{folder} was begun with other settings: {told}; use the same, or choose another --output")
+
+
+def encoder_folder(path: Path) -> Path:
+    """The folder of what is fine-tuned: of a run the newest checkpoint, of an earlier fine-tuning the best model."""
+    if (path / CONFIG).exists() and is_claim(read_json(path / CONFIG)):
+        return best_model(path)
+    return model_folder(path)
+
+
+def best_model(output: Path) -> Path:
+    """The model of the seed with the best headline; `output` may also be a fine-tuned model itself."""
+    models = seed_models(output)
+    if len(models) == 1:
+        return models[0]
+    return max(models, key=lambda model: read_score(model.parent / RESULT).headline)
+
+
+def seed_models(output: Path) -> list[Path]:
+    """The models of all finished seeds; `output` may also be a fine-tuned model itself."""
+    if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
+        return [output]
+    models = [folder / MODEL for folder in sorted(output.glob("seed-*")) if (folder / RESULT).exists()]
+    models = [model for model in models if model.exists()]
+    if not models:
+        tasks = sorted({folder.parent.name for folder in output.glob("*/seed-*")})
+        make = f"make one with: electra finetune --output {output} …"
+        advice = f"choose one of the tasks in it: {', '.join(tasks)}" if tasks else make
+        raise DataError(f"there is no fine-tuned model in {output}; {advice}")
+    return models
 
 
 def workers_for(config: TuningConfig) -> int:
@@ -92,23 +135,52 @@ def finished(cells: list[Cell], workers: int) -> Iterator[tuple[Cell, Score]]:
     if workers <= 1:
         yield from ((cell, cell.run()) for cell in cells)
         return
-    with multiprocessing.get_context("spawn").Pool(workers, settle, (os.getpid(), workers)) as pool:
-        yield from pool.imap_unordered(run_cell, cells, chunksize=1)
+    with (
+        exit_on_sigterm(),
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), settle, (workers,)) as pool,
+        stopping(pool),
+    ):
+        running = [pool.submit(run_cell, cell) for cell in cells]
+        yield from (cell.result() for cell in as_completed(running))
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does, with time to stop the workers."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def stopping(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """If anything goes wrong in one cell or here, let the others save what they have, and wait for that."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise TrainingError(
+            f"a worker was killed, perhaps for want of memory; {GO_ON}, with fewer --workers if need be"
+        ) from None
+    except BaseException as error:
+        for worker in multiprocessing.active_children():
+            worker.terminate()  # SIGTERM: a trainer saves and ends
+        pool.shutdown(cancel_futures=True)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            print(f"stopped, and saved; {GO_ON}", file=sys.stderr)
+        raise
 
 
 def run_cell(cell: Cell) -> tuple[Cell, Score]:
-    """A cell and its score."""
-    return cell, cell.run()
+    """A cell and its score, in a worker; one that was told to stop begins no other cell."""
+    try:
+        return cell, cell.run(is_quiet=True)
+    except SystemExit:
+        os._exit(1)  # the pool would take any exception for the cell's, and go on
 
 
-def settle(parent: int, workers: int) -> None:
+def settle(workers: int) -> None:
     """What a worker does first: take its share of the cores, and see to it that it does not outlive its parent."""
+    start_worker()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-
-
-def end_with(parent: int) -> None:
-    """End this process when its parent is no more: a killed table must not go on in secret."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ def cached_features(task: Task, examples: Examples, tokenizer: TextTokenizer, le
         return Features(**read_tensors(file))
     features = make_features(task, examples, tokenizer, length)
     cache.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{id(features)}")
+    draft = file.with_name(f".{file.name}.{os.getpid()}")  # seeds side by side may all be making it
     write_tensors(draft, vars(features))
     draft.replace(file)
     return features
@@ -141,7 +142,8 @@ def cached_features(task: Task, examples: Examples, tokenizer: TextTokenizer, le
 
 def fingerprint(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> str:
     """A name for what these texts become."""
-    found = hashlib.sha256(f"{tokenizer.fingerprint} {length} {task.kind} {task.scale} {task.offset}".encode())
+    settings = (tokenizer.fingerprint, length, task.kind, task.scale, task.offset, len(examples))
+    found = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.pairs or ())):
         found.update(text.encode() + b"\0")
     if examples.labels is not None:

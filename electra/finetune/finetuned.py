@@ -1,6 +1,7 @@
 """A fine-tuned model: the discriminator's encoder under a new head, and the folder it lives in.
 
-config.json says what the encoder and the task are, model.safetensors holds the weights, tokenizer files lie beside.
+config.json says what the encoder and the task are and how long rows may be, model.safetensors holds the weights,
+tokenizer files lie beside.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,7 @@ from torch.nn import functional
 from electra.errors import ConfigError, DataError
 from electra.finetune.labels import Kind
 from electra.finetune.tasks import Task
-from electra.model.electra import check_fields
-from electra.model.encoder import Encoder, EncoderConfig
+from electra.model.encoder import Encoder, EncoderConfig, linear, norm
 from electra.model.huggingface import folded, part_of, read_huggingface
 from electra.model.storage import (
     CONFIG,
@@ -35,21 +35,48 @@ from electra.text.tokenizer import TextTokenizer, load_tokenizer
 from electra.training.checkpoint import model_folder
 
 
+class ClassicHead(nn.Linear):
+    """The paper's: dropout, one linear layer (no pooler)."""
+
+    def __init__(self, config: EncoderConfig, outputs: int) -> None:
+        super().__init__(config.width, outputs)
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Logits [B, outputs] of a state [B, D]."""
+        return super().forward(self.dropout(state))
+
+
+class ModernHead(ClassicHead):
+    """ModernBERT's: one more layer before it, so that the model can leave as ModernBertForSequenceClassification."""
+
+    def __init__(self, config: EncoderConfig, outputs: int) -> None:
+        super().__init__(config, outputs)
+        self.dense = linear(config, config.width, config.width)
+        self.norm = norm(config, config.width)
+        nn.init.trunc_normal_(self.dense.weight, std=config.initial_std)
+
+    def forward(self, state: Tensor) -> Tensor:
+        return super().forward(self.norm(functional.gelu(self.dense(state))))
+
+
+HEADS = {"classic": ClassicHead, "modern": ModernHead}
+
+
 class FineTuned(nn.Module):
-    """Says something of a text or a pair: the first token's state, dropout, one linear layer (no pooler)."""
+    """Says something of a text or a pair, from the first token's state."""
 
     def __init__(self, encoder: Encoder, outputs: int) -> None:
         super().__init__()
         self.encoder = encoder
-        self.dropout = nn.Dropout(encoder.config.dropout)
-        self.head = nn.Linear(encoder.config.width, outputs)
-        nn.init.xavier_uniform_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = HEADS[encoder.config.style](encoder.config, outputs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
         """Logits [B, outputs]."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(self.dropout(hidden[:, 0]))
+        return self.head(hidden[:, 0])
 
 
 @dataclass(frozen=True)
@@ -123,8 +150,7 @@ def read_encoder(folder: Path) -> tuple[EncoderConfig, dict[str, Tensor]]:
 def encoder_config(settings: dict, folder: Path) -> EncoderConfig:
     """The encoder in the config.json of a fine-tuned model."""
     try:
-        check_fields(settings.get("encoder"), EncoderConfig)
-        return EncoderConfig(**settings["encoder"])
+        return EncoderConfig.from_dict(settings.get("encoder"))
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
 
@@ -142,10 +168,10 @@ def load_texts_tokenizer(folder: Path, encoder: Encoder) -> TextTokenizer:
     return tokenizer
 
 
-def write_finetuned(model: FineTuned, task: Task, folder: Path, tokenizer: Path) -> None:
-    """Write a fine-tuned model's files into a folder, with the tokenizer files of another."""
+def write_finetuned(model: FineTuned, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
+    """Write a fine-tuned model's files into a folder, with the length of its rows and another's tokenizer files."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
-    write_json(folder / CONFIG, {"encoder": asdict(model.encoder.config), "task": asdict(task)})
+    write_json(folder / CONFIG, {"encoder": asdict(model.encoder.config), "task": asdict(task), "length": length})
     copy_tokenizer(tokenizer, folder)
 
 

@@ -1,20 +1,19 @@
 """`electra finetune`: one task, of GLUE's or of a user's own files."""
 
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import ConfigError, DataError
-from electra.finetune.cells import Cell, cells_of, run_cells, workers_for
+from electra.errors import ConfigError
+from electra.finetune.cells import Cell, best_model, cells_of, run_cells, workers_for
 from electra.finetune.finetuned import READINGS
 from electra.finetune.labels import Kind
 from electra.finetune.metrics import METRICS
 from electra.finetune.tasks import Task, glue_task, own_task, read_examples
-from electra.finetune.tuning import LOGITS, MODEL, RESULT, Measures, Score, TuningConfig
-from electra.model.storage import CONFIG, read_json, read_tensors
+from electra.finetune.tuning import LOGITS, Measures, Score, TuningConfig, least_if_nan
+from electra.model.storage import read_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,10 @@ class FinetuneConfig(TuningConfig):
             raise ConfigError(f"give --task with --data (GLUE), or --train (a file of your own); {came}")
         if self.task is not None and self.data is None:
             raise ConfigError("--task needs --data: the folder of GLUE's official download, or hub:glue")
+        came, ignored = ("--task", ("dev", "dev_fraction", "text_b", "kind")) if self.task else ("--train", ("data",))
+        for name in ignored:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} does not go with {came}; leave one of them out")
 
     def the_task(self) -> Task:
         """The task these settings are of."""
@@ -127,9 +130,20 @@ def over_seeds(scores: list[Score]) -> tuple[dict[str, Measures], dict[str, Meas
     spreads: dict[str, Measures] = {}
     for split, measures in scores[0].measures.items():
         values = {name: [score.measures[split][name] for score in scores] for name in measures}
-        medians[split] = {name: statistics.median(found) for name, found in values.items()}
-        spreads[split] = {name: statistics.stdev(found) if len(found) > 1 else 0.0 for name, found in values.items()}
+        medians[split] = {name: median(found) for name, found in values.items()}
+        spreads[split] = {name: spread(found) for name, found in values.items()}
     return medians, spreads
+
+
+def spread(values: list[float]) -> float:
+    """The standard deviation; NaN if one of them is."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def median(values: list[float]) -> float:
+    """The middle one, or the mean of the two in the middle; NaN, of constant predictions, is below all numbers."""
+    ordered = sorted(values, key=least_if_nan)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def ensemble(cells: list[Cell]) -> dict[str, Measures]:
@@ -147,24 +161,3 @@ def mean_logits(cells: list[Cell]) -> dict[str, NDArray]:
     """What all seeds say of the rows of each split, on average."""
     said = [read_tensors(cell.folder / LOGITS) for cell in cells]
     return {split: np.mean([one[split].numpy() for one in said], axis=0) for split in said[0]}
-
-
-def best_model(output: Path) -> Path:
-    """The model of the seed with the best headline; `output` may also be a fine-tuned model itself."""
-    models = seed_models(output)
-    if len(models) == 1:
-        return models[0]
-    return max(models, key=lambda model: Score(**read_json(model.parent / RESULT)).headline)
-
-
-def seed_models(output: Path) -> list[Path]:
-    """The models of all finished seeds; `output` may also be a fine-tuned model itself."""
-    if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
-        return [output]
-    models = [folder / MODEL for folder in sorted(output.glob("seed-*")) if (folder / RESULT).exists()]
-    models = [model for model in models if model.exists()]
-    if not models:
-        raise DataError(
-            f"there is no fine-tuned model in {output}; make one with: electra finetune --output {output} …"
-        )
-    return models

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from electra.errors import ConfigError, DataError
-from electra.finetune.cells import Cell, cells_of, run_cells, workers_for
+from electra.finetune.cells import Cell, best_model, cells_of, run_cells, workers_for
 from electra.finetune.finetuned import READINGS
-from electra.finetune.finetuning import best_model, ensemble, mean_logits, over_seeds
+from electra.finetune.finetuning import ensemble, mean_logits, over_seeds
 from electra.finetune.submission import entry, missing_files, write_submission
 from electra.finetune.tasks import HUB, TASKS, TEST, Task, glue_task
 from electra.finetune.tuning import MODEL, Measures, Score, TuningConfig
@@ -56,7 +56,7 @@ class GlueConfig(TuningConfig):
     def chosen_tasks(self) -> list[Task]:
         """The tasks of the table, each with its files."""
         names = [name for word in self.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
-        if ALL in names:
+        if ALL in names or not names:
             names = [name for name, task in TASKS.items() if task.uses is None and has_rows(task, self.data)]
         if not names:
             raise DataError(f"{self.data} has none of GLUE's folders; it is the folder of the official download")
@@ -214,8 +214,7 @@ def submit(config: GlueConfig, groups: list[list[Cell]]) -> list[str]:
     predictions: dict[str, Any] = {}
     for cells in groups:
         task = cells[0].task
-        best = best_model(cells[0].folder.parent).parent
-        chosen = cells if config.ensemble else [cell for cell in cells if cell.folder == best]
+        chosen = cells if config.ensemble else [max(cells, key=lambda cell: cell.run().headline)]
         for split, logits in mean_logits(chosen).items():
             if split.startswith(TEST):
                 predictions[name_of(task, split)] = READINGS[task.kind].answer(logits, task)

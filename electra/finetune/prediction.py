@@ -15,14 +15,16 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from electra.errors import ConfigError, DataError
+from electra.finetune.cells import best_model, seed_models
 from electra.finetune.features import by_length, choose, filled, make_features
 from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned, load_texts_tokenizer
-from electra.finetune.finetuning import best_model, seed_models
 from electra.finetune.labels import SEPARATOR
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import confusion
-from electra.finetune.tasks import Examples, Task, stream_examples
+from electra.finetune.tasks import Examples, Task, stream_examples, telling_line
 from electra.finetune.tuning import Measures
+from electra.model.encoder import check_length
+from electra.model.storage import CONFIG, read_json
 from electra.text.files import PARTIAL
 from electra.training.machine import Device, Precision, choose_device, choose_precision
 
@@ -42,8 +44,8 @@ class AnswerConfig:
     """Rows with the columns that the model was trained on: .csv, .tsv, .jsonl or .parquet, packed or not."""
     ensemble: bool = False
     """All seeds in --model together: the mean of what they say."""
-    length: int = 128
-    """Longer texts are cut; how many is reported."""
+    length: int | None = None
+    """Longer texts are cut; how many is reported. As in fine-tuning unless given."""
     batch: int = 64
     """Rows at a time."""
     device: Device = "auto"
@@ -55,8 +57,9 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("length", 8)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +126,8 @@ class Answers:
         self.models: list[FineTuned] = [model.to(self.device) for model, _ in loaded]
         self.task: Task = loaded[0][1]
         encoder = self.models[0].encoder
-        self.length = min(config.length, encoder.config.positions)
+        self.length: int = config.length or read_json(self.folders[0] / CONFIG).get("length", encoder.config.positions)
+        check_length(self.length, encoder.config)
         self.batch, self.pad_id = config.batch, encoder.config.pad_id
         self.tokenizer = load_texts_tokenizer(self.folders[0], encoder)
         self.rows = self.truncated = 0
@@ -155,12 +159,15 @@ class Answers:
 
 def predict(config: PredictConfig) -> Predicted:
     """Write a row for every row of a file; the output is there whole or not at all."""
+    if config.output.exists() and config.output.samefile(config.input):
+        raise ConfigError(f"--output is {config.output}, as --input is; choose another name")
     answers = Answers(config)
     with written_rows(config.output) as write:
         for examples, logits in answers.chunks(config.input, labelled=False):
             assert examples.rows is not None
             for row, answer in zip(examples.rows, answers_of(answers.task, logits), strict=True):
-                write(row.values | answer)
+                with telling_line(str(config.input), row.line):
+                    write(joined(row.values, answer))
     return Predicted(str(config.output), answers.rows, answers.truncated)
 
 
@@ -173,6 +180,14 @@ def answers_of(task: Task, logits: NDArray) -> Iterator[dict[str, Any]]:
         yield {"prediction": word} | named
 
 
+def joined(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """A row with what is said of it."""
+    twins = [name for name in answer if name in row]
+    if twins:
+        raise DataError(f"there is a column {twins[0]!r} already, which the answers need; give it another name")
+    return row | answer
+
+
 @contextmanager
 def written_rows(path: Path) -> Iterator[Write]:
     """A function that writes rows into a file beside `path`, which takes its place when all went well."""
@@ -182,7 +197,7 @@ def written_rows(path: Path) -> Iterator[Write]:
         raise ConfigError(f"there is no folder {path.parent} to write {path.name} into")
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with partial.open("w", encoding="utf-8", newline="") as file:
+        with partial.open("w", encoding="utf-8", errors="replace", newline="") as file:
             yield WRITERS[path.suffix](file)
         partial.replace(path)
     finally:
@@ -195,23 +210,33 @@ def write_json_lines(file: TextIO) -> Write:
 
 
 class Table:
-    """Rows as lines of a table, a header first; several labels stand in one cell."""
+    """Rows as lines of a table, a header first, which the first row decides; several labels stand in one cell."""
 
-    def __init__(self, file: TextIO, dialect: str) -> None:
-        self.writer = csv.writer(file, dialect)
+    def __init__(self, file: TextIO, **dialect: Any) -> None:
+        self.writer = csv.writer(file, lineterminator="\n", **dialect)
         self.header: list[str] = []
 
     def __call__(self, row: dict[str, Any]) -> None:
         if not self.header:
             self.header = list(row)
-            self.writer.writerow(self.header)
-        self.writer.writerow(SEPARATOR.join(cell) if isinstance(cell, list) else cell for cell in row.values())
+            self.write(self.header)
+        unknown = [name for name in row if name not in self.header]
+        if unknown:
+            raise DataError(f"the first row has no column {unknown[0]!r}, so the table has none; write .jsonl instead")
+        self.write([row.get(name) for name in self.header])
+
+    def write(self, cells: list[Any]) -> None:
+        """Write one line."""
+        try:
+            self.writer.writerow(SEPARATOR.join(map(str, cell)) if isinstance(cell, list) else cell for cell in cells)
+        except csv.Error:  # only .tsv has such
+            raise DataError("a cell has a tab or line end in it; .tsv cannot hold it, write .csv or .jsonl") from None
 
 
 WRITERS: dict[str, Callable[[TextIO], Write]] = {
     ".jsonl": write_json_lines,
-    ".csv": lambda file: Table(file, "unix"),
-    ".tsv": lambda file: Table(file, "excel-tab"),
+    ".csv": lambda file: Table(file, quoting=csv.QUOTE_ALL),
+    ".tsv": lambda file: Table(file, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None),
 }
 
 

@@ -16,7 +16,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetune.labels import KINDS, Kind, kind_of
 from electra.finetune.metrics import METRICS
 from electra.finetune.tables import Row, hub_rows, read_rows
-from electra.model.electra import check_fields
+from electra.model.encoder import check_fields
 
 HUB = "hub:"
 TEST = "test"  # begins the names of splits that may have no labels, and whose rows all count
@@ -47,7 +47,7 @@ class Task:
     is_numbered: bool = False
     """A column `label` holds numbers of classes instead of names, -1 where it is secret, as in GLUE on the hub."""
     skips_broken: bool = False
-    """Leave out lines of training and dev files that have the wrong number of fields."""
+    """Leave out lines of files to learn or measure from that have the wrong number of fields."""
     held_out: float = 0.0
     """The share of the training rows that is the dev split, where there is no file of its own for it."""
     seed: int = 0
@@ -104,7 +104,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Rows of a task: texts, and labels where they are known. An empty text is a text; `empty_texts` counts them."""
+    """Rows of a task: texts, which may be empty, and labels where they are known."""
 
     texts: list[str]
     pairs: list[str] | None = None
@@ -113,11 +113,6 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.texts)
-
-    @property
-    def empty_texts(self) -> int:
-        """Rows with an empty text."""
-        return sum(not all(texts) for texts in zip(self.texts, self.pairs or self.texts, strict=True))
 
     def take(self, places: Iterable[int]) -> Examples:
         """The examples at these places."""
@@ -154,7 +149,7 @@ def stream_examples(task: Task, path: Path, size: int, *, labelled: bool = True)
 
     Labels are there if the file has their column; with `labelled=False` nobody looks at it.
     """
-    rows = read_rows(path, columns=task.columns)
+    rows = read_rows(path, columns=task.columns, skips_broken=task.skips_broken and labelled)
     first = next(rows)
     has_labels = labelled and task.column(task.label, first.values) is not None
     rows = chain([first], rows)

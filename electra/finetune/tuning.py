@@ -1,5 +1,6 @@
 """One fine-tuning: a pre-trained encoder, a task and a seed become a model and its measures."""
 
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -39,20 +40,22 @@ class TuningConfig:
     """How an encoder is fine-tuned. What is left out is as in the paper, for the encoder's size and the task."""
 
     model: Path
-    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT), or a fine-tuned model, to go
-    on from another task."""
+    """What is fine-tuned: a run, a model folder, a Hugging Face folder (ELECTRA, BERT, ModernBERT), or, to go on from
+    another task, a fine-tuned model or the --output of electra finetune, which stands for its best seed."""
     output: Path
     """The folder for models, measures and plots. The same command again goes on; what is finished is not run again."""
     epochs: int | None = None
     """How often the training rows are seen; 3, for rte and stsb 10."""
     batch: int = 32
     """Rows in a step."""
+    micro_batches: int = 1
+    """Take each step's rows in so many pieces, to fit memory; the result is the same."""
     learning_rate: float | None = None
     """The highest; 3e-4 for encoders up to 384 wide (small), 1e-4 below 1024 (base), 5e-5 from there on (large)."""
     layer_decay: float | None = None
     """Each layer's learning rate, as a share of that of the layer above; 0.8, and 0.9 with 24 layers and more."""
     warmup: float = 0.1
-    """The share of the steps over which the learning rate rises; then it falls to 0."""
+    """Over which share of the steps (from 1 on: how many steps) the learning rate rises; then it falls to 0."""
     weight_decay: float | None = None
     """0, as the paper has it; with --faithful 0.01, as the released code."""
     dropout: float = 0.1
@@ -76,10 +79,12 @@ class TuningConfig:
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "seeds", "workers"):
+        for name in ("epochs", "batch", "micro_batches", "seeds", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.batch % self.micro_batches:
+            raise ConfigError(f"{self.batch} rows do not divide into {self.micro_batches} micro-batches")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ConfigError(f"layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
         if self.length < 8:
@@ -95,9 +100,10 @@ class TuningConfig:
             learning_rate=usual if self.learning_rate is None else self.learning_rate,
             warmup=self.warmup,
             weight_decay=decay,
+            micro_batches=self.micro_batches,
             log_every=max(1, min(50, steps_an_epoch // 4)),
             evaluate_every=steps_an_epoch,
-            save_every=max(OFTEN_SAVED, steps_an_epoch),
+            save_every=OFTEN_SAVED,
             keep=1,
         )
 
@@ -111,7 +117,7 @@ class TuningConfig:
 
     def common(self) -> dict[str, Any]:
         """What this configuration has of the settings that decide a fine-tuning's outcome."""
-        free = {"output", "seeds", "ensemble", "workers", "device", "json"}
+        free = {"output", "seeds", "ensemble", "workers", "device", "json", "micro_batches"}
         names = [field.name for field in fields(TuningConfig) if field.name not in free]
         return {name: str(value) if isinstance(value := getattr(self, name), Path) else value for name in names}
 
@@ -133,8 +139,23 @@ class Score:
 
     @property
     def headline(self) -> float:
-        """The task's first metric on its first dev split."""
-        return next(iter(self.measures["dev"].values()))
+        """The task's first metric on its first dev split, to compare seeds by."""
+        return least_if_nan(next(iter(self.measures["dev"].values())))
+
+
+def least_if_nan(value: float) -> float:
+    """The value, or what is below all numbers in place of NaN, which compares with none."""
+    return -math.inf if math.isnan(value) else value
+
+
+def read_score(path: Path) -> Score:
+    """A score from its file, where null stands for NaN."""
+    table = read_json(path)
+    measures = {
+        split: {name: math.nan if value is None else value for name, value in found.items()}
+        for split, found in table.pop("measures").items()
+    }
+    return Score(measures=measures, **table)
 
 
 class TuningLesson:
@@ -199,6 +220,7 @@ class TuningLesson:
         if name.startswith("head"):
             return 1.0
         below = encoder.layers - int(name.split(".")[2]) if ".layers." in name else encoder.layers + 1
+        below = 1 if ".final_norm." in name else below  # as the top layer
         return self.config.decay_for(encoder) ** (below + self.config.faithful)
 
     def evaluate(self) -> dict[str, float]:
@@ -225,7 +247,7 @@ class TuningLesson:
         return {}
 
     def write_model(self, folder: Path) -> None:
-        write_finetuned(self.model, self.task, folder, self.folder)
+        write_finetuned(self.model, self.task, self.config.length, folder, self.folder)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -255,8 +277,14 @@ def measure(task: Task, logits: NDArray, features: Features) -> Measures:
 
 def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool = False) -> Score:
     """Fine-tune once, or read what an earlier run left; a signal ends the program, and the same command goes on."""
-    if (folder / RESULT).exists():
-        return Score(**read_json(folder / RESULT))
+    if not (folder / RESULT).exists():
+        learn(config, task, seed, folder, is_quiet)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+    return read_score(folder / RESULT)
+
+
+def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool) -> None:
+    """Train from the last checkpoint on, or from the start, and write the result."""
     lesson = TuningLesson(config, task, seed, cache=folder.parent / "tokens")
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
@@ -268,11 +296,10 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
         trainer.resume(found[-1])
     outcome = trainer.train()
     if outcome.signal:
-        print(f"stopped, and saved in {folder}; the same command goes on from there", file=sys.stderr)
+        if not is_quiet:
+            print(f"stopped, and saved in {folder}; the same command goes on from there", file=sys.stderr)
         sys.exit(outcome.exit_code)
-    score = finish(lesson, folder, outcome.step, outcome.seconds)
-    shutil.rmtree(folder / CHECKPOINTS)
-    return score
+    finish(lesson, folder, outcome.step, outcome.seconds)
 
 
 def can_record(device: torch.device, optimizer: str) -> bool:
@@ -280,12 +307,13 @@ def can_record(device: torch.device, optimizer: str) -> bool:
     return device.type == "cuda" and optimizer == "adamw"
 
 
-def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> Score:
+def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> None:
     """Write the model, what it says of each split, plots, and last the measures, a sign that all is there."""
     task, splits = lesson.task, lesson.splits
     logits = {split: lesson.all_logits(features) for split, features in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(found) for split, found in logits.items()})
-    shutil.rmtree(folder / MODEL, ignore_errors=True)
+    for earlier in (folder / MODEL, *folder.glob(f".{MODEL}-*")):  # of a run that was killed just here
+        shutil.rmtree(earlier, ignore_errors=True)
     with written_whole(folder / MODEL) as draft:
         lesson.write_model(draft)
     draw_curves(folder, panels(task))
@@ -304,7 +332,6 @@ def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> Sc
         truncated={split: int(features.truncated) for split, features in splits.items()},
     )
     write_json(folder / RESULT, asdict(score))
-    return score
 
 
 def panels(task: Task) -> Panels:

@@ -1,6 +1,6 @@
 """Who attends to whom, and the attention itself, through PyTorch's fused kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,14 +10,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Reach:
-    """How far each token sees, worked out once and used by every layer.
+    """How far each token sees, worked out once and used by every layer of a kind.
 
     Nothing set: every token sees its whole row. Padding, and documents that share a row, are hidden by a mask, or by
-    where each document starts on devices that can attend document by document.
+    where each document starts on devices that can attend document by document. Local layers see a window only.
     """
 
     mask: Tensor | None = None  # [B, 1, 1 or L, L] bool, True where a query (row) sees a key (column)
     starts: Tensor | None = None  # [N + 1] int32, where the N documents start in the flattened batch, and its end
+    window: int = -1  # with `starts`: tokens that are seen to either side; -1 for all. A mask has it built in
+    turns: Tensor | None = None  # [2, L, 1, K/2] cosines and sines by which positions turn queries and keys
 
 
 def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, has_kernel: bool) -> Reach:
@@ -31,6 +33,34 @@ def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, has_ker
     return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])
 
 
+def within(reach: Reach, window: int, length: int, device: torch.device) -> Reach:
+    """The part of a reach that is at most `window` tokens away, in rows of `length`."""
+    if length <= window + 1:
+        return reach
+    if reach.starts is not None:
+        return replace(reach, window=window)
+    place = torch.arange(length, device=device)
+    distance = (place[:, None] - place).abs()[None, None]  # [1, 1, L, L]
+    if reach.mask is None:
+        return replace(reach, mask=distance <= window)
+    is_seen = reach.mask | (distance == 0)  # padding far from all tokens sees itself: nothing at all is no number
+    return replace(reach, mask=is_seen & (distance <= window))
+
+
+def turns_of(length: int, width: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines [2, L, 1, K/2] of rotary positions (RoPE) in fp32; speeds fall from 1 towards 1/theta."""
+    speeds = 1.0 / theta ** (torch.arange(0, width, 2, device=device) / width)
+    angles = torch.arange(length, device=device)[:, None] * speeds
+    return torch.stack([angles.cos(), angles.sin()])[:, :, None]
+
+
+def turned(vectors: Tensor, turns: Tensor) -> Tensor:
+    """Turn the pairs (i, i + K/2) of `vectors` [B, L, H, K] by their positions' angles, in fp32 whatever came."""
+    cosine, sine = turns  # each [L, 1, K/2]
+    first, second = vectors.float().chunk(2, dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(vectors.dtype)
+
+
 def starts_of(documents: Tensor) -> Tensor:
     """Where documents start in the flattened batch, and its end; a row always starts a new one."""
     is_start = torch.ones_like(documents, dtype=torch.bool)  # [B, L]
@@ -41,18 +71,20 @@ def starts_of(documents: Tensor) -> Tensor:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, dropout: float) -> Tensor:
     """Mix `value` [B, L, H, K] by the agreement of `query` and `key`, as far as `reach` allows."""
+    if reach.turns is not None:
+        query, key = turned(query, reach.turns), turned(key, reach.turns)
     if reach.starts is not None:
-        return attend_by_document(query, key, value, reach.starts)
+        return attend_by_document(query, key, value, reach.starts, reach.window)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, L, K]
     mixed = scaled_dot_product_attention(query, key, value, attn_mask=reach.mask, dropout_p=dropout)
     return mixed.transpose(1, 2)  # [B, L, H, K]
 
 
-def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
+def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int) -> Tensor:
     """Attention within each document of the flattened batch, without a mask; [B, L, H, K] as `query`."""
     B, L = query.shape[:2]
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)  # [B * L, H, K]
-    mixed = varlen_attn(query, key, value, starts, starts, L, L)
+    mixed = varlen_attn(query, key, value, starts, starts, L, L, window_size=(window, window))
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (B, L))
 

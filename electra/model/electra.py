@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.encoder import DisentangledEmbeddings, Encoder, EncoderConfig
+from electra.model.encoder import Encoder, EncoderConfig, check_fields, disentangled
 from electra.model.heads import BaselineHead, CopyGate, DiscriminatorHead, GeneratorHead
 
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
@@ -48,7 +48,7 @@ class Generator(nn.Module):
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
-        return self.head(hidden, self.encoder.embeddings.token_table())
+        return self.head(hidden, self.encoder.embeddings.token_table(), self.encoder.tied_projection())
 
 
 class Discriminator(nn.Module):
@@ -120,7 +120,9 @@ def share_nothing(generator: Generator, discriminator: Discriminator | Corrector
 
 
 def share_embeddings(generator: Generator, discriminator: Discriminator | Corrector) -> None:
-    """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way)."""
+    """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way).
+
+    Modern embeddings are the token table alone."""
     discriminator.encoder.embeddings = generator.encoder.embeddings
 
 
@@ -130,12 +132,12 @@ def share_all(generator: Generator, discriminator: Discriminator | Corrector) ->
 
 
 def share_disentangled(generator: Generator, discriminator: Discriminator | Corrector) -> None:
-    """The discriminator adds to the generator's three tables without moving them; its LayerNorm is its own."""
+    """The discriminator adds to the generator's tables without moving them; its LayerNorm is its own."""
     encoder = discriminator.encoder
-    encoder.embeddings = DisentangledEmbeddings(generator.encoder.embeddings, encoder.config)
+    encoder.embeddings = disentangled(generator.encoder.embeddings, encoder.config)
 
 
-TABLE_FIELDS = ("vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
+TABLE_FIELDS = ("style", "vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
 ALL_FIELDS = tuple(field.name for field in fields(EncoderConfig))
 
 SHARING: dict[str, tuple[Callable[[Generator, Discriminator | Corrector], None], tuple[str, ...]]] = {
@@ -171,9 +173,10 @@ class ElectraConfig:
         for name in SHARING[self.sharing][1]:
             ours, theirs = getattr(self.generator, name), getattr(self.discriminator, name)
             if ours != theirs:
+                came = [f"{value:,}" if isinstance(value, int) else value for value in (ours, theirs)]
                 raise ConfigError(
                     f"sharing={self.sharing} needs generator and discriminator of the same {name}, "
-                    f"but the generator has {ours:,} and the discriminator {theirs:,}"
+                    f"but the generator has {came[0]} and the discriminator {came[1]}"
                 )
 
     @classmethod
@@ -186,19 +189,8 @@ class ElectraConfig:
         for name in parts:
             if settings[name] is not None:
                 with naming(name):
-                    check_fields(settings[name], EncoderConfig)
-                    parts[name] = EncoderConfig(**settings[name])
+                    parts[name] = EncoderConfig.from_dict(settings[name])
         return cls(**settings | parts)
-
-
-def check_fields(settings: Any, kind: type) -> None:
-    """Refuse stored settings that are not just the fields of `kind`: a default in their place would be a guess."""
-    if not isinstance(settings, dict):
-        raise ConfigError(f"these are not the settings of a model: {settings!r}")
-    wanted = {field.name for field in fields(kind)}
-    if settings.keys() != wanted:
-        differing = ", ".join(sorted(map(repr, settings.keys() ^ wanted)))
-        raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
 
 
 @contextmanager

@@ -2,9 +2,17 @@
 
 The classic style is BERT's and ELECTRA's to the last bit: the sum of three embeddings, normalised, projected where the
 embedding width differs from the hidden width; post-norm layers; exact (erf) GELU. `transformers` calls it ElectraModel.
+
+The modern style is ModernBERT's: token embeddings, projected where widths differ, then normalised; pre-norm layers with
+rotary positions and gated feed-forward; no biases. Where embeddings are not narrower, `transformers` calls it
+ModernBertModel; where they are, table and projection multiply out to one.
 """
 
-from dataclasses import dataclass, fields
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +20,24 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.attention import Reach, attend, has_document_kernel, reach_of
+from electra.model.attention import Reach, attend, has_document_kernel, reach_of, turns_of, within
+
+Style = Literal["classic", "modern"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The size of one encoder. The defaults are ELECTRA-Small's discriminator."""
+    """The size and style of one encoder. The defaults are ELECTRA-Small's discriminator."""
 
+    style: Style = "classic"
+    """classic: BERT's and ELECTRA's encoder; modern: ModernBERT's."""
     layers: int = 12
     width: int = 256
     """Hidden size."""
     heads: int = 4
     """Attention heads; they divide the width among them."""
     feedforward: int = 1024
-    """Width of the feed-forward layers."""
+    """Width of the feed-forward layers; modern ones have a gate of this width beside it."""
     embedding_width: int = 128
     """Width of the embedding tables; projected to the hidden size where it differs."""
     vocabulary: int = 30522
@@ -33,19 +45,28 @@ class EncoderConfig:
     positions: int = 512
     """The longest row, in tokens."""
     segments: int = 2
-    """Entries of the segment table: A and B."""
+    """Entries of the segment table: A and B. The modern style has none, and reads segments alike."""
     pad_id: int = 0
     """The token id of padding; its embedding is not trained by the input."""
     dropout: float = 0.1
-    """Dropout of embeddings and of each layer's two outputs."""
+    """Dropout of embeddings and of each layer's two outputs; modern layers drop inside the feed-forward instead."""
     attention_dropout: float = 0.1
-    """Dropout of attention weights."""
+    """Dropout of attention weights; in the modern style also of what attention gives out."""
     norm_epsilon: float = 1e-12
     initial_std: float = 0.02
     """Spread of the first weights: a truncated normal of this standard deviation."""
+    global_every: int = 1
+    """Modern: one layer in so many, from the first, sees the whole row; the others see a window."""
+    local_attention: int = 128
+    """Modern: the window of the other layers; half of it lies to either side."""
+    global_theta: float = 160_000.0
+    """Modern: how slow the slowest rotary position turns, where the whole row is seen."""
+    local_theta: float = 10_000.0
+    """Modern: the same, where a window is seen."""
 
     def __post_init__(self) -> None:
         self.check_numbers()
+        self.check_style()
         if self.width % self.heads:
             raise ConfigError(
                 f"width {self.width} does not divide into {self.heads} heads; "
@@ -64,19 +85,107 @@ class EncoderConfig:
     def check_numbers(self) -> None:
         """Refuse what is no number (settings also come from files), and counts below 1."""
         for field in fields(self):
-            value, is_count = getattr(self, field.name), field.type is int
+            value, is_count = getattr(self, field.name), field.type == "int"
+            if field.name == "style":
+                continue
             if type(value) is not int and (is_count or type(value) is not float):
                 raise ConfigError(f"{field.name} is {value!r}; it must be a {'whole ' if is_count else ''}number")
             if is_count and value < 1 and field.name != "pad_id":
                 raise ConfigError(f"{field.name} is {value}; it must be at least 1")
 
+    def check_style(self) -> None:
+        """Refuse styles that are not there, and what the chosen one cannot have."""
+        if self.style not in get_args(Style):
+            raise ConfigError(f"there is no style {self.style!r}; choose from {', '.join(get_args(Style))}")
+        for name, usual in MODERN_SETTINGS.items():
+            if self.style == "classic" and getattr(self, name) != usual:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, which only the modern style has; choose that style"
+                )
+        if self.style == "modern" and self.width % (2 * self.heads) and not self.width % self.heads:
+            raise ConfigError(
+                f"{self.heads} heads of width {self.width // self.heads} cannot turn by position, which takes an even "
+                f"width; choose another width or number of heads"
+            )
+        for name in ("global_theta", "local_theta"):
+            if getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 1, usually 10000 or more")
 
-class Embeddings(nn.Module):
-    """What a token is (token table), where it stands (position table), which segment it is in (segment table)."""
+    def is_modern(self) -> bool:
+        """Whether the style is modern: pre-norm, rotary positions, gates, and no biases."""
+        return self.style == "modern"
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer sees the whole row."""
+        return layer % self.global_every == 0
+
+    @classmethod
+    def from_dict(cls, settings: Any) -> EncoderConfig:
+        """The inverse of `dataclasses.asdict`; what was stored before there were styles is classic."""
+        if isinstance(settings, dict) and not settings.keys() & {"style", *MODERN_SETTINGS}:
+            settings = {"style": "classic"} | settings | MODERN_SETTINGS
+        check_fields(settings, cls)
+        return cls(**settings)
+
+
+MODERN_SETTINGS = {
+    field.name: field.default
+    for field in fields(EncoderConfig)
+    if field.name in ("global_every", "local_attention", "global_theta", "local_theta")
+}
+
+
+def check_fields(settings: Any, kind: type) -> None:
+    """Refuse stored settings that are not just the fields of `kind`: a default in their place would be a guess."""
+    if not isinstance(settings, dict):
+        raise ConfigError(f"these are not the settings of a model: {settings!r}")
+    wanted = {field.name for field in fields(kind)}
+    if settings.keys() != wanted:
+        differing = ", ".join(sorted(map(repr, settings.keys() ^ wanted)))
+        raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
+
+
+class TokenEmbeddings(nn.Module):
+    """What a token is (token table); the modern style needs no more: positions turn, and segments are read alike.
+
+    A `base`, if there is one, is added to and not moved: E = stopgrad(E_base) + E_Δ.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.token = nn.Embedding(config.vocabulary, config.embedding_width, padding_idx=config.pad_id)
+        self.base: TokenEmbeddings | None = None
+
+    def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+        return self.summed(input_ids, segment_ids)  # [B, L, E]
+
+    def summed(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+        """The embeddings of each token, added up, and to the base's."""
+        own = self.looked_up(input_ids, segment_ids)
+        if self.base is None:
+            return own
+        with torch.no_grad():
+            base = self.base.summed(input_ids, segment_ids)
+        return base + own
+
+    def token_table(self) -> Tensor:
+        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
+        return self.token.weight if self.base is None else self.base.token_table().detach() + self.token.weight
+
+    def looked_up(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+        """The sum of what the own tables have."""
+        return self.token(input_ids)
+
+    def tables(self) -> Iterator[nn.Embedding]:
+        """The own tables."""
+        return (module for module in self.children() if isinstance(module, nn.Embedding))
+
+
+class Embeddings(TokenEmbeddings):
+    """What a token is (token table), where it stands (position table), which segment it is in (segment table)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
         self.position = nn.Embedding(config.positions, config.embedding_width)
         self.segment = nn.Embedding(config.segments, config.embedding_width)
         self.norm = nn.LayerNorm(config.embedding_width, config.norm_epsilon)
@@ -85,36 +194,23 @@ class Embeddings(nn.Module):
     def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         return self.dropout(self.norm(self.summed(input_ids, segment_ids)))  # [B, L, E]
 
-    def summed(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+    def looked_up(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         """The three embeddings of each token, added in the order that `transformers` adds them."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         return self.token(input_ids) + self.segment(segment_ids) + self.position(positions)
 
-    def token_table(self) -> Tensor:
-        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
-        return self.token.weight
 
+def disentangled(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
+    """Embeddings that add to another model's without moving them: E = stopgrad(E_base) + E_Δ, E_Δ zero at first.
 
-class DisentangledEmbeddings(Embeddings):
-    """Tables that add to another model's without moving them: E = stopgrad(E_base) + E_Δ, E_Δ zero at first.
-
-    So two tasks do not pull one table two ways (DeBERTa-v3). Its own token, position and segment tables are the
-    differences. The LayerNorm is its own too: sharing that would let its gradient into the other model.
+    So two tasks do not pull one table two ways (DeBERTa-v3). The own tables are the differences. A LayerNorm is the
+    own too: sharing that would let its gradient into the other model.
     """
-
-    def __init__(self, base: Embeddings, config: EncoderConfig) -> None:
-        super().__init__(config)
-        self.base = base
-        for table in (self.token, self.position, self.segment):
-            nn.init.zeros_(table.weight)
-
-    def summed(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            base = self.base.summed(input_ids, segment_ids)
-        return base + super().summed(input_ids, segment_ids)
-
-    def token_table(self) -> Tensor:
-        return self.base.token_table().detach() + self.token.weight
+    embeddings = type(base)(config)
+    for table in embeddings.tables():
+        nn.init.zeros_(table.weight)
+    embeddings.base = base
+    return embeddings
 
 
 class Attention(nn.Module):
@@ -123,8 +219,8 @@ class Attention(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.heads, config.attention_dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.output = nn.Linear(config.width, config.width)
+        self.qkv = linear(config, config.width, 3 * config.width)
+        self.output = linear(config, config.width, config.width)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)  # each [B, L, H, K]
@@ -144,20 +240,62 @@ class FeedForward(nn.Module):
         return self.narrow(functional.gelu(self.widen(hidden)))
 
 
+class GatedFeedForward(nn.Module):
+    """Each token by itself: widen twice, GELU of one times the other, narrow (GeGLU)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.widen = linear(config, config.width, 2 * config.feedforward)
+        self.narrow = linear(config, config.feedforward, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide, gate = self.widen(hidden).chunk(2, dim=-1)  # each [B, L, feedforward]
+        return self.narrow(self.dropout(functional.gelu(wide) * gate))
+
+
 class ClassicLayer(nn.Module):
     """A post-norm Transformer layer: what is added is normalised with what it is added to."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.attention_norm = nn.LayerNorm(config.width, config.norm_epsilon)
+        self.attention_norm = norm(config, config.width)
         self.feedforward = FeedForward(config)
-        self.feedforward_norm = nn.LayerNorm(config.width, config.norm_epsilon)
+        self.feedforward_norm = norm(config, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
         hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, reach)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
+
+
+class ModernLayer(nn.Module):
+    """A pre-norm Transformer layer: what is added comes of the normalised, and the sum stays as it is."""
+
+    def __init__(self, config: EncoderConfig, is_first: bool) -> None:
+        super().__init__()
+        self.attention_norm = nn.Identity() if is_first else norm(config, config.width)  # embeddings come normalised
+        self.attention = Attention(config)
+        self.feedforward_norm = norm(config, config.width)
+        self.feedforward = GatedFeedForward(config)
+        self.dropout = nn.Dropout(config.attention_dropout)
+
+    def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), reach))
+        return hidden + self.feedforward(self.feedforward_norm(hidden))
+
+
+class Entry(nn.Module):
+    """The way into modern layers: embeddings are normalised once they are as wide as hidden states."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.norm = norm(config, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dropout(self.norm(hidden))
 
 
 class Encoder(nn.Module):
@@ -166,11 +304,15 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embeddings = Embeddings(config)
+        self.embeddings = TokenEmbeddings(config) if config.is_modern() else Embeddings(config)
         self.project = project_of(config)
-        self.layers = nn.ModuleList(ClassicLayer(config) for _ in range(config.layers))
+        self.entry = Entry(config) if config.is_modern() else nn.Identity()
+        self.layers = nn.ModuleList(layer_of(config, number) for number in range(config.layers))
+        self.final_norm = norm(config, config.width) if config.is_modern() else nn.Identity()
         self.recomputes_layers = False  # gradient checkpointing: less memory, a third more work
         initialize(self, config.initial_std)
+        if config.is_modern():
+            calm(self.layers)
 
     def forward(
         self,
@@ -185,14 +327,32 @@ class Encoder(nn.Module):
         """
         check_length(input_ids.shape[1], self.config)
         segment_ids = torch.zeros_like(input_ids) if segment_ids is None else segment_ids
-        hidden = self.project(self.embeddings(input_ids, segment_ids))  # [B, L, D]
-        reach = reach_of(attention_mask, documents, has_kernel=self.has_document_kernel())
-        for layer in self.layers:
+        hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
+        reaches = self.reaches(input_ids, attention_mask, documents)
+        for number, layer in enumerate(self.layers):
+            reach = reaches[self.config.is_global(number)]
             if self.recomputes_layers and self.training:
                 hidden = checkpoint(layer, hidden, reach, use_reentrant=False)
             else:
                 hidden = layer(hidden, reach)
-        return hidden
+        return self.final_norm(hidden)
+
+    def reaches(self, input_ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> dict[bool, Reach]:
+        """How far tokens see in layers that are global (True) and in those that are not."""
+        config, length, device = self.config, input_ids.shape[1], input_ids.device
+        reach = reach_of(attention_mask, documents, has_kernel=self.has_document_kernel())
+        if not config.is_modern():
+            return {True: reach}
+        width = config.width // config.heads
+        reaches = {True: replace(reach, turns=turns_of(length, width, config.global_theta, device))}
+        if config.global_every > 1:
+            near = within(reach, config.local_attention // 2, length, device)
+            reaches[False] = replace(near, turns=turns_of(length, width, config.local_theta, device))
+        return reaches
+
+    def tied_projection(self) -> Tensor | None:
+        """The projection [D, E] as part of a tied output table: the modern style's, where it has one."""
+        return getattr(self.project, "weight", None) if self.config.is_modern() else None
 
     def has_document_kernel(self) -> bool:
         """Whether this device attends document by document without a mask."""
@@ -204,7 +364,22 @@ class Encoder(nn.Module):
 def project_of(config: EncoderConfig) -> nn.Module:
     """The way from the embedding width to the hidden width; nothing where they are equal."""
     is_needed = config.embedding_width != config.width
-    return nn.Linear(config.embedding_width, config.width) if is_needed else nn.Identity()
+    return linear(config, config.embedding_width, config.width) if is_needed else nn.Identity()
+
+
+def layer_of(config: EncoderConfig, number: int) -> nn.Module:
+    """A layer in the style of the encoder."""
+    return ModernLayer(config, is_first=number == 0) if config.is_modern() else ClassicLayer(config)
+
+
+def linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer, in the modern style without bias."""
+    return nn.Linear(inputs, outputs, bias=not config.is_modern())
+
+
+def norm(config: EncoderConfig, width: int) -> nn.LayerNorm:
+    """A LayerNorm, in the modern style without bias."""
+    return nn.LayerNorm(width, config.norm_epsilon, bias=not config.is_modern())
 
 
 def check_length(length: int, config: EncoderConfig) -> None:
@@ -225,3 +400,11 @@ def initialize(module: nn.Module, std: float) -> None:
             nn.init.trunc_normal_(parameter, std=std, a=-2 * std, b=2 * std)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
+
+
+def calm(layers: nn.ModuleList) -> None:
+    """Start what pre-norm layers add to the sum smaller, the more of them there are (as ModernBERT and GPT-2 do)."""
+    with torch.no_grad():
+        for name, parameter in layers.named_parameters():
+            if name.endswith(("attention.output.weight", "feedforward.narrow.weight")):
+                parameter.div_((2 * len(layers)) ** 0.5)

@@ -22,9 +22,9 @@ class Item:
     flops: int
 
 
-def dense(name: str, inputs: int, outputs: int, times: int) -> Item:
-    """A linear layer with bias, applied to `times` vectors."""
-    return Item(name, inputs * outputs + outputs, 2 * inputs * outputs * times)
+def dense(name: str, inputs: int, outputs: int, times: int, has_bias: bool = True) -> Item:
+    """A linear layer, applied to `times` vectors."""
+    return Item(name, inputs * outputs + has_bias * outputs, 2 * inputs * outputs * times)
 
 
 def norm(name: str, width: int) -> Item:
@@ -32,8 +32,18 @@ def norm(name: str, width: int) -> Item:
     return Item(name, 2 * width, 0)
 
 
+def scale(name: str, width: int) -> Item:
+    """A LayerNorm without shift."""
+    return Item(name, width, 0)
+
+
 def encoder_items(config: EncoderConfig, length: int) -> list[Item]:
     """The encoder's parts, over a row of `length` tokens; layers are added up."""
+    return modern_items(config, length) if config.is_modern() else classic_items(config, length)
+
+
+def classic_items(config: EncoderConfig, length: int) -> list[Item]:
+    """The parts of a classic encoder."""
     E, D, F = config.embedding_width, config.width, config.feedforward
     tables = config.vocabulary + config.positions + config.segments
     layer = [
@@ -53,9 +63,38 @@ def encoder_items(config: EncoderConfig, length: int) -> list[Item]:
     ]
 
 
+def modern_items(config: EncoderConfig, length: int) -> list[Item]:
+    """The parts of a modern encoder; layers that see a window compute the whole row and hide the rest."""
+    E, D, F = config.embedding_width, config.width, config.feedforward
+    layer = [
+        dense("query, key, value", D, 3 * D, length, has_bias=False),
+        Item("attention", 0, 2 * 2 * length * length * D),  # scores, then mixing
+        dense("attention output", D, D, length, has_bias=False),
+        dense("feed-forward, widen", D, 2 * F, length, has_bias=False),
+        dense("feed-forward, narrow", F, D, length, has_bias=False),
+        scale("feed-forward norm", D),
+    ]
+    return [
+        Item("embeddings", config.vocabulary * E, 0),
+        *([dense("embeddings to hidden", E, D, length, has_bias=False)] if E != D else []),
+        scale("embeddings norm", D),
+        *(Item(item.name, config.layers * item.parameters, config.layers * item.flops) for item in layer),
+        scale("attention norm", (config.layers - 1) * D),  # the first layer has none
+        scale("final norm", D),
+    ]
+
+
 def generator_items(config: EncoderConfig, length: int, masked: int) -> list[Item]:
     """The generator's parts; its head runs at `masked` positions only, and its output table is the embeddings'."""
-    E, V = config.embedding_width, config.vocabulary
+    E, D, V = config.embedding_width, config.width, config.vocabulary
+    if config.is_modern():
+        return [
+            *encoder_items(config, length),
+            dense("head", D, D, masked, has_bias=False),
+            scale("head norm", D),
+            *([Item("hidden to embeddings", 0, 2 * D * E * masked)] if E != D else []),  # the same projection
+            Item("vocabulary logits", V, 2 * E * V * masked),
+        ]
     return [
         *encoder_items(config, length),
         dense("head", config.width, E, masked),
@@ -68,7 +107,8 @@ def discriminator_items(config: EncoderConfig, length: int) -> list[Item]:
     """The discriminator's parts."""
     return [
         *encoder_items(config, length),
-        dense("head", config.width, config.width, length),
+        dense("head", config.width, config.width, length, has_bias=not config.is_modern()),
+        *([scale("head norm", config.width)] if config.is_modern() else []),
         dense("verdict", config.width, 1, length),
     ]
 

@@ -4,37 +4,48 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from electra.model.encoder import EncoderConfig, initialize
+from electra.model.encoder import EncoderConfig, initialize, linear, norm
 
 
 class GeneratorHead(nn.Module):
-    """p_G(x | masked) before the softmax: e(x)·transformed hidden state, plus a bias per vocabulary entry."""
+    """p_G(x | masked) before the softmax: e(x)·transformed hidden state, plus a bias per vocabulary entry.
+
+    The modern head stays as wide as hidden states and meets the table through the encoder's own projection, so that
+    both multiply out to one table, as ModernBertForMaskedLM has it.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.width, config.embedding_width)
-        self.norm = nn.LayerNorm(config.embedding_width, config.norm_epsilon)
+        width = config.width if config.is_modern() else config.embedding_width
+        self.dense = linear(config, config.width, width)
+        self.norm = norm(config, width)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
         initialize(self, config.initial_std)
 
-    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
-        """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied."""
-        return functional.linear(self.norm(functional.gelu(self.dense(hidden))), table, self.bias)
+    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
+        """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
+
+        So is a modern encoder's `projection` [D, E]."""
+        transformed = self.norm(functional.gelu(self.dense(hidden)))
+        if projection is not None:
+            transformed = transformed @ projection  # [..., E]
+        return functional.linear(transformed, table, self.bias)
 
 
 class DiscriminatorHead(nn.Module):
-    """D(x, t) before the sigmoid: how surely each token was replaced."""
+    """D(x, t) before the sigmoid: how surely each token was replaced. The modern head has a norm before the verdict."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.width, config.width)
+        self.dense = linear(config, config.width, config.width)
+        self.norm = norm(config, config.width) if config.is_modern() else nn.Identity()
         self.verdict = nn.Linear(config.width, 1)
         initialize(self, config.initial_std)
         nn.init.xavier_uniform_(self.verdict.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
-        return self.verdict(functional.gelu(self.dense(hidden))).squeeze(-1)
+        return self.verdict(self.norm(functional.gelu(self.dense(hidden)))).squeeze(-1)
 
 
 class CopyGate(nn.Module):

@@ -1,11 +1,13 @@
 """Hugging Face folders: one table of names, read both ways.
 
 Left stands our name, right the name in `transformers`. Only names change, so a model that arrives and leaves again has
-the same bytes in every tensor. Our query, key and value are one tensor; theirs are three, in that order.
+the same bytes in every tensor. Our query, key and value are one tensor; in ELECTRA and BERT they are three, in that
+order. What ModernBERT has no place for, tables narrower than hidden states, leaves multiplied out.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import torch
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError
+from electra.model import modernbert
 from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.encoder import EncoderConfig
 from electra.model.sizes import BASE, SMALL
 from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
+from electra.text.vocabulary import Vocabulary
 
 Tensors = dict[str, Tensor]
 
@@ -50,28 +54,54 @@ ENCODER = {
     "encoder.layers.N.feedforward_norm": "encoder.layer.N.output.LayerNorm",
 }
 
+Settings = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Family:
     """What the classes of one model type of `transformers` have in common."""
 
     prefix: str  # before the encoder's names where there is a head
+    encoder: dict[str, str]  # our encoder's names and theirs
+    settings: dict[str, str]  # our settings and theirs
+    fixed: Settings  # theirs that have one value only; what its config.json does not say has it, too
     defaults: EncoderConfig  # what its config.json need not say
     has_embedding_width: bool  # whether tables may be narrower than hidden states
+    reach: Callable[[Settings, int], Settings]  # how so many layers see, from its config.json
     left_out: str  # a pattern of names, without the prefix, that a file may have and no part of ours needs
 
 
+CLASSIC_FIXED = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
+
 ELECTRA = Family(
     prefix="electra.",
+    encoder=ENCODER,
+    settings=SETTINGS,
+    fixed=CLASSIC_FIXED,
     defaults=SMALL,
     has_embedding_width=True,
+    reach=lambda settings, layers: {},
     left_out=r"embeddings\.position_ids|embeddings_project\..*",
 )
 BERT = Family(
     prefix="bert.",
+    encoder=ENCODER,
+    settings=SETTINGS,
+    fixed=CLASSIC_FIXED,
     defaults=BASE,
     has_embedding_width=False,
+    reach=lambda settings, layers: {},
     left_out=r"embeddings\.position_ids|pooler\..*|cls\.seq_relationship\..*",
+)
+MODERNBERT = Family(
+    prefix="model.",
+    encoder=modernbert.ENCODER,
+    settings=modernbert.SETTINGS,
+    fixed=modernbert.FIXED,
+    defaults=modernbert.DEFAULTS,
+    has_embedding_width=False,
+    reach=modernbert.reach_of_layers,
+    left_out="",
 )
 
 
@@ -83,6 +113,7 @@ class Architecture:
     family: Family
     head: dict[str, str]  # our head's names and theirs; empty for a bare encoder
     twins: tuple[tuple[str, str], ...] = ()  # tensors that older files repeat, and what each repeats
+    labels: tuple[str, ...] = ()  # of a head that gives each label a row; ours has the last one's, less the first's
 
     def prefix(self) -> str:
         """What stands before the encoder's names."""
@@ -123,8 +154,32 @@ ARCHITECTURES = {
             ("cls.predictions.decoder.bias", "cls.predictions.bias"),
         ),
     ),
+    "ModernBertModel": Architecture(part="discriminator", family=MODERNBERT, head={}),
+    "ModernBertForTokenClassification": Architecture(
+        part="discriminator",
+        family=MODERNBERT,
+        head={"head.dense": "head.dense", "head.norm": "head.norm", "head.verdict": "classifier"},
+        labels=("original", "replaced"),
+    ),
+    "ModernBertForMaskedLM": Architecture(
+        part="generator",
+        family=MODERNBERT,
+        head={"head.dense": "head.dense", "head.norm": "head.norm", "head": "decoder"},
+        twins=(("decoder.weight", "model.embeddings.tok_embeddings.weight"),),
+    ),
 }
-LEAVING = {"discriminator": "ElectraForPreTraining", "generator": "ElectraForMaskedLM", "encoder": "ElectraModel"}
+LEAVING = {
+    "classic": {
+        "discriminator": "ElectraForPreTraining",
+        "generator": "ElectraForMaskedLM",
+        "encoder": "ElectraModel",
+    },
+    "modern": {
+        "discriminator": "ModernBertForTokenClassification",
+        "generator": "ModernBertForMaskedLM",
+        "encoder": "ModernBertModel",
+    },
+}
 
 
 def their_names(ours: str, architecture: Architecture) -> list[str]:
@@ -134,7 +189,7 @@ def their_names(ours: str, architecture: Architecture) -> list[str]:
     if stem.startswith("head"):
         theirs = architecture.head[stem]
     else:
-        theirs = architecture.prefix() + ENCODER[re.sub(r"layers\.\d+", "layers.N", stem)]
+        theirs = architecture.prefix() + architecture.family.encoder[re.sub(r"layers\.\d+", "layers.N", stem)]
     path, dot, last = theirs.replace(".N.", f".{layer[1]}." if layer else "").rpartition(".")
     return [f"{path}{dot}{choice}.{kind}" for choice in last.split("|")]
 
@@ -145,8 +200,24 @@ def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
     for ours, tensor in state.items():
         if ours.startswith("encoder.") or architecture.head:
             theirs = their_names(ours, architecture)
+            tensor = in_rows(tensor) if has_rows(ours, architecture) else tensor
             renamed.update(zip(theirs, tensor.chunk(len(theirs)), strict=True))
     return renamed
+
+
+def has_rows(ours: str, architecture: Architecture) -> bool:
+    """Whether one of our tensors is a verdict that they give a row for each of two labels."""
+    return ours.startswith("head.verdict.") and bool(architecture.labels)
+
+
+def in_rows(verdict: Tensor) -> Tensor:
+    """A verdict in two rows, nothing and itself: their softmax is then its sigmoid."""
+    return torch.cat([torch.zeros_like(verdict), verdict])
+
+
+def in_one(rows: Tensor) -> Tensor:
+    """Two rows as one verdict: what the second label has more than the first."""
+    return rows[1:] - rows[:1]
 
 
 def from_huggingface(
@@ -158,7 +229,8 @@ def from_huggingface(
     tensors = without_twins(under_todays_names(tensors, architecture, path), architecture, path)
     left_out = sorted(name for name in tensors if name not in wanted and is_spare(name, architecture.family))
     check_tensors({name: tensor for name, tensor in tensors.items() if name not in left_out}, wanted, path)
-    return {name: torch.cat([tensors[theirs] for theirs in their_names(name, architecture)]) for name in ours}, left_out
+    found = {name: torch.cat([tensors[theirs] for theirs in their_names(name, architecture)]) for name in ours}
+    return {name: in_one(it) if has_rows(name, architecture) else it for name, it in found.items()}, left_out
 
 
 def empty_part(architecture: Architecture, config: EncoderConfig) -> Tensors:
@@ -182,7 +254,8 @@ def todays_name(name: str, architecture: Architecture) -> str:
     """A name of an old file, with LayerNorm's gamma and beta, and with the encoder's prefix just where a head is."""
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
     name = name.removeprefix(architecture.family.prefix)
-    return architecture.prefix() + name if name.startswith(("embeddings", "encoder.", "pooler.")) else name
+    encoder = ("embeddings", "encoder.", "pooler.", "layers.", "final_norm.")
+    return architecture.prefix() + name if name.startswith(encoder) else name
 
 
 def is_spare(name: str, family: Family) -> bool:
@@ -217,7 +290,7 @@ def read_huggingface(folder: Path) -> Arrival:
     return Arrival(architecture.part, config, *from_huggingface(read_weights(folder), architecture, config, folder))
 
 
-def architecture_of(settings: dict[str, Any], folder: Path) -> Architecture:
+def architecture_of(settings: Settings, folder: Path) -> Architecture:
     """The architecture that a config.json names."""
     if "model_type" not in settings:
         raise DataError(f"{folder} is not a Hugging Face folder: its config.json names no model_type")
@@ -228,19 +301,30 @@ def architecture_of(settings: dict[str, Any], folder: Path) -> Architecture:
     raise DataError(f"{folder}: architectures is {named!r}; what can be taken in is {', '.join(ARCHITECTURES)}")
 
 
-def encoder_config(settings: dict[str, Any], architecture: Architecture, folder: Path) -> EncoderConfig:
+def encoder_config(settings: Settings, architecture: Architecture, folder: Path) -> EncoderConfig:
     """The size that a config.json describes."""
-    for name, allowed in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"), ("is_decoder", False)):
+    family = architecture.family
+    for name, allowed in family.fixed.items():
         if settings.get(name, allowed) != allowed:
             raise DataError(f"{folder}: {name} is {settings[name]!r}; only {allowed!r} can be taken in")
-    found = {ours: settings[theirs] for ours, theirs in SETTINGS.items() if settings.get(theirs) is not None}
-    settings = vars(architecture.family.defaults) | found
-    if not architecture.family.has_embedding_width:
-        settings["embedding_width"] = settings["width"]
+    check_labels(settings, architecture, folder)
+    found = {ours: settings[theirs] for ours, theirs in family.settings.items() if settings.get(theirs) is not None}
+    found = vars(family.defaults) | found
+    if not family.has_embedding_width:
+        found["embedding_width"] = found["width"]
     try:
-        return EncoderConfig(**settings)
+        config = EncoderConfig(**found)
+        return replace(config, **family.reach(settings, config.layers))
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
+
+
+def check_labels(settings: Settings, architecture: Architecture, folder: Path) -> None:
+    """Refuse a classifier of tokens that is no discriminator."""
+    labels = settings.get("id2label")
+    if architecture.labels and labels != {str(number): name for number, name in enumerate(architecture.labels)}:
+        wanted = " and ".join(architecture.labels)
+        raise DataError(f"{folder}: id2label is {labels!r}; only a discriminator's, {wanted}, can be taken in")
 
 
 def read_weights(folder: Path) -> Tensors:
@@ -272,20 +356,45 @@ def folded(state: Tensors) -> Tensors:
     return whole
 
 
-def huggingface_config(config: EncoderConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json that `transformers` reads."""
+def multiplied_out(state: Tensors, config: EncoderConfig) -> Tensors:
+    """A modern part whose narrow table and projection are the one table [V, D] that they amount to."""
+    if not config.is_modern() or "encoder.project.weight" not in state:
+        return state
+    whole = {name: tensor for name, tensor in state.items() if name != "encoder.project.weight"}
+    table, projection = state["encoder.embeddings.token.weight"], state["encoder.project.weight"]
+    product = table.float() @ projection.float().T
+    return whole | {"encoder.embeddings.token.weight": product.to(table.dtype)}
+
+
+def huggingface_config(
+    config: EncoderConfig, architecture: str, dtype: torch.dtype, vocabulary: Vocabulary | None
+) -> Settings:
+    """The config.json that `transformers` reads; special tokens are the vocabulary's, where it is known."""
+    described = modernbert.modernbert_config(config, vocabulary) if config.is_modern() else classic_config(config)
     return {
         "architectures": [architecture],
-        "model_type": "electra",
         "dtype": str(dtype).removeprefix("torch."),
-        "hidden_act": "gelu",
         "tie_word_embeddings": True,
-        **{theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()},
+        **described,
     }
 
 
-def classifier_head(weight: Tensor, bias: Tensor) -> Tensors:
+def classic_config(config: EncoderConfig) -> Settings:
+    """What ElectraConfig says of an encoder."""
+    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()}
+    return {"model_type": "electra", "hidden_act": "gelu", **settings}
+
+
+def labelled(names: tuple[str, ...]) -> Settings:
+    """The names of a classifier's outputs, if it is one."""
+    if not names:
+        return {}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+
+
+def classifier_head(head: Tensors) -> Tensors:
     """A linear head as the two layers that ElectraForSequenceClassification has: GELU(z) − GELU(−z) = z."""
+    weight, bias = head["weight"], head["bias"]
     outputs, width = weight.shape
     if 2 * outputs > width:
         raise ConfigError(f"{outputs} outputs need a width of {2 * outputs} in transformers' head, and this is {width}")
@@ -297,3 +406,20 @@ def classifier_head(weight: Tensor, bias: Tensor) -> Tensors:
         "classifier.out_proj.weight": torch.cat([one, -one, torch.zeros(outputs, rest)], dim=1),
         "classifier.out_proj.bias": torch.zeros(outputs),
     }
+
+
+def modern_classifier_head(head: Tensors) -> Tensors:
+    """The head of modern fine-tuned models, which is ModernBertForSequenceClassification's own."""
+    return {
+        "head.dense.weight": head["dense.weight"],
+        "head.norm.weight": head["norm.weight"],
+        "classifier.weight": head["weight"],
+        "classifier.bias": head["bias"],
+    }
+
+
+CLASSIFIERS: dict[str, tuple[str, str, Callable[[Tensors], Tensors]]] = {
+    # style: the classifier of texts it leaves as, a class whose encoder has the same names, and its head
+    "classic": ("ElectraForSequenceClassification", "ElectraForPreTraining", classifier_head),
+    "modern": ("ModernBertForSequenceClassification", "ModernBertForTokenClassification", modern_classifier_head),
+}

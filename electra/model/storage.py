@@ -22,7 +22,7 @@ from torch import Tensor
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.heads import DiscriminatorHead
-from electra.text.files import write_whole
+from electra.text.files import finite, write_whole
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -172,7 +172,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, table: dict[str, Any]) -> None:
     """Write a JSON table that people can read."""
-    write_whole(path, (json.dumps(table, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(finite(table), indent=2) + "\n").encode())
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:

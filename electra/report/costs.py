@@ -1,4 +1,4 @@
-"""`electra flops`: what a pair costs to store and to train, before anything is trained."""
+"""`electra flops`: what a pair costs to store, to train and to use, before anything is trained."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,46 +6,83 @@ from typing import Any
 import torch
 
 from electra.errors import ConfigError
-from electra.model.electra import Electra
+from electra.model import published
+from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import check_length
 from electra.model.flops import TRAINING, Item, flops, items_of, parameters
-from electra.model.sizes import SMALL, ModelConfig, size_of
+from electra.model.sizes import SMALL, ModelConfig
 from electra.objective.masking import MaskedShare, slots
+from electra.training.recipes import settings_for
+
+PAPER = settings_for("faithful", ModelConfig.size)
+TAKEN = ("mask_fraction", "length", "batch_size", "steps")  # from the paper's settings of a size
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsConfig(MaskedShare, ModelConfig):
-    """Count parameters and floating-point operations (matrix products only) of a pair, item by item."""
+    """Count parameters and floating-point operations (matrix products only) of a pair, item by item.
 
-    length: int = 128
+    Length, batch and steps are those of the paper for --size: shown are those of the size below."""
+
+    length: int = PAPER["length"]
     """Tokens in a row."""
+    batch_size: int = PAPER["batch_size"]
+    """Rows of a training step."""
+    steps: int = PAPER["steps"]
+    """Training steps."""
     vocabulary: int = SMALL.vocabulary
     """Entries of the token table."""
+    inference: bool = False
+    """Count one reading of a text by the discriminator, of 128 tokens unless --length says otherwise."""
+    as_published: bool = False
+    """Count like the paper's table, to compare with it: single numbers (dropout, GELU, norms) too, embeddings looked up
+    by products with one-hot vectors, 5 of 32 tokens predicted, and a backward pass as dear as a forward pass (it is
+    twice that)."""
     json: bool = False
     """Print the result as JSON."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("length", "a row has at least 1 token"), ("batch_size", "a step has at least 1 row")):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; {least}")
+        if self.steps < 0:
+            raise ConfigError(f"steps is {self.steps}; it must be at least 0")
+
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The mask fraction of the size among the flags that were given."""
-        return {"mask_fraction": size_of(given.get("size", cls.size)).mask_fraction}
+        """The paper's settings of the size among the flags that were given; texts are read at the default length."""
+        settings = settings_for("faithful", given.get("size", cls.size))
+        is_read = "inference" in given
+        return {name: settings[name] for name in TAKEN if not (is_read and name == "length")}
+
+    def pair(self) -> ElectraConfig:
+        """The pair, or what is left of it after training."""
+        pair = self.electra(self.vocabulary)
+        if self.inference:
+            return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
+        return pair
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Parameters, and operations per row: each part forward, the pair in training."""
+    """Parameters, and operations: of each part forward over a row, and all together."""
 
     parts: dict[str, list[Item]]
     parameters: int  # what is shared counts once
-    training_flops_per_row: int
+    purpose: str  # what the operations all together are for
+    training_flops_per_row: int | None  # None where nothing is trained
+    total_flops: int
 
     def __str__(self) -> str:
         lines = [f"{'':<24}{'parameters':>15}{'forward FLOPs a row':>22}"]
         for name, items in self.parts.items():
             lines += [name, *(line(f"  {item.name}", item.parameters, item.flops) for item in items)]
             lines += [line("  in all", parameters(items), flops(items))]
-        lines += [f"the pair, what is shared counted once: {self.parameters:,} parameters"]
-        lines += [f"a training step: {self.training_flops_per_row:.4g} FLOPs a row"]
-        return "\n".join(lines)
+        if self.training_flops_per_row is not None:
+            lines += [f"the pair, what is shared counted once: {self.parameters:,} parameters"]
+            lines += [f"a training step: {self.training_flops_per_row:.4g} FLOPs a row"]
+        return "\n".join([*lines, f"{self.purpose}: {self.total_flops:.4e} FLOPs"])
 
 
 def line(name: str, parameters: int, flops: int) -> str:
@@ -55,12 +92,26 @@ def line(name: str, parameters: int, flops: int) -> str:
 
 def count_costs(config: FlopsConfig) -> Costs:
     """The costs of the pair that `config` describes."""
-    pair = config.electra(config.vocabulary)
-    if config.length < 1:
-        raise ConfigError(f"length is {config.length}; a row has at least 1 token")
+    pair = config.pair()
     for part in filter(None, (pair.generator, pair.discriminator)):
         check_length(config.length, part)
+    parts, training = count_items(pair, config)
+    forward = sum(flops(items) for items in parts.values())
+    if config.inference:
+        return Costs(parts, stored(pair), f"reading {config.length} tokens", None, forward)
+    step = training * forward
+    purpose = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
+    return Costs(parts, stored(pair), purpose, step, step * config.batch_size * config.steps)
+
+
+def count_items(pair: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
+    """The items of a pair, honestly or as published, and how many forward passes a training step is worth."""
+    if config.as_published:
+        return published.published_items(pair, config.length), published.TRAINING
+    return items_of(pair, config.length, masked=slots(config.length, config)), TRAINING
+
+
+def stored(pair: ElectraConfig) -> int:
+    """Parameters of a pair; what is shared counts once."""
     with torch.device("meta"):
-        stored = sum(parameter.numel() for parameter in Electra(pair).parameters())
-    parts = items_of(pair, config.length, masked=slots(config.length, config))
-    return Costs(parts, stored, TRAINING * sum(map(flops, parts.values())))
+        return sum(parameter.numel() for parameter in Electra(pair).parameters())

@@ -101,11 +101,11 @@ def embed(config: EmbedConfig) -> Embedded:
     return Embedded(load(config.model, config.device).embed(config.text, config.pooling)[0].tolist())
 
 
-def colored(detected: Detected) -> str:
+def colored(detected: Detected, threshold: float = 0.5) -> str:
     """Tokens side by side, suspicious ones red and with their verdict (red on a terminal only)."""
     line = Text()
     for token, verdict in zip(detected.tokens, detected.replaced, strict=True):
-        is_suspicious = verdict > 0.5
+        is_suspicious = verdict >= threshold
         line.append(f"{token}({verdict:.2f})" if is_suspicious else token, style="bold red" if is_suspicious else "")
         line.append(" ")
     console = Console(width=100)

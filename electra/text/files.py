@@ -8,6 +8,7 @@ import gzip
 import importlib
 import io
 import lzma
+import math
 import os
 import shutil
 import tempfile
@@ -164,6 +165,20 @@ def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator
             raise
         except (OSError, ValueError) as error:  # pyarrow's errors are both, on opening and on reading
             raise DataError(f"{file.path} is not a whole parquet file ({error})") from None
+
+
+def is_used(folder: Path) -> bool:
+    """Whether there is more in a folder than what a killed writer left."""
+    return folder.exists() and any(not file.name.endswith(PARTIAL) for file in folder.iterdir())
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has no word for numbers that are not finite: null stands in their place."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def write_whole(path: Path, content: bytes) -> None:

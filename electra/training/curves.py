@@ -51,5 +51,5 @@ def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
 
 
 def series(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[int, float]]:
-    """Steps and values of one metric."""
-    return [(line["step"], line[name]) for line in lines if line["kind"] == kind and name in line]
+    """Steps and values of one metric, where it has one."""
+    return [(line["step"], line[name]) for line in lines if line["kind"] == kind and line.get(name) is not None]

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from electra.text.files import write_whole
+from electra.text.files import finite, write_whole
 
 METRICS = "metrics.jsonl"
 
@@ -57,7 +57,7 @@ class Journal:
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
         """Add a line: `kind` is train or validation."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"kind": kind, "step": step, **numbers}) + "\n")
+            file.write(json.dumps(finite({"kind": kind, "step": step, **numbers})) + "\n")
         if self.board is not None:
             for name, number in numbers.items():
                 self.board.add_scalar(f"{kind}/{name}", number, step)

@@ -1,25 +1,21 @@
 """`electra pretrain`: from shards to a trained pair."""
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate, groupby, pairwise
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Electra, ElectraConfig, Generator
-from electra.model.encoder import DisentangledEmbeddings, Embeddings, Encoder, check_length
+from electra.model.electra import Electra, Generator
+from electra.model.encoder import Embeddings, Encoder
 from electra.model.flops import TRAINING, flops, items_of
-from electra.model.sizes import ModelConfig
 from electra.model.storage import (
     CONFIG,
     HEAD,
@@ -33,250 +29,25 @@ from electra.model.storage import (
 from electra.objective.losses import Counts, Losses
 from electra.objective.masking import slots
 from electra.objective.measures import measure
-from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName, Settings
+from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
 from electra.text.batches import Batch, Batches, BatchesConfig, Position, validation_batches
+from electra.text.files import is_used
 from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.text.vocabulary import Vocabulary
 from electra.training.checkpoint import STATE, checkpoint_folders, model_folder, remove_drafts
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate, together
+from electra.training.initial import Start, has_own_segments
 from electra.training.machine import (
-    Device,
-    Precision,
     can_compile,
     choose_device,
     choose_precision,
     environment,
     peak_flops,
 )
-from electra.training.phases import read_phases
-from electra.training.recipes import Recipe, settings_for
+from electra.training.plan import Phase, PretrainConfig, plan
 from electra.training.samples import write_samples
-from electra.training.trainer import Budget, Outcome, Trainer, TrainerConfig
-
-GeneratorKind = Literal["model", "uniform", "unigram"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, ModelConfig):
-    """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
-
-    The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
-
-    Many defaults depend on --size and --recipe: shown are those of the size and recipe below.
-    Give others beside --help to see theirs."""
-
-    data: Path
-    """The folder of shards (electra shard)."""
-    output: Path
-    """The run folder: config, metrics, curves, checkpoints."""
-    recipe: Recipe = "fast"
-    """Settings that go together. faithful: the released code's, with its quirks; fast: our best so far."""
-    objective: ObjectiveName = "rtd"
-    """rtd: the generator fills blanks, the discriminator finds its fills; electra-15: it is asked about masked tokens
-    only; replace-mlm: what stands in its place predicts the masked tokens behind the fills; all-tokens-mlm: the same of
-    every token, or copies it; mlm: a masked language model of its size (BERT); adversarial: the generator is paid what
-    its fills cost the discriminator; frozen-rtd: the generator no longer learns (stage two of two-stage training)."""
-    generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
-    """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
-    too easy to find to learn much from."""
-    phases: tuple[str, ...] = ()
-    """Train in phases, each with settings of its own: `share=0.9 share=0.1,length=512`, or for two-stage training
-    `objective=mlm objective=frozen-rtd`. A phase may have share (of the budget), objective, length, batch-size,
-    micro-batches, learning-rate, mask-fraction and temperature. The learning rate has one schedule over neighbouring
-    phases of one objective; where the objective changes, schedule and optimizer start afresh."""
-    hands_over: bool = True
-    """With phases: a discriminator that was not there before starts with the generator's weights; both need one size.
-    Without, it starts afresh, and may then fail to learn."""
-    starts_at_unigram: bool = False
-    """Give the generator's output the frequencies of tokens to start from, which it learns first anyway: the
-    discriminator then has real work from the first step."""
-    starts_with_waves: bool = False
-    """Start the position table as waves of many lengths instead of noise: what stands beside a token is then a simple
-    turn away, and context is learnt from sooner. It is trained like any table."""
-    steps: int | None = None
-    """Budget in steps; the schedule follows the budget."""
-    tokens: int | None = None
-    """Budget in tokens."""
-    minutes: float | None = None
-    """Budget in minutes of training; compiling, measuring and saving do not count."""
-    resume: bool = False
-    """Go on from the last checkpoint in --output; from the start if there is none yet."""
-    branch_from: Path | None = None
-    """Go on from a checkpoint of another run, or from a run's last one; the budget counts from there. With --schedule
-    decay it ends a wsd trunk that itself may train on."""
-    compile: bool = False
-    """Compile the model (torch.compile): the first step takes a minute, the others are faster."""
-    recompute: bool = False
-    """Gradient checkpointing: keep less for the backward pass and compute it again; less memory, a third more time."""
-    device: Device = "auto"
-    """auto: the GPU where there is one."""
-    precision: Precision = "auto"
-    """auto: bf16 on a GPU, fp32 on the CPU."""
-    evaluation_rows: int = 512
-    """Rows of held-out text that are measured on."""
-    dry_run: bool = False
-    """Only say what the run would be: parameters, operations, tokens, time and memory."""
-    json: bool = False
-    """Print the result as JSON."""
-
-    FREE: ClassVar = {  # what may differ when a run is resumed: nothing that changes the weights
-        *("data", "output", "resume", "json", "dry_run", "device", "compile", "recompute", "micro_batches"),
-        *("resident", "log_every", "evaluate_every", "save_every", "keep", "most_skipped", "evaluation_rows"),
-    }
-
-    def __post_init__(self) -> None:
-        for part in (TrainerConfig, ObjectiveConfig, BatchesConfig):
-            part.__post_init__(self)
-        given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
-        if getattr(self, given[0]) <= 0:
-            raise ConfigError(f"{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
-        if self.batch_size % self.micro_batches:
-            raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
-        read_phases(self.phases)
-
-    @classmethod
-    def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The defaults of the recipe and size among the flags that were given; a budget among them replaces theirs."""
-        chosen = {name: given.get(name, getattr(cls, name)) for name in ("recipe", "size")}
-        settings = settings_for(**chosen) | chosen
-        for budget in ("tokens", "minutes"):
-            if budget in given:
-                settings |= {"steps": None, budget: 1}  # the flag puts its own number in
-        return settings
-
-    def budget(self, begin: float = 0.0, end: float = 1.0) -> Budget:
-        """The budget as the trainer counts it, or a stretch of it."""
-        if self.minutes is not None:
-            return Budget(seconds=60 * self.minutes * (end - begin))
-        if self.tokens is not None:
-            return Budget(steps=math.ceil(self.tokens * (end - begin) / (self.batch_size * self.length)))
-        assert self.steps is not None
-        return Budget(steps=max(1, round(self.steps * end) - round(self.steps * begin)))
-
-    def pair(self, shards: Shards) -> ElectraConfig:
-        """The model that a run ends with."""
-        return plan(self, shards)[-1].model
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of a run."""
-
-    number: int
-    config: PretrainConfig  # the run's, with what is different in this phase
-    model: ElectraConfig
-    budget: Budget
-    stage: Budget  # of all neighbouring phases of one objective: one schedule and one optimizer
-    end: Budget  # where in the stage this phase ends
-    begins_stage: bool
-
-
-def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
-    """The phases of a run; settings that contradict each other are refused."""
-    departures = read_phases(config.phases)
-    configs = [replace(config, phases=(), **departure.settings) for departure in departures]
-    refuse_contradictions(config, [one.objective for one in configs])
-    models = models_of(configs, shards)
-    budgets = [one.budget(each.begin, each.end) for one, each in zip(configs, departures, strict=True)]
-    phases: list[Phase] = []
-    for _, stage in groupby(range(len(configs)), key=lambda number: configs[number].objective):
-        numbers = list(stage)
-        ends = list(accumulate((budgets[number] for number in numbers), Budget.plus))
-        for number, end in zip(numbers, ends, strict=True):
-            own = (configs[number], models[number], budgets[number])
-            phases.append(Phase(number, *own, stage=ends[-1], end=end, begins_stage=number == numbers[0]))
-    refuse_hand_over(phases)
-    return phases
-
-
-def models_of(configs: list[PretrainConfig], shards: Shards) -> list[ElectraConfig]:
-    """The model of each phase: those parts of the pair that its objective has."""
-    vocabulary = shards.tokenizer.vocabulary
-    pair = configs[0].electra(vocabulary.size, vocabulary.pad_id)
-    if not any(OBJECTIVES[config.objective].head for config in configs):
-        pair = replace(pair, generator=pair.discriminator)  # BERT: of the size that discriminators are compared in
-    for part in filter(None, (pair.generator, pair.discriminator)):
-        check_length(max(config.length for config in configs), part)
-    return [model_of(pair, config) for config in configs]
-
-
-def model_of(pair: ElectraConfig, config: PretrainConfig) -> ElectraConfig:
-    """Those parts of a pair that an objective has, with the heads it needs."""
-    objective = OBJECTIVES[config.objective]
-    generator = pair.generator if config.generator_kind == "model" else None
-    discriminator = pair.discriminator if objective.head else None
-    return ElectraConfig(
-        generator=generator,
-        discriminator=discriminator,
-        sharing=pair.sharing if generator and discriminator else "none",
-        head=objective.head or "verdict",
-        has_baseline=objective.has_baseline,
-    )
-
-
-def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
-    """Refuse settings of which one leaves nothing for the other to do."""
-    for name in objectives:
-        if name not in OBJECTIVES:
-            raise ConfigError(f"there is no objective {name!r}; choose from {', '.join(OBJECTIVES)}")
-    kinds = [OBJECTIVES[name] for name in objectives]
-    if config.generator_kind != "model":
-        refuse_generators_settings(config, objectives)
-    if config.entropy_bonus and "adversarial" not in objectives:
-        raise ConfigError(f"entropy_bonus is {config.entropy_bonus}, which only --objective adversarial pays")
-    if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
-        raise ConfigError(f"sharing={config.sharing} would move a frozen generator; add --sharing none")
-    if kinds[0].is_frozen and config.branch_from is None:
-        raise ConfigError(
-            f"--objective {objectives[0]} needs a generator that was trained before; "
-            f"train it in a phase of its own: --phases objective=mlm objective={objectives[0]}"
-        )
-
-
-def refuse_generators_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
-    """Refuse what makes no sense where tokens are drawn without a generator."""
-    for name in objectives:
-        if OBJECTIVES[name].needs_generator:
-            able = ", ".join(other for other, kind in OBJECTIVES.items() if not kind.needs_generator)
-            raise ConfigError(
-                f"--objective {name} needs a generator, and --generator {config.generator_kind} is none; "
-                f"choose another objective ({able}) or --generator model"
-            )
-    for setting in ("generator_width", "generator_layers", "temperature", "disallow_correct"):
-        if (came := getattr(config, setting)) != getattr(PretrainConfig, setting):
-            raise ConfigError(
-                f"{setting} is {came}, which is for a generator, and --generator {config.generator_kind} is none; "
-                f"leave it out"
-            )
-    if config.sharing in ("all", "disentangled"):
-        raise ConfigError(
-            f"sharing={config.sharing} needs a generator, and --generator {config.generator_kind} is none"
-        )
-
-
-def refuse_hand_over(phases: list[Phase]) -> None:
-    """Refuse to start a discriminator with the weights of a generator that is built otherwise."""
-    for before, after in pairwise(phases):
-        if not starts_discriminator(before, after):
-            continue
-        ours, theirs = after.model.generator, after.model.discriminator
-        if ours != theirs and ours and theirs:
-            raise ConfigError(
-                f"the discriminator cannot start with the weights of a generator {ours.width} wide and {ours.layers} "
-                f"deep: it is {theirs.width} and {theirs.layers}; give both one size (--generator-width "
-                f"{theirs.width}), or let it start afresh with --no-hands-over"
-            )
-        if after.model.sharing == "disentangled":
-            raise ConfigError("sharing=disentangled hands over tables by itself; choose another, or --no-hands-over")
-
-
-def starts_discriminator(before: Phase, after: Phase) -> bool:
-    """Whether the discriminator is new in a phase and starts with the generator's weights."""
-    is_new = before.model.discriminator is None and after.model.discriminator is not None
-    return is_new and after.config.hands_over
+from electra.training.trainer import Outcome, Trainer
 
 
 def pretrain(config: PretrainConfig) -> Outcome | Estimate:
@@ -288,13 +59,14 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     phases = plan(config, shards)
     if config.dry_run:
         return estimate_run(phases, shards, device)
-    record = run_record(config, shards)
+    record = run_record(config, phases, shards)
+    start = config.start()
     checkpoint = last_checkpoint(config, record)
     for phase in phases[0 if checkpoint is None else phase_of(checkpoint) :]:
         torch.manual_seed(config.seed)
         lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a folder
         write_record(config.output, record)
-        outcome = train_phase(lesson, checkpoint)
+        outcome = train_phase(lesson, checkpoint, start)
         checkpoint = Path(outcome.checkpoint)
         if outcome.signal:
             break
@@ -302,18 +74,21 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     return outcome
 
 
-def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None) -> Outcome:
-    """Train for one phase, from a checkpoint of it or of the phase before."""
+def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Start | None) -> Outcome:
+    """Train for one phase, from a checkpoint of it or of the phase before, or from other models' weights."""
     phase, config = lesson.phase, lesson.phase.config
     trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, end=phase.end)
-    if checkpoint is None:
-        if config.branch_from is not None:
-            trainer.branch(model_folder(config.branch_from))
-    elif phase.begins_stage and phase_of(checkpoint) < phase.number:
+    if checkpoint is not None and phase.begins_stage and phase_of(checkpoint) < phase.number:
         take_over(lesson.model, checkpoint, config.hands_over)
         trainer.follow(checkpoint)
-    else:
+    elif checkpoint is not None:
         trainer.resume(checkpoint)
+    elif config.branch_from is not None:
+        trainer.branch(model_folder(config.branch_from))
+    elif start is not None:
+        start.put_into(lesson.model)
+    if config.init is not None:
+        lesson.keeps_segments |= has_own_segments(lesson.model)
     return trainer.train()
 
 
@@ -342,7 +117,7 @@ def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | No
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
         refuse_other_settings(read_json(run / CONFIG), record, run)
         remove_drafts(run)
-    elif run.exists() and any(run.iterdir()):
+    elif is_used(run):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
     found = checkpoint_folders(run)
     return found[-1] if found else None
@@ -355,11 +130,11 @@ def write_record(run: Path, record: dict[str, Any]) -> None:
         write_json(run / CONFIG, record)
 
 
-def run_record(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
+def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
     """What config.json keeps of a run."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     record = {
-        "model": asdict(config.pair(shards)),
+        "model": asdict(max(phases, key=lambda phase: phase.model.discriminator is not None).model),
         "pretraining": settings,
         "data": {"tokens": shards.index.totals("tokens"), "tokenizer": shards.tokenizer.fingerprint},
         "command": shlex.join(sys.argv),
@@ -368,11 +143,15 @@ def run_record(config: PretrainConfig, shards: Shards) -> dict[str, Any]:
     return json.loads(json.dumps(record, default=str))
 
 
+UNSAID = {"style": "classic", "generator_kind": "model", "phases": [], "hands_over": True, "entropy_bonus": 0.0}
+"""What older runs were, without saying so."""
+
+
 def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     """Refuse to resume a run with settings, or data, that would change its weights."""
     if "pretraining" not in old:
         raise ConfigError(f"{run} holds a model, not a run; choose another --output")
-    before, after = facts(old), facts(new)
+    before, after = UNSAID | facts(old), facts(new)
     differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
     if differing:
         told = "; ".join(f"{name} was {before.get(name)} and is now {after[name]}" for name in differing)
@@ -411,6 +190,7 @@ class PretrainingLesson:
             start_at_unigram(self.model.generator, self.unigram)
         if config.starts_with_waves:
             start_with_waves(self.model)
+        self.keeps_segments = config.form != "dense"
         self.objective_losses = torch.compile(self.objective.losses) if config.compile else self.objective.losses
 
     def next_batch(self) -> Batch:
@@ -449,7 +229,7 @@ class PretrainingLesson:
         return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 
     def write_model(self, folder: Path) -> None:
-        if self.config.form == "dense":
+        if not self.keeps_segments:
             settle_segments(self.model)
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
@@ -517,7 +297,9 @@ def settle_segments(model: nn.Module) -> None:
 def start_with_waves(model: nn.Module) -> None:
     """Sines and cosines as first positions, as large as the noise in whose place they are."""
     for module in model.modules():
-        if isinstance(module, Encoder) and not isinstance(module.embeddings, DisentangledEmbeddings):
+        if not isinstance(module, Encoder) or not isinstance(module.embeddings, Embeddings):
+            continue
+        if module.embeddings.base is None:  # differences from a base start at zero
             table = module.embeddings.position.weight
             with torch.no_grad():
                 table.copy_(waves(*table.shape) * module.config.initial_std * 2**0.5)

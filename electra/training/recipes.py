@@ -36,6 +36,11 @@ FAST: dict[str, Any] = {
 
 RECIPES = {"faithful": FAITHFUL, "fast": FAST}
 
+BY_STYLE: dict[str, dict[str, Any]] = {
+    "classic": {},
+    "modern": {"starts_with_waves": False},  # positions turn: there is no table to fill
+}
+
 BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {
     "faithful": {
         "tiny": {"learning_rate": 5e-4, "batch_size": 32, "length": 128, "steps": 10_000},
@@ -52,8 +57,10 @@ BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def settings_for(recipe: str, size: str) -> dict[str, Any]:
-    """What a recipe sets for a size."""
+def settings_for(recipe: str, size: str, style: str = "classic") -> dict[str, Any]:
+    """What a recipe sets for a size and a style."""
     if recipe not in RECIPES:
         raise ConfigError(f"there is no recipe {recipe!r}; choose from {', '.join(RECIPES)}")
-    return RECIPES[recipe] | {"mask_fraction": size_of(size).mask_fraction} | BY_SIZE[recipe][size]
+    if style not in BY_STYLE:
+        raise ConfigError(f"there is no style {style!r}; choose from {', '.join(BY_STYLE)}")
+    return RECIPES[recipe] | {"mask_fraction": size_of(size).mask_fraction} | BY_SIZE[recipe][size] | BY_STYLE[style]

@@ -269,7 +269,7 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
         pieces = self.fitting_pieces(batch)
-        advice = f"try --micro-batches {pieces}" if pieces else "not even single rows fit: choose a smaller --size"
+        advice = f"try --micro-batches {pieces}" if pieces else "not even single rows fit: choose a smaller model"
         raise ConfigError(f"a batch of {batch.size()} rows does not fit the device's memory; {advice}")
 
     def accumulate(self, batch: Rows, count: int) -> dict[str, Tensor]:
@@ -360,11 +360,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
         place, loss = self.place, self.measures.get("loss")
-        if (
-            loss is not None
-            and self.measured_step == place.step
-            and (place.best_loss is None or loss < place.best_loss)
-        ):
+        best_loss = float("inf") if place.best_loss is None else place.best_loss
+        if loss is not None and self.measured_step == place.step and loss < best_loss:  # NaN never is
             place.best, place.best_loss = checkpoint_name(place.step), loss
         state = {"step": place.step, "place": asdict(place), "lesson": self.lesson.state()}
         folder = save_checkpoint(self.run, self.lesson.model, self.optimizers, state, self.lesson.write_model)

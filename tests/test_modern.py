@@ -1,0 +1,158 @@
+"""Modern pairs from the command line: they learn, go on, are fine-tuned, and leave with the same answers."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import MODERN
+from made import write_rows
+from transformers import ModernBertForSequenceClassification
+
+from electra.cli import main
+from electra.finetune.finetuned import FineTuned, load_finetuned
+from electra.finetune.tasks import own_task
+from electra.finetune.tuning import TuningConfig, TuningLesson
+from electra.model.electra import SHARING
+from electra.model.encoder import Encoder
+from electra.serve.model import load
+from electra.training.checkpoint import model_folder
+from electra.training.journal import read_lines
+from electra.training.pretraining import pretrain
+
+SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
+QUICK = "--batch-size 8 --log-every 5 --evaluation-rows 8 --device cpu --learning-rate 5e-3 --no-starts-at-unigram"
+
+
+def run(command: str, capsys) -> str:
+    """What a command prints."""
+    main(command.split())
+    return capsys.readouterr().out
+
+
+def refused(command: str, capsys) -> str:
+    """The one sentence with which a command ends."""
+    with pytest.raises(SystemExit) as exit:
+        main(command.split())
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing):
+    width = "" if sharing == "all" else "--generator-width 16"
+    out = run(
+        f"pretrain --data {shards} --output {tmp_path}/run --steps 80 {SMALL} {QUICK} --sharing {sharing} {width}",
+        capsys,
+    )
+    assert "finished: 80 steps" in out
+    losses = [line["generator"] for line in read_lines(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize(
+    "departures",
+    [
+        {"global_every": 2, "local_attention": 4},
+        {"objective": "mlm"},
+        {"form": "paper", "length": 24, "mask_share": 0.85},
+        {"recompute": True, "dropout": 0.1},
+        {"optimizer": "adamw"},
+    ],
+    ids=lambda departures: ",".join(departures),
+)
+def test_every_setting_lowers_the_loss(settings_of_run, departures):
+    modern = {"style": "modern", "starts_with_waves": False, "layers": 2}
+    often = {"steps": 80, "learning_rate": 5e-3, "save_every": 80, "evaluate_every": 80}
+    config = settings_of_run(**modern | often | departures)
+    pretrain(config)
+    losses = [line["generator"] for line in read_lines(config.output / "metrics.jsonl") if line["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
+    modern = {"style": "modern", "starts_with_waves": False}
+    whole, broken = settings_of_run("whole", **modern), settings_of_run("broken", **modern)
+    pretrain(whole)
+    pretrain(broken)
+    last = model_folder(broken.output)
+    for file in last.iterdir():
+        file.unlink()
+    last.rmdir()
+    pretrain(replace(broken, resume=True))
+    files = [(model_folder(config.output) / "model.safetensors").read_bytes() for config in (whole, broken)]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--style modern --starts-with-waves", "--starts-with-waves fills the position table, which the modern style"),
+        ("--style classic --global-every 3", "--global-every is 3, which only the modern style has"),
+        ("--style baroque", "baroque"),
+        ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
+        ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsys, flags, sentence):
+    said = refused(f"pretrain --data {shards} --output {tmp_path}/run --size tiny --steps 2 {flags}", capsys)
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_flops_tell_the_styles_apart(capsys):
+    classic, modern = (json.loads(run(f"flops --style {style} --json", capsys)) for style in ("classic", "modern"))
+    assert modern["parameters"] == pytest.approx(classic["parameters"], rel=0.03)
+    assert "final norm" in {item["name"] for item in modern["parts"]["discriminator"]}
+
+
+def test_a_trained_pair_detects_fills_and_embeds(settings_of_run):
+    config = settings_of_run(style="modern", starts_with_waves=False)
+    pretrain(config)
+    model = load(config.output, "cpu")
+    assert len(model.detect("the big cat sat").replaced) == 6
+    assert len(model.fill("the big [MASK] sat", 3).blanks[0].guesses) == 3
+    assert model.embed(["the big cat", "the dog"]).shape == (2, 32)
+
+
+@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
+def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folder, tmp_path, capsys, kind):
+    rows = write_rows(tmp_path / "rows.jsonl", kind, 240, seed=0)
+    flags = f"--model {modern_folder} --train {rows} --dev {rows} --text text --label label --output {tmp_path}/out"
+    tuned = run(
+        f"finetune {flags} --epochs 12 --learning-rate 3e-3 --length 32 --device cpu --dropout 0 --json", capsys
+    )
+    assert next(iter(json.loads(tuned)["median"]["dev"].values())) > 0.9
+    run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)
+    theirs = ModernBertForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    ours, task = load_finetuned(tmp_path / "out/seed-1/model")
+    input_ids, mask = (
+        torch.tensor([[2, 5, 10, 11, 3, 0], [2, 6, 7, 3, 0, 0]]),
+        torch.tensor([[1] * 5 + [0], [1] * 4 + [0] * 2]),
+    )
+    with torch.no_grad():
+        expected = ours(input_ids, mask, torch.zeros_like(input_ids)).numpy()
+        expected = expected if task.labels else task.unscaled(expected)
+        assert np.abs(theirs(input_ids, attention_mask=mask).logits.numpy() - expected).max() < 1e-5
+    assert list(theirs.config.id2label.values()) == list(task.labels or ("score",))
+
+
+def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path):
+    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
+    lesson = TuningLesson(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
+    shares = [
+        lesson.rate_share(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")
+    ]
+    assert shares == [0.8, 0.8]
+
+
+def test_dropout_stands_before_the_last_layer_of_the_head():
+    torch.manual_seed(0)
+    head = FineTuned(Encoder(replace(MODERN, dropout=0.5)), outputs=3).head
+    state = torch.randn(1, MODERN.width)
+    assert not torch.equal(head(state), head(state))
+    head.eval()
+    hidden = head.norm(torch.nn.functional.gelu(head.dense(state)))
+    torch.testing.assert_close(head(state), hidden @ head.weight.T + head.bias)

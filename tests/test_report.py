@@ -1,0 +1,195 @@
+"""Reports over runs: the numbers are the runs' own, and what cannot be reported is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from electra.cli import main
+from electra.errors import DataError
+from electra.report.overview import ReportConfig, report, short_names
+from electra.report.runs import Point, best_of, points_of
+from electra.training.checkpoint import checkpoint_folders
+from electra.training.pretraining import pretrain
+
+
+@pytest.fixture
+def runs(settings_of_run) -> list[Path]:
+    """Two finished runs, the second without a discriminator."""
+    configs = [settings_of_run("a", evaluate_every=10), settings_of_run("b", objective="mlm", steps=10)]
+    for config in configs:
+        pretrain(config)
+    return [config.output for config in configs]
+
+
+def test_costs_and_measures_are_the_runs_own(runs, settings_of_run):
+    estimates = [
+        pretrain(settings_of_run("dry", dry_run=True, **departures))
+        for departures in ({}, {"objective": "mlm", "steps": 10})
+    ]
+    result = report(ReportConfig(runs=tuple(runs)))
+    assert list(result.runs) == ["a", "b"]
+    for run, estimate in zip(result.runs.values(), estimates, strict=True):
+        assert (run.steps, run.tokens, run.parameters) == (estimate.steps, estimate.tokens, estimate.parameters)
+        assert run.flops == estimate.flops
+        last = json.loads(Path(run.folder, "metrics.jsonl").read_text().splitlines()[-1])
+        assert run.final["mlm_loss"] == last["mlm_loss"]
+    first, second = result.runs.values()
+    assert [point.step for point in first.points] == [10, 20]
+    assert first.tokens_per_second == pytest.approx(first.tokens / first.minutes / 60)
+    assert "frozen_auc" in first.final
+    assert "frozen_auc" not in second.final
+    assert result.left_out == {}
+
+
+def test_minutes_of_a_measure_lie_between_the_lines_around_it():
+    lines = [
+        {"kind": "train", "step": 10, "seconds": 60.0},
+        {"kind": "validation", "step": 15, "loss": 2.0},
+        {"kind": "train", "step": 20, "seconds": 180.0},
+    ]
+    assert points_of(lines, step_flops=7) == [Point(step=15, minutes=2.0, flops=105.0, measures={"loss": 2.0})]
+
+
+def test_the_best_is_the_lowest_loss_and_the_highest_accuracy():
+    numbers = [(3.0, 0.1, 1.0), (1.0, 0.3, 2.0), (2.0, 0.2, 3.0)]
+    points = [
+        Point(step, 0.0, 0.0, {"mlm_loss": loss, "mlm_accuracy": accuracy, "generator_entropy": entropy})
+        for step, (loss, accuracy, entropy) in enumerate(numbers)
+    ]
+    assert best_of(points) == {"mlm_loss": 1.0, "mlm_accuracy": 0.3}
+
+
+def test_names_are_as_short_as_they_can_be():
+    assert short_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert short_names([Path("one/x"), Path("two/x")]) == ["one/x", "two/x"]
+
+
+def test_pages_tables_and_plots_are_written(runs, tmp_path, capsys):
+    main(["report", *map(str, runs), "--output", str(tmp_path / "report")])
+    shown = capsys.readouterr().out
+    assert shown.startswith("What it cost, matrix products only:\n\n| run | size | objective | parameters |")
+    assert "| b   | tiny | mlm " in shown
+    page = (tmp_path / "report/report.md").read_text()
+    assert shown.strip() in page
+    for plot in ("loss.png", "mlm_loss.png", "frozen_auc.png"):
+        assert (tmp_path / "report" / plot).read_bytes().startswith(b"\x89PNG")
+        assert f"![]({plot})" in page
+    assert not (tmp_path / "report/score.png").exists()
+    assert set(json.loads((tmp_path / "report/report.json").read_text())["runs"]) == {"a", "b"}
+
+
+def write_table(folder: Path, model: Path, mean: float, tasks: tuple[str, ...] = ("rte", "cola", "wnli")) -> Path:
+    """A table like those of electra glue."""
+    folder.mkdir(parents=True)
+    table = {"model": str(model), "mean": mean, "lines": [{"task": task} for task in tasks]}
+    (folder / "table.json").write_text(json.dumps(table))
+    return folder
+
+
+def test_scores_are_found_in_runs_or_given_for_them(runs, tmp_path):
+    write_table(runs[0] / "glue", runs[0], 70.0)
+    given = write_table(tmp_path / "tuned", tmp_path / "hf", 60.0, tasks=("rte",))
+    config = ReportConfig(runs=tuple(runs), glue=(f"{runs[1]}={given}",), output=tmp_path / "report")
+    result = report(config)
+    assert [(run.glue.mean, run.glue.tasks) for run in result.runs.values()] == [
+        (70.0, ["rte", "cola"]),
+        (60.0, ["rte"]),
+    ]
+    assert result.plots == ["loss.png", "mlm_loss.png", "frozen_auc.png", "score.png"]
+    assert "GLUE means are over different tasks and do not compare: a: cola rte; b: rte" in str(result)
+
+
+def test_a_table_names_the_run_it_is_of(runs, tmp_path):
+    newest = checkpoint_folders(runs[1])[-1]
+    given = write_table(tmp_path / "tuned", newest, 61.5)
+    result = report(ReportConfig(runs=tuple(runs), glue=(str(given),)))
+    assert [run.glue and run.glue.mean for run in result.runs.values()] == [None, 61.5]
+    other = write_table(tmp_path / "other", tmp_path / "hf", 60.0)
+    with pytest.raises(DataError, match=r"none of the runs; say whose it is: --glue RUN=.*other"):
+        report(ReportConfig(runs=tuple(runs), glue=(str(other),)))
+
+
+def unfinished(run: Path) -> None:
+    shutil.rmtree(checkpoint_folders(run)[-1])
+
+
+def without_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def with_cut_metrics(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes()[:-20])
+
+
+def with_strange_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("[]\n")
+
+
+def with_cut_config(run: Path) -> None:
+    (run / "config.json").write_text("{")
+
+
+def with_other_state(run: Path) -> None:
+    (checkpoint_folders(run)[-1] / "state.json").write_text("{}")
+
+
+def with_wrong_settings(run: Path) -> None:
+    record = json.loads((run / "config.json").read_text())
+    record["pretraining"]["steps"] = "many"
+    (run / "config.json").write_text(json.dumps(record))
+
+
+def with_bytes(run: Path) -> None:
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (unfinished, "unfinished: 50% of its budget is spent; go on with it by electra pretrain --resume"),
+        (without_checkpoints, "unfinished: it has no checkpoint yet"),
+        (with_cut_metrics, "damaged: metrics.jsonl has no measures of its last step, 20"),
+        (with_strange_metrics, "config.json, metrics.jsonl or state.json is damaged"),
+        (with_bytes, "can't decode byte"),
+        (with_cut_config, "config.json is not valid JSON"),
+        (with_other_state, "config.json, metrics.jsonl or state.json is damaged: KeyError('place')"),
+        (with_wrong_settings, "config.json, metrics.jsonl or state.json is damaged"),
+        (shutil.rmtree, "no run: it has no metrics.jsonl"),
+    ],
+)
+def test_runs_that_are_unfinished_or_damaged_are_named_and_left_out(runs, damage, reason, capsys):
+    damage(runs[0])
+    main(["report", *map(str, runs)])
+    shown = capsys.readouterr().out
+    assert f"left out: {runs[0]}: " in shown
+    assert reason in shown
+    assert "| b " in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "no runs came; name their folders: electra report runs/a"),
+        (["gone"], "none of the runs can be reported; gone: no run: it has no metrics.jsonl"),
+        (["gone", "--glue", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_nothing_to_report_is_a_mistake(tmp_path, monkeypatch, capsys, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        main(["report", *flags])
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.startswith(f"electra: {sentence}")
+
+
+def test_a_branch_costs_what_its_trunk_did_too(settings_of_run):
+    trunk = settings_of_run("trunk", schedule="wsd", decay=0.0, steps=20)
+    pretrain(trunk)
+    branch = settings_of_run("branch", schedule="decay", steps=10, branch_from=trunk.output)
+    pretrain(branch)
+    runs = report(ReportConfig(runs=(trunk.output, branch.output))).runs
+    assert [run.steps for run in runs.values()] == [20, 30]
+    assert runs["branch"].flops == 1.5 * runs["trunk"].flops
