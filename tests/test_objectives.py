@@ -425,7 +425,7 @@ def test_a_corrector_speaks_with_the_table_it_reads_with(make_pair, sharing):
     corrector, text = make_pair(sharing, objective="replace-mlm").discriminator.eval(), torch.tensor([[2, 11, 12, 3]])
     before = corrector(text)
     with torch.no_grad():
-        table = getattr(corrector.encoder.embeddings, "base", corrector.encoder.embeddings).token.weight
+        table = (corrector.encoder.embeddings.base or corrector.encoder.embeddings).token.weight
         table[40] += 3  # a token that is not in the text
     assert (corrector(text) != before).any(0).any(0).nonzero().flatten().tolist() == [40]
 
