@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.electra import Electra, ElectraConfig, Head
 from electra.model.encoder import EncoderConfig, TokenEmbeddings
 from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
@@ -157,15 +157,12 @@ class Start:
 
     def put_into(self, electra: Electra) -> None:
         """Overwrite the weights of a pair, or of the one part that is there, with these."""
-        if electra.discriminator is None:
-            put(self.discriminator, electra.the_generator())
-            return
-        generator, discriminator = electra.pair()
+        discriminator = electra.discriminator or electra.the_generator()
         embeddings = discriminator.encoder.embeddings
         if self.generator is not None:
-            put(self.generator, generator)
+            put(self.generator, electra.the_generator())
         elif embeddings.base is not None:  # a new generator shares the tables that are there
-            put(self.discriminator, generator, only="encoder.embeddings.")
+            put(self.discriminator, electra.the_generator(), only="encoder.embeddings.")
         put(self.discriminator, discriminator)
         if embeddings.base is not None:
             subtract_base(embeddings, embeddings.base)
@@ -187,28 +184,27 @@ def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
                 getattr(embeddings, table).weight.sub_(getattr(base, table).weight)
 
 
-def read_start(config: InitialConfig, has_discriminator: bool) -> Start:
-    """Read the weights that a run goes on from."""
+def read_start(config: InitialConfig, head: Head | None, has_generator: bool) -> Start:
+    """Read the weights that a run goes on from, whose discriminator has this head; None: it is a lone generator."""
     assert config.init is not None
-    part, tensors = read_encoder(config.init)
-    wanted = "discriminator" if has_discriminator else "generator"
-    if part != wanted:  # the head does something else
+    theirs, tensors = read_encoder(config.init)
+    if theirs != head:  # theirs does something else
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
-    source = config.generator_source() if has_discriminator else None
+    source = config.generator_source() if head and has_generator else None
     start = Start(tensors, None if source is None else read_generator(source))
     check_shared(start, config)
     return start
 
 
-def read_encoder(path: Path) -> tuple[str, Tensors]:
-    """The discriminator in a folder, or a lone generator: which of them, and its tensors."""
+def read_encoder(path: Path) -> tuple[Head | None, Tensors]:
+    """The discriminator in a folder, or a lone generator: the head of the former, and its tensors."""
     folder = model_folder(path)
     if "model_type" in read_json(folder / CONFIG):
         arrival = read_huggingface(folder)
-        return arrival.part, arrival.tensors
+        return None if arrival.part == "generator" else "verdict", arrival.tensors
     electra = load_model(folder)
-    part = "generator" if electra.discriminator is None else "discriminator"
-    return part, folded(part_of(electra, part).state_dict())
+    head = None if electra.discriminator is None else electra.config.head
+    return head, folded(part_of(electra, "encoder").state_dict())
 
 
 def read_generator(path: Path) -> Tensors:
