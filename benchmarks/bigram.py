@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from electra.objective.measures import SEED, auc, frozen_corruption
+from electra.objective.measures import SEED, auc, frozen_fills
 from electra.objective.objectives import Settings
 from electra.text.batches import BatchesConfig, validation_batches
 from electra.text.shards import Shards, open_shards
@@ -54,7 +54,7 @@ def main() -> None:
     settings = Settings(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     counted = pair_counts(shards)
     form = BatchesConfig(length=arguments.length, batch_size=32)
-    corrupted = [frozen_corruption(batch, settings, frequencies) for batch in validation_batches(shards, form)]
+    corrupted = [frozen_fills(batch, settings, frequencies).corrupted for batch in validation_batches(shards, form)]
     corrupted = corrupted[: arguments.rows // 32]
     ids = torch.cat([part.input_ids for part in corrupted]).numpy()
     truth = torch.cat([part.is_replaced for part in corrupted]).numpy()

@@ -10,6 +10,7 @@ from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig
 from electra.model.sizes import modern
 from electra.model.storage import save_model
+from electra.objective.objectives import OBJECTIVES
 from electra.text.batches import Batch
 from electra.text.sharding import ShardConfig, shard
 from electra.text.vocabulary import Vocabulary
@@ -31,13 +32,17 @@ def vocabulary() -> Vocabulary:
 
 @pytest.fixture
 def make_pair():
-    """Build a small pair by sharing scheme; with `all`, both parts have one size."""
+    """Build a small pair by sharing scheme, for an objective; with `all`, both parts have one size."""
 
-    def build(sharing: str = "embeddings", dropout: float = 0.0, size: EncoderConfig = WIDE) -> Electra:
+    def build(
+        sharing: str = "embeddings", dropout: float = 0.0, size: EncoderConfig = WIDE, objective: str = "rtd"
+    ) -> Electra:
         torch.manual_seed(0)
         wide = replace(size, dropout=dropout, attention_dropout=dropout)
         narrow = wide if sharing == "all" else replace(wide, width=8, heads=1, feedforward=16)
-        return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing))
+        needs = OBJECTIVES[objective]
+        heads = {"head": needs.head or "verdict", "has_baseline": needs.has_baseline}
+        return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing, **heads))
 
     return build
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_score
 
-from electra.objective.measures import Verdicts, auc, frozen_corruption, measure
+from electra.objective.measures import Verdicts, auc, frozen_fills, measure
 from electra.objective.objectives import Corrupted, Settings
 
 VERDICTS = st.lists(st.tuples(st.integers(-5, 5), st.booleans()), min_size=2, max_size=60)
@@ -44,11 +44,11 @@ def test_frozen_replacements_are_the_same_for_every_generator_and_follow_the_uni
     unigram[[10, 20]] = torch.tensor([0.25, 0.75])
     batch = make_batch(rows=400)
     settings = Settings(vocabulary=vocabulary, seed=1)
-    corrupted = frozen_corruption(batch, settings, unigram)
+    corrupted = frozen_fills(batch, settings, unigram).corrupted
     replaced = corrupted.input_ids[corrupted.is_replaced]
     assert set(replaced.unique().tolist()) == {10, 20}
     assert (replaced == 20).float().mean().item() == pytest.approx(0.75, abs=0.05)
-    assert torch.equal(corrupted.input_ids, frozen_corruption(batch, settings, unigram).input_ids)
+    assert torch.equal(corrupted.input_ids, frozen_fills(batch, settings, unigram).corrupted.input_ids)
 
 
 def test_a_pair_is_measured_whole_and_a_lone_part_as_far_as_it_goes(make_pair, make_batch, vocabulary):

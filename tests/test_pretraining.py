@@ -21,7 +21,7 @@ from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import read_lines
-from electra.training.pretraining import PretrainConfig, PretrainingLesson, pretrain, unigram, waves
+from electra.training.pretraining import PretrainConfig, PretrainingLesson, plan, pretrain, unigram, waves
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
 from electra.training.trainer import Trainer
 
@@ -194,7 +194,8 @@ def test_waves_make_the_distance_of_two_positions_their_likeness():
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])
 def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards, sharing):
     config = settings_of_run(starts_with_waves=True, sharing=sharing, width=32)
-    model = PretrainingLesson(config, open_shards(shards), torch.device("cpu")).model
+    phase, *_ = plan(config, open_shards(shards))
+    model = PretrainingLesson(phase, open_shards(shards), torch.device("cpu")).model
     for encoder in (model.generator.encoder, model.discriminator.encoder):
         embeddings = encoder.embeddings.base or encoder.embeddings
         table, std = embeddings.position.weight.detach(), encoder.config.initial_std
@@ -357,7 +358,7 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     pretrain(config)
     with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
         pretrain(config)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.001 and is now 0.1; .*resume with the same"):
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*resume with the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 

@@ -10,7 +10,7 @@ import tyro
 from electra.errors import ConfigError
 from electra.finetune.cells import best_model
 from electra.finetune.finetuned import load_finetuned
-from electra.model.electra import TABLE_FIELDS, Electra, ElectraConfig, Sharing
+from electra.model.electra import TABLE_FIELDS, Discriminator, Electra, ElectraConfig, Sharing
 from electra.model.encoder import EncoderConfig
 from electra.model.huggingface import (
     ARCHITECTURES,
@@ -165,6 +165,8 @@ def check_discriminator(electra: Electra, folder: Path) -> None:
     """Refuse to hand out a discriminator that is not there, or whose head was never trained."""
     if electra.discriminator is None:
         raise ConfigError(f"{folder} has no discriminator; hand out its generator with --part generator")
+    if not isinstance(electra.discriminator, Discriminator):
+        raise ConfigError(f"{folder} corrects tokens and has no verdicts of them; hand out its --part encoder")
     if not has_head(read_names(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {folder} has no trained head; leave it out with --part encoder")
 

@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
 from electra.model.encoder import Encoder, EncoderConfig, check_fields, disentangled
-from electra.model.heads import DiscriminatorHead, GeneratorHead
+from electra.model.heads import BaselineHead, CopyGate, DiscriminatorHead, GeneratorHead
 
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
+Head = Literal["verdict", "correction", "copying"]
+CHUNK = 4096  # positions whose vocabulary logits exist at once
 
 
 class Generator(nn.Module):
@@ -34,10 +38,16 @@ class Generator(nn.Module):
         at: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, M, V] at the positions `at` [B, M], or [B, L, V] at all: vocabulary logits are dear."""
-        hidden = self.encoder(input_ids, attention_mask, segment_ids, documents)
-        if at is not None:
-            hidden = hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))  # [B, M, D]
-        return self.head(hidden, self.encoder.embeddings.token.weight, self.encoder.tied_projection())
+        return self.guess(self.read(input_ids, attention_mask, segment_ids, documents, at=at))
+
+    def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
+        """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
+        hidden = self.encoder(*text)
+        return hidden if at is None else hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
+
+    def guess(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D]."""
+        return self.head(hidden, self.encoder.embeddings.token_table(), self.encoder.tied_projection())
 
 
 class Discriminator(nn.Module):
@@ -59,23 +69,67 @@ class Discriminator(nn.Module):
         return self.head(self.encoder(input_ids, attention_mask, segment_ids, documents))
 
 
-def share_nothing(generator: Generator, discriminator: Discriminator) -> None:
+class Corrector(Generator):
+    """Reads corrupted text, in the discriminator's place, and says what stood there before (Replace MLM)."""
+
+    def distribution(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        """Log-probabilities [..., V] of what stood where `input_ids` [...] is read, from `hidden` [..., D]."""
+        return self.guess(hidden).float().log_softmax(-1)
+
+
+class CopyingCorrector(Corrector):
+    """A corrector that may also copy the token it reads, as a gate says (All-Tokens MLM)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        self.gate = CopyGate(config)
+
+    def distribution(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        logs = super().distribution(hidden, input_ids)
+        is_read = input_ids[..., None] == torch.arange(logs.shape[-1], device=logs.device)
+        return self.gate(hidden, logs, is_read)
+
+    def likelihoods(self, hidden: Tensor, input_ids: Tensor, originals: Tensor) -> Tensor:
+        """Log-probabilities [B, M] of `originals` where `input_ids` was read, from `hidden` [B, M, D].
+
+        Logits over the vocabulary exist for one chunk of positions at a time, and again for its backward pass.
+        """
+        columns = (hidden.flatten(0, 1), input_ids.flatten(), originals.flatten())
+        chunks = zip(*(column.split(CHUNK) for column in columns), strict=True)
+        found = [checkpoint(self.likelihoods_of, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat(found).view_as(originals)
+
+    def likelihoods_of(self, hidden: Tensor, input_ids: Tensor, originals: Tensor) -> Tensor:
+        """The log-probabilities [N] of one chunk."""
+        spoken = self.guess(hidden).float().log_softmax(1).gather(1, originals[:, None])  # [N, 1]
+        return self.gate(hidden, spoken, (input_ids == originals)[:, None]).squeeze(1)
+
+
+DISCRIMINATORS: dict[str, type[Discriminator] | type[Corrector]] = {
+    # head: who stands in the discriminator's place
+    "verdict": Discriminator,
+    "correction": Corrector,
+    "copying": CopyingCorrector,
+}
+
+
+def share_nothing(generator: Generator, discriminator: Discriminator | Corrector) -> None:
     """Two models that only meet in the loss."""
 
 
-def share_embeddings(generator: Generator, discriminator: Discriminator) -> None:
+def share_embeddings(generator: Generator, discriminator: Discriminator | Corrector) -> None:
     """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way).
 
     Modern embeddings are the token table alone."""
     discriminator.encoder.embeddings = generator.encoder.embeddings
 
 
-def share_all(generator: Generator, discriminator: Discriminator) -> None:
+def share_all(generator: Generator, discriminator: Discriminator | Corrector) -> None:
     """One encoder under two heads; both have its size."""
     discriminator.encoder = generator.encoder
 
 
-def share_disentangled(generator: Generator, discriminator: Discriminator) -> None:
+def share_disentangled(generator: Generator, discriminator: Discriminator | Corrector) -> None:
     """The discriminator adds to the generator's tables without moving them; its LayerNorm is its own."""
     encoder = discriminator.encoder
     encoder.embeddings = disentangled(generator.encoder.embeddings, encoder.config)
@@ -84,7 +138,7 @@ def share_disentangled(generator: Generator, discriminator: Discriminator) -> No
 TABLE_FIELDS = ("style", "vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
 ALL_FIELDS = tuple(field.name for field in fields(EncoderConfig))
 
-SHARING: dict[str, tuple[Callable[[Generator, Discriminator], None], tuple[str, ...]]] = {
+SHARING: dict[str, tuple[Callable[[Generator, Discriminator | Corrector], None], tuple[str, ...]]] = {
     # scheme: how it is done, and which settings generator and discriminator must have alike for it
     "none": (share_nothing, ("vocabulary",)),
     "embeddings": (share_embeddings, TABLE_FIELDS),
@@ -100,8 +154,14 @@ class ElectraConfig:
     generator: EncoderConfig | None
     discriminator: EncoderConfig | None
     sharing: Sharing = "embeddings"
+    head: Head = "verdict"
+    """What the discriminator says of tokens: whether they were replaced; what they were before; the same, or copied."""
+    has_baseline: bool = False
+    """Whether the generator has a head that foretells its reward, for adversarial training."""
 
     def __post_init__(self) -> None:
+        if self.head not in list(DISCRIMINATORS):
+            raise ConfigError(f"there is no head {self.head!r}; choose from {', '.join(DISCRIMINATORS)}")
         if self.sharing not in list(SHARING):
             raise ConfigError(f"there is no sharing {self.sharing!r}; choose from {', '.join(SHARING)}")
         if self.generator is None or self.discriminator is None:
@@ -120,13 +180,15 @@ class ElectraConfig:
     @classmethod
     def from_dict(cls, settings: Any) -> ElectraConfig:
         """The inverse of `dataclasses.asdict`; unknown and missing settings are refused."""
+        if isinstance(settings, dict):
+            settings = {"head": "verdict", "has_baseline": False} | settings  # folders from before there were others
         check_fields(settings, cls)
         parts: dict[str, EncoderConfig | None] = {"generator": None, "discriminator": None}
         for name in parts:
             if settings[name] is not None:
                 with naming(name):
                     parts[name] = EncoderConfig.from_dict(settings[name])
-        return cls(**parts, sharing=settings["sharing"])
+        return cls(**settings | parts)
 
 
 @contextmanager
@@ -145,7 +207,10 @@ class Electra(nn.Module):
         super().__init__()
         self.config = config
         self.generator = Generator(config.generator) if config.generator else None
-        self.discriminator = Discriminator(config.discriminator) if config.discriminator else None
+        self.discriminator: Discriminator | Corrector | None = (
+            DISCRIMINATORS[config.head](config.discriminator) if config.discriminator else None
+        )
+        self.baseline = BaselineHead(config.generator) if config.generator and config.has_baseline else None
         if self.generator is not None and self.discriminator is not None:
             tie, _ = SHARING[config.sharing]
             tie(self.generator, self.discriminator)
@@ -166,4 +231,24 @@ class Electra(nn.Module):
         """The discriminator, for what needs one."""
         if self.discriminator is None:
             raise ConfigError("this model has no discriminator, only a generator (a masked language model)")
+        if not isinstance(self.discriminator, Discriminator):
+            raise ConfigError("this model has no discriminator: what stands in its place says what tokens were before")
         return self.discriminator
+
+    def the_corrector(self) -> Corrector:
+        """What stands in the discriminator's place and says what tokens were, for what needs it."""
+        if not isinstance(self.discriminator, Corrector):
+            raise ConfigError("this model has no corrector; build it with ElectraConfig(…, head='correction')")
+        return self.discriminator
+
+    def the_copying_corrector(self) -> CopyingCorrector:
+        """A corrector with a copy gate, for what needs one."""
+        if not isinstance(self.discriminator, CopyingCorrector):
+            raise ConfigError("this model has no copy gate; build it with ElectraConfig(…, head='copying')")
+        return self.discriminator
+
+    def the_baseline(self) -> BaselineHead:
+        """The head that foretells the generator's reward, for what needs one."""
+        if self.baseline is None:
+            raise ConfigError("this model has no baseline; build it with ElectraConfig(…, has_baseline=True)")
+        return self.baseline

@@ -172,6 +172,11 @@ class TokenEmbeddings(nn.Module):
         """The sum of what the own tables have."""
         return self.token(input_ids)
 
+    def token_table(self) -> Tensor:
+        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
+        own = self.token.weight
+        return own if self.base is None else self.base.token_table().detach() + own
+
     def tables(self) -> Iterator[nn.Embedding]:
         """The own tables."""
         return (module for module in self.children() if isinstance(module, nn.Embedding))

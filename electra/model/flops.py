@@ -113,13 +113,21 @@ def discriminator_items(config: EncoderConfig, length: int) -> list[Item]:
     ]
 
 
+def corrector_items(config: EncoderConfig, length: int, masked: int, copies: bool) -> list[Item]:
+    """The parts of what predicts tokens in the discriminator's place: masked ones, or with a copy gate every one."""
+    gate = [dense("copy gate", config.width, 1, length)] if copies else []
+    return [*generator_items(config, length, length if copies else masked), *gate]
+
+
 def items_of(config: ElectraConfig, length: int, masked: int) -> dict[str, list[Item]]:
     """The parts of a pair, as if nothing were shared."""
     items = {}
     if config.generator:
         items["generator"] = generator_items(config.generator, length, masked)
-    if config.discriminator:
+    if config.discriminator and config.head == "verdict":
         items["discriminator"] = discriminator_items(config.discriminator, length)
+    elif config.discriminator:
+        items["corrector"] = corrector_items(config.discriminator, length, masked, copies=config.head == "copying")
     return items
 
 

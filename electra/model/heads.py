@@ -1,4 +1,4 @@
-"""What the generator and the discriminator say of the encoder's hidden states."""
+"""What the models of a pair say of their encoders' hidden states."""
 
 import torch
 from torch import Tensor, nn
@@ -46,3 +46,31 @@ class DiscriminatorHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
         return self.verdict(self.norm(functional.gelu(self.dense(hidden)))).squeeze(-1)
+
+
+class CopyGate(nn.Module):
+    """Between copying the token that is read and the softmax over the vocabulary (All-Tokens MLM)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, 1)
+        initialize(self, config.initial_std)
+
+    def forward(self, hidden: Tensor, likelihoods: Tensor, is_read: Tensor) -> Tensor:
+        """log(gate · [x is read] + (1 − gate) · p(x)) of some tokens x [..., X]; `likelihoods` are their log p(x)."""
+        gate = self.dense(hidden).float()  # [..., 1]
+        spoken = functional.logsigmoid(-gate) + likelihoods
+        return torch.where(is_read, torch.logaddexp(functional.logsigmoid(gate), spoken), spoken)
+
+
+class BaselineHead(nn.Module):
+    """What the generator expects before the discriminator is asked (adversarial training, appendix F)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.width, 1)
+        initialize(self, config.initial_std)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits [B, M] of `hidden` [B, M, D]: positive where the discriminator is expected to be right."""
+        return self.dense(hidden).squeeze(-1)

@@ -341,9 +341,9 @@ def read_weights(folder: Path) -> Tensors:
 
 def part_of(electra: Electra, part: str) -> Generator | Discriminator:
     """The part of a pair that leaves; the encoder is the discriminator's, or of a lone generator the generator's."""
-    if part == "generator" or (part == "encoder" and electra.discriminator is None):
-        return electra.the_generator()
-    return electra.the_discriminator()
+    if part == "encoder" and electra.discriminator is not None:
+        return electra.discriminator
+    return electra.the_discriminator() if part == "discriminator" else electra.the_generator()
 
 
 def folded(state: Tensors) -> Tensors:

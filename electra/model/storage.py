@@ -60,7 +60,7 @@ def load_model(folder: Path) -> Electra:
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         electra = Electra(config)
     weights, wanted = read_tensors(folder / WEIGHTS), dict(electra.named_parameters())
-    is_headless = electra.discriminator is not None and not has_head(weights)
+    is_headless = isinstance(electra.discriminator, Discriminator) and not has_head(weights)
     if is_headless:
         wanted = {name: weight for name, weight in wanted.items() if not name.startswith(HEAD)}
     check_tensors(weights, wanted, folder / WEIGHTS)

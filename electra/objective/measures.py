@@ -8,10 +8,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra.model.electra import Electra, Generator
-from electra.objective.masking import mask
-from electra.objective.objectives import Corrupted, Settings, corrupt, sample
-from electra.objective.randomness import Purpose, random_uniform, row_keys
+from electra.model.electra import Corrector, Electra, Generator
+from electra.objective.masking import Masked, mask
+from electra.objective.objectives import Corrupted, Settings, corrupt, draw, entropy, sample
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
@@ -76,24 +75,36 @@ def measure(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabul
     settings = Settings(vocabulary=vocabulary, seed=SEED)
     tally, joint, frozen = Tally(), Verdicts(), Verdicts()
     for batch in batches:
-        if electra.generator is not None:
-            corrupted = measure_generator(electra.generator, batch, settings, tally)
-            if electra.discriminator is not None:
-                joint.add(
-                    electra.discriminator(corrupted.input_ids, *batch.surroundings()), corrupted, batch.attention_mask
-                )
-        if electra.discriminator is not None:
-            corrupted = frozen_corruption(batch, settings, unigram)
-            frozen.add(
-                electra.discriminator(corrupted.input_ids, *batch.surroundings()), corrupted, batch.attention_mask
-            )
+        fills = None if electra.generator is None else measure_generator(electra.generator, batch, settings, tally)
+        replacements = frozen_fills(batch, settings, unigram)
+        if isinstance(electra.discriminator, Corrector):
+            measure_corrector(electra.discriminator, batch, fills or replacements, tally)
+        elif electra.discriminator is not None:
+            for verdicts, fill in ((joint, fills), (frozen, replacements)):
+                if fill is not None:
+                    said = electra.discriminator(fill.corrupted.input_ids, *batch.surroundings())
+                    verdicts.add(said, fill.corrupted, batch.attention_mask)
     found = tally.means()
     for prefix, verdicts in (("rtd", joint), ("frozen", frozen)):
         found |= verdicts.measures(prefix) if verdicts.logits else {}
-    return {"loss": found.get("mlm_loss", 0.0) + settings.discriminator_weight * found.get("rtd_loss", 0.0)} | found
+    return {"loss": whole_loss(found, settings)} | found
 
 
-def measure_generator(generator: Generator, batch: Batch, settings: Settings, tally: Tally) -> Corrupted:
+def whole_loss(found: dict[str, float], settings: Settings) -> float:
+    """The losses that there are, weighed as in training; without a generator, the one on frozen replacements counts."""
+    verdicts = found.get("rtd_loss", found.get("frozen_loss", 0.0))
+    return found.get("mlm_loss", 0.0) + found.get("corrector_loss", 0.0) + settings.discriminator_weight * verdicts
+
+
+@dataclass(frozen=True)
+class Fills:
+    """Held-out text with fills, and where they stand."""
+
+    masked: Masked
+    corrupted: Corrupted
+
+
+def measure_generator(generator: Generator, batch: Batch, settings: Settings, tally: Tally) -> Fills:
     """Tally the generator's loss, accuracy, entropy and right samples; returns the text with its samples."""
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
     guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions).float()  # [B, M, V]
@@ -102,15 +113,21 @@ def measure_generator(generator: Generator, batch: Batch, settings: Settings, ta
     tally.add("mlm_loss", -logs.gather(2, masked.originals[:, :, None]).squeeze(2), masked.weights)
     tally.add("mlm_accuracy", guesses.argmax(2) == masked.originals, masked.weights)
     tally.add("samples_right", sampled == masked.originals, masked.weights)
-    tally.add("generator_entropy", -(logs.exp() * logs).sum(2), masked.weights)
-    return corrupt(batch.input_ids, masked, sampled)
+    tally.add("generator_entropy", entropy(logs), masked.weights)
+    return Fills(masked, corrupt(batch.input_ids, masked, sampled))
 
 
-def frozen_corruption(batch: Batch, settings: Settings, unigram: Tensor) -> Corrupted:
+def measure_corrector(corrector: Corrector, batch: Batch, fills: Fills, tally: Tally) -> None:
+    """Tally the corrector's loss and accuracy where tokens were masked, whatever it was trained on."""
+    masked, read = fills.masked, fills.corrupted.input_ids
+    hidden = corrector.read(read, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    logs = corrector.distribution(hidden, read.gather(1, masked.positions))  # [B, M, V]
+    tally.add("corrector_loss", -logs.gather(2, masked.originals[:, :, None]).squeeze(2), masked.weights)
+    tally.add("corrector_accuracy", logs.argmax(2) == masked.originals, masked.weights)
+
+
+def frozen_fills(batch: Batch, settings: Settings, unigram: Tensor) -> Fills:
     """Text with replacements drawn from the unigram distribution: the same whatever generator a run has."""
     settings = replace(settings, seed=settings.seed + 1)
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
-    keys = row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN)
-    draws = random_uniform(keys, masked.positions.shape[1]).double()
-    sampled = torch.searchsorted(unigram.double().cumsum(0), draws).clamp(max=len(unigram) - 1)
-    return corrupt(batch.input_ids, masked, sampled)
+    return Fills(masked, corrupt(batch.input_ids, masked, draw(unigram, masked, batch, settings)))

@@ -12,14 +12,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.errors import ConfigError
-from electra.model.electra import Electra, Generator
+from electra.model.electra import Electra, Head
 from electra.objective.losses import Counts, Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
-from electra.objective.randomness import Purpose, gumbel, row_keys
+from electra.objective.randomness import Purpose, gumbel, random_uniform, row_keys
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
 BLOCK = 128  # entries of the vocabulary that are drawn among together
+
+ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class ObjectiveConfig(MaskingConfig):
     """Never sample the original token."""
     right_guess: Literal["original", "replaced"] = "original"
     """What a sample that equals the original counts as; `replaced` is worse, for comparison."""
+    entropy_bonus: float = 0.0
+    """adversarial: what the generator is paid for each nat of entropy; policy gradients alone leave it little."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +47,8 @@ class ObjectiveConfig(MaskingConfig):
             raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
         if self.discriminator_weight < 0:
             raise ConfigError(f"discriminator_weight is {self.discriminator_weight}; it must be at least 0, usually 50")
+        if self.entropy_bonus < 0:
+            raise ConfigError(f"entropy_bonus is {self.entropy_bonus}; it must be at least 0, for instance 0.01")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +56,8 @@ class Settings(ObjectiveConfig):
     """What an objective is called with: the configuration, and the vocabulary of the text."""
 
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    frequencies: Tensor | None = field(default=None, compare=False)
+    """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""
 
 
 @dataclass(frozen=True)
@@ -60,62 +68,160 @@ class Corrupted:
     is_replaced: Tensor  # [B, L] bool; where the sample happened to be right, as `right_guess` says
 
 
+@dataclass(frozen=True)
+class Filled:
+    """What stands where tokens were masked, and what is lost by whom filled them in."""
+
+    sampled: Tensor  # [B, M]
+    losses: Losses  # the generator's; empty where there is none
+
+
 def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """Joint training (section 2): the generator fills blanks, the discriminator finds its fills."""
-    generator, discriminator = electra.pair()
-    check_vocabulary(generator, settings.vocabulary)
-    masked = mask(batch, settings.vocabulary, settings, settings.seed)
-    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
-    corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.right_guess)
-    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
-    return {
-        "generator": mlm_loss(guesses, masked),
-        "discriminator": rtd_loss(verdicts, corrupted, batch.attention_mask, settings.discriminator_weight),
-    }
+    masked = mask_text(batch, electra, settings)
+    filled = fill(electra, masked, batch, settings)
+    corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
+    verdicts = electra.the_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    losses = rtd_losses(verdicts, corrupted)
+    return filled.losses | {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
+
+
+def electra_15(electra: Electra, batch: Batch, settings: Settings) -> Losses:
+    """ELECTRA 15 % (section 3.4): the discriminator is asked about the masked positions only."""
+    masked = mask_text(batch, electra, settings)
+    filled = fill(electra, masked, batch, settings)
+    corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
+    verdicts = electra.the_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    losses = rtd_losses(verdicts, corrupted).gather(1, masked.positions)  # [B, M]
+    return filled.losses | {"discriminator": mean_over(losses, masked.weights, settings.discriminator_weight)}
+
+
+def replace_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
+    """Replace MLM (section 3.4): masked language modelling of text that has fills instead of [MASK]."""
+    masked = mask_text(batch, electra, settings)
+    filled = fill(electra, masked, batch, settings)
+    corrupted = corrupt(batch.input_ids, masked, filled.sampled)
+    guesses = electra.the_corrector()(corrupted.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    return filled.losses | {"corrector": mlm_loss(guesses, masked)}
+
+
+def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
+    """All-Tokens MLM (section 3.4): as Replace MLM, but every token is predicted, and may be copied."""
+    corrector = electra.the_copying_corrector()
+    masked = mask_text(batch, electra, settings)
+    filled = fill(electra, masked, batch, settings)
+    corrupted = corrupt(batch.input_ids, masked, filled.sampled)
+    hidden = corrector.read(corrupted.input_ids, *batch.surroundings())  # [B, L, D]
+    likelihoods = corrector.likelihoods(hidden, corrupted.input_ids, originals=batch.input_ids)  # [B, L]
+    return filled.losses | {"corrector": mean_over(-likelihoods, is_token(batch))}
 
 
 def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
-    generator = electra.the_generator()
-    check_vocabulary(generator, settings.vocabulary)
-    masked = mask(batch, settings.vocabulary, settings, settings.seed)
-    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    masked = mask_text(batch, electra, settings)
+    guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
     return {"generator": mlm_loss(guesses, masked)}
 
 
-def check_vocabulary(generator: Generator, vocabulary: Vocabulary) -> None:
-    """Refuse text of another vocabulary than the model's."""
-    entries = generator.encoder.config.vocabulary
-    if vocabulary.size != entries:
-        raise ConfigError(
-            f"the text has a vocabulary of {vocabulary.size:,} entries but the model one of {entries:,}; "
-            f"give Settings the vocabulary of the tokenizer that the model was built for"
-        )
+def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
+    """Adversarial training (section 3.3, appendix F): the generator is paid what its fills cost the discriminator.
+
+    The payment for a fill is the discriminator's loss at its position alone. What a baseline expected of the position
+    is taken off: it foretells how surely the discriminator will be right, and learns that by cross-entropy. It reads
+    the generator's states without moving them.
+    """
+    generator, discriminator = electra.pair()
+    masked = mask_text(batch, electra, settings)
+    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    guesses = generator.guess(hidden)  # [B, M, V]
+    sampled = sample(guesses, masked, batch, settings)
+    corrupted = corrupt(batch.input_ids, masked, sampled, settings.right_guess)
+    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    losses = rtd_losses(verdicts, corrupted)
+    rewards = losses.detach().gather(1, masked.positions)  # [B, M]
+    foretold = electra.the_baseline()(hidden.detach()).float()  # [B, M] logits
+    advantages = rewards - functional.softplus(-foretold).detach()  # R − b, where b = −log sigmoid(w·h)
+    return {
+        "generator": policy_loss(sampling_logits(guesses, masked, settings), sampled, advantages, masked, settings),
+        "baseline": baseline_loss(foretold, rewards, masked),
+        "discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight),
+    }
+
+
+def frozen_generator_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
+    """Stage two of two-stage training (section 3.3): the generator fills blanks as it is; only the other learns."""
+    with torch.no_grad():
+        masked = mask_text(batch, electra, settings)
+        filled = fill(electra, masked, batch, settings)
+        corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
+    verdicts = electra.the_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    losses = rtd_losses(verdicts, corrupted)
+    return {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 
 
 def count_masked(batch: Batch, settings: Settings) -> Counts:
-    """What the generator's loss is divided by."""
-    return {"generator": mask(batch, settings.vocabulary, settings, settings.seed).weights.sum()}
+    """What losses over the masked positions are divided by, whoever's they are."""
+    count = mask(batch, settings.vocabulary, settings, settings.seed).weights.sum()
+    return dict.fromkeys(("generator", "baseline", "discriminator", "corrector"), count)
 
 
 def count_masked_and_tokens(batch: Batch, settings: Settings) -> Counts:
-    """What the generator's and the discriminator's loss are divided by."""
-    return count_masked(batch, settings) | {"discriminator": batch.tokens().sum()}
+    """What losses are divided by where the discriminator, or the corrector, is asked about every token."""
+    return count_masked(batch, settings) | dict.fromkeys(("discriminator", "corrector"), batch.tokens().sum())
 
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective: its losses, what they are divided by (known before any weight is), and whom it trains."""
+    """An objective: its losses, what they are divided by (known before any weight is), and what models it needs."""
 
     losses: Callable[[Electra, Batch, Settings], Losses]
     counts: Callable[[Batch, Settings], Counts]
-    has_discriminator: bool
+    head: Head | None  # of the discriminator; None: there is none
+    needs_generator: bool = False  # a model: drawing fills by frequency will not do
+    has_baseline: bool = False
+    is_frozen: bool = False  # the generator, which must have been trained before
 
 
-OBJECTIVES = {
-    "rtd": Objective(replaced_token_detection, count_masked_and_tokens, has_discriminator=True),
-    "mlm": Objective(masked_language_modeling, count_masked, has_discriminator=False),
+OBJECTIVES: dict[ObjectiveName, Objective] = {
+    "rtd": Objective(replaced_token_detection, count_masked_and_tokens, head="verdict"),
+    "electra-15": Objective(electra_15, count_masked, head="verdict"),
+    "replace-mlm": Objective(replace_mlm, count_masked, head="correction"),
+    "all-tokens-mlm": Objective(all_tokens_mlm, count_masked_and_tokens, head="copying"),
+    "mlm": Objective(masked_language_modeling, count_masked, head=None, needs_generator=True),
+    "adversarial": Objective(
+        adversarial, count_masked_and_tokens, head="verdict", needs_generator=True, has_baseline=True
+    ),
+    "frozen-rtd": Objective(
+        frozen_generator_detection, count_masked_and_tokens, head="verdict", needs_generator=True, is_frozen=True
+    ),
 }
+
+
+def mask_text(batch: Batch, electra: Electra, settings: Settings) -> Masked:
+    """Step 1, by the run's seed; refuses text of another vocabulary than the model's."""
+    for part in (electra.generator, electra.discriminator):
+        entries = settings.vocabulary.size if part is None else part.encoder.config.vocabulary
+        if settings.vocabulary.size != entries:
+            raise ConfigError(
+                f"the text has a vocabulary of {settings.vocabulary.size:,} entries but the model one of {entries:,}; "
+                f"give Settings the vocabulary of the tokenizer that the model was built for"
+            )
+    return mask(batch, settings.vocabulary, settings, settings.seed)
+
+
+def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> Filled:
+    """Steps 2 and 3: the generator guesses, and is sampled from; or tokens are drawn by their frequency."""
+    if settings.frequencies is not None:
+        return Filled(draw(settings.frequencies, masked, batch, settings), losses={})
+    guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
+
+
+def draw(frequencies: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Tensor:
+    """A token for each slot [B, M], by `frequencies` [V]."""
+    keys = row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN)
+    draws = random_uniform(keys, masked.positions.shape[1]).double()
+    return torch.searchsorted(frequencies.double().cumsum(0), draws).clamp(max=len(frequencies) - 1)
 
 
 @torch.no_grad()
@@ -125,13 +231,17 @@ def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: Settings) ->
     In two draws, first a block of the vocabulary, then a token in it: the same distribution as one draw over all
     entries, from a hundredth of the noise.
     """
-    logits = guesses.float() / settings.temperature  # [B, M, V]
-    if settings.disallow_correct:
-        logits = logits.scatter(2, masked.originals[:, :, None], float("-inf"))
+    logits = sampling_logits(guesses, masked, settings)  # [B, M, V]
     blocks = functional.pad(logits, (0, -logits.shape[2] % BLOCK), value=float("-inf")).unflatten(2, (-1, BLOCK))
     block = gumbel_max(blocks.logsumexp(3), row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_BLOCK))
     within = blocks.gather(2, block[:, :, None, None].expand(-1, -1, 1, BLOCK)).squeeze(2)  # [B, M, BLOCK]
     return block * BLOCK + gumbel_max(within, row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN))
+
+
+def sampling_logits(guesses: Tensor, masked: Masked, settings: Settings) -> Tensor:
+    """The logits [B, M, V] of the distribution that is sampled, which temperature and exclusion change."""
+    logits = guesses.float() / settings.temperature
+    return logits.scatter(2, masked.originals[:, :, None], float("-inf")) if settings.disallow_correct else logits
 
 
 def gumbel_max(logits: Tensor, keys: Tensor) -> Tensor:
@@ -152,13 +262,42 @@ def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, right_guess: str
 def mlm_loss(guesses: Tensor, masked: Masked) -> Loss:
     """L_MLM: negative log-likelihood of the originals at the masked positions."""
     losses = functional.cross_entropy(guesses.float().flatten(0, 1), masked.originals.flatten(), reduction="none")
-    return Loss((losses * masked.weights.flatten()).sum(), masked.weights.sum())
+    return mean_over(losses, masked.weights.flatten())
 
 
-def rtd_loss(verdicts: Tensor, corrupted: Corrupted, attention_mask: Tensor | None, weight: float) -> Loss:
-    """L_Disc: binary cross-entropy over every token that is not padding."""
-    losses = functional.binary_cross_entropy_with_logits(
+def rtd_losses(verdicts: Tensor, corrupted: Corrupted) -> Tensor:
+    """L_Disc of each token [B, L]: binary cross-entropy."""
+    return functional.binary_cross_entropy_with_logits(
         verdicts.float(), corrupted.is_replaced.float(), reduction="none"
     )
-    is_token = torch.ones_like(losses) if attention_mask is None else attention_mask.float()
-    return Loss((losses * is_token).sum(), is_token.sum(), weight)
+
+
+def is_token(batch: Batch) -> Tensor:
+    """1 at tokens, 0 at padding: [B, L]."""
+    return (torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask).float()
+
+
+def mean_over(losses: Tensor, weights: Tensor, weight: float = 1.0) -> Loss:
+    """The mean of single losses over the places of weight 1, with a weight of its own among other losses."""
+    return Loss((losses * weights).sum(), weights.sum(), weight)
+
+
+def policy_loss(logits: Tensor, sampled: Tensor, advantages: Tensor, masked: Masked, settings: Settings) -> Loss:
+    """REINFORCE: its gradient is, on average over samples, that of the expected payment, turned to a loss."""
+    logs = logits.log_softmax(2)  # [B, M, V]
+    chosen = logs.gather(2, sampled[:, :, None]).squeeze(2)  # [B, M]
+    losses = -advantages * chosen
+    if settings.entropy_bonus:
+        losses = losses - settings.entropy_bonus * entropy(logs)
+    return mean_over(losses, masked.weights)
+
+
+def entropy(logs: Tensor) -> Tensor:
+    """Of distributions given as log-probabilities [..., V], in nats; what cannot be adds nothing."""
+    return -(logs.exp() * logs.masked_fill(logs == float("-inf"), 0.0)).sum(-1)
+
+
+def baseline_loss(foretold: Tensor, rewards: Tensor, masked: Masked) -> Loss:
+    """Cross-entropy between the foretold and the discriminator's probability of being right, exp(−reward)."""
+    losses = functional.binary_cross_entropy_with_logits(foretold, (-rewards).exp(), reduction="none")
+    return mean_over(losses, masked.weights)

@@ -9,7 +9,15 @@ Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the
 
 PRETRAINING: Panels = (
     ("generator: MLM loss", (("train", "generator"), ("validation", "mlm_loss"))),
-    ("discriminator: RTD loss", (("train", "discriminator"), ("validation", "rtd_loss"))),
+    (
+        "discriminator: its loss",
+        (
+            ("train", "discriminator"),
+            ("train", "corrector"),
+            ("validation", "rtd_loss"),
+            ("validation", "corrector_loss"),
+        ),
+    ),
     ("area under the curve", (("validation", "rtd_auc"), ("validation", "frozen_auc"))),
     ("accuracy and right samples", (("validation", "mlm_accuracy"), ("validation", "samples_right"))),
     ("learning rate", (("train", "learning_rate"),)),

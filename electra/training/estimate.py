@@ -1,6 +1,6 @@
 """What a run would be, before it is run: parameters, operations, tokens, time and memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,7 +74,8 @@ def estimate(
     activations = sum(
         activation_bytes(part, length, precision, recomputes) for part in (pair.generator, pair.discriminator) if part
     )
-    logits = 3 * 4 * masked * pair.generator.vocabulary if pair.generator else 0  # logits, noise and gradient in fp32
+    predicting = [pair.generator, pair.discriminator if pair.head == "correction" else None]  # copying: in chunks
+    logits = 3 * 4 * masked * sum(part.vocabulary for part in predicting if part)  # logits, noise, gradient in fp32
     return Estimate(
         parameters=parameters,
         steps=steps,
@@ -86,6 +87,14 @@ def estimate(
         available_bytes=memory_bytes(device),
         device=device.type,
     )
+
+
+def together(estimates: list[Estimate]) -> Estimate:
+    """Several phases as one run: its parts add up, and the hungriest needs the memory."""
+    added = ("steps", "tokens", "epochs", "flops", "minutes")
+    sums = {name: sum(getattr(one, name) for one in estimates) for name in added}
+    most = max(estimates, key=lambda one: one.memory_bytes)
+    return replace(most, **sums, parameters=max(one.parameters for one in estimates))
 
 
 def activation_bytes(config: EncoderConfig, length: int, precision: torch.dtype, recomputes: bool) -> int:

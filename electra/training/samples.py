@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from electra.model.electra import Electra
+from electra.model.electra import Discriminator, Electra
 from electra.objective.masking import mask
 from electra.objective.measures import SEED
 from electra.objective.objectives import Settings, corrupt, sample
@@ -25,7 +25,7 @@ def write_samples(run: Path, electra: Electra, batch: Batch, tokenizer: TextToke
     guesses = electra.generator(masked.input_ids, *batch.surroundings(), at=masked.positions)
     corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings))
     verdicts = torch.zeros_like(corrupted.is_replaced, dtype=torch.float)
-    if electra.discriminator is not None:
+    if isinstance(electra.discriminator, Discriminator):
         verdicts = electra.discriminator(corrupted.input_ids, *batch.surroundings()).float().sigmoid()
     lines = ["# Held-out sentences", ""]
     for row in range(min(SENTENCES, batch.size())):

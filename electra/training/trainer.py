@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
+from electra.model.storage import read_json
 from electra.objective.losses import Counts, Losses, total
 from electra.training.checkpoint import (
+    STATE,
     checkpoint_folders,
     checkpoint_name,
     load_checkpoint,
@@ -59,6 +61,12 @@ class Budget:
     def share(self, steps: float, seconds: float) -> float:
         """How much of it is spent, from 0 to 1."""
         return min(1.0, steps / self.steps if self.steps else seconds / self.seconds if self.seconds else 1.0)
+
+    def plus(self, other: "Budget") -> "Budget":
+        """Both, one after the other."""
+        if self.steps is not None and other.steps is not None:
+            return Budget(steps=self.steps + other.steps)
+        return Budget(seconds=(self.seconds or 0.0) + (other.seconds or 0.0))
 
 
 class Rows(Protocol):
@@ -137,8 +145,10 @@ class Trainer:
         seed: int = 0,
         records: bool = False,
         is_quiet: bool = False,
+        end: Budget | None = None,
     ) -> None:
         self.lesson, self.config, self.budget, self.run, self.seed = lesson, config, budget, run, seed
+        self.end = end or budget  # where in the budget to stop: another trainer may have the rest
         self.optimizers = build_optimizers(lesson.model, config, lesson.rate_share)
         self.records = records  # steps are CUDA graphs: only with adamw, and batches of few shapes
         self.is_quiet = is_quiet  # no bar: others report what this run does
@@ -156,6 +166,17 @@ class Trainer:
     def branch(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of another run; the budget counts from there."""
         self.resume(checkpoint)
+        self.start_budget()
+
+    def follow(self, checkpoint: Path) -> None:
+        """Go on where another lesson's training ended, with new optimizers; this lesson has taken over the weights."""
+        state = read_json(checkpoint / STATE)
+        self.lesson.restore(state["lesson"])
+        self.place = Place(**state["place"])
+        self.start_budget()
+
+    def start_budget(self) -> None:
+        """Count the budget from here."""
         step, seconds = self.place.step, self.place.seconds
         self.place = Place(step, self.place.tokens, seconds, start_step=step, start_seconds=seconds)
 
@@ -164,7 +185,7 @@ class Trainer:
         self.journal = Journal(self.run, self.place.step)
         self.step = self.recorded_step() if self.records else self.compute
         with stop_signals() as asked, Bar(self.is_quiet) as self.bar:
-            while self.share() < 1 and not asked:
+            while not self.is_over() and not asked:
                 self.take_step()
                 self.bar.move(self.share())
                 if self.is_time(self.config.log_every):
@@ -183,6 +204,11 @@ class Trainer:
         """How much of the budget is spent, `ahead` steps from now."""
         place = self.place
         return self.budget.share(place.step + ahead - place.start_step, place.seconds - place.start_seconds)
+
+    def is_over(self) -> bool:
+        """Whether there is no step left to take."""
+        place = self.place
+        return self.end.share(place.step - place.start_step, place.seconds - place.start_seconds) >= 1
 
     def is_time(self, every: int) -> bool:
         """Whether this step is one of `every` so many."""
@@ -326,7 +352,7 @@ class Trainer:
         """Measure on held-out text."""
         self.measures = self.lesson.evaluate()
         self.journal.write("validation", self.place.step, self.measures)
-        if self.share() < 1:  # the last ones are in the outcome
+        if not self.is_over():  # the last ones are in the outcome
             shown = ", ".join(f"{name} {number:.3f}" for name, number in self.measures.items())
             self.bar.say(f"step {self.place.step:,}: {shown}")
         self.measured_step = self.place.step

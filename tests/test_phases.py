@@ -1,0 +1,242 @@
+"""Objectives and phases from the command line: they learn, hand over what they say, and go on after a kill."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from electra.cli import main
+from electra.errors import ConfigError
+from electra.export.command import ExportConfig, export
+from electra.finetune.finetuned import load_encoder
+from electra.model.storage import load_model, read_tensors
+from electra.serve.model import load
+from electra.text.shards import open_shards
+from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.journal import read_lines
+from electra.training.phases import read_phases
+from electra.training.pretraining import PretrainConfig, plan, pretrain
+from electra.training.trainer import Trainer
+
+TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"}
+SMALL = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16 --batch-size 8 "
+SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 --no-starts-at-unigram"
+
+
+def lines(run: Path, kind: str) -> list[dict]:
+    return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("flags", "lowered"),
+    [
+        ("--objective rtd --generator uniform", "discriminator"),
+        ("--objective rtd --generator unigram", "discriminator"),
+        ("--objective electra-15", "generator"),
+        ("--objective electra-15 --generator unigram", "discriminator"),
+        ("--objective replace-mlm", "corrector"),
+        ("--objective replace-mlm --sharing none --generator uniform", "corrector"),
+        ("--objective all-tokens-mlm --sharing disentangled", "corrector"),
+        ("--objective all-tokens-mlm --sharing all", "corrector"),
+        ("--objective adversarial --entropy-bonus 0.01 --sharing none", "baseline"),
+        ("--phases share=0.75 length=24,batch-size=4 --generator-width 32", "generator"),
+        ("--phases objective=mlm objective=rtd --generator-width 32", "generator"),
+        ("--phases objective=mlm objective=frozen-rtd --sharing none --generator-width 32", "discriminator"),
+        ("--phases objective=mlm objective=frozen-rtd --sharing none --no-hands-over", "discriminator"),
+        ("--phases objective=rtd objective=replace-mlm", "corrector"),
+    ],
+)
+def test_objectives_generators_and_phases_run_from_the_command_line_and_lower_their_loss(
+    shards, tmp_path, capsys, flags, lowered
+):
+    main(f"pretrain --data {shards} --output {tmp_path}/run --steps 80 {SMALL} {flags}".split())
+    assert "finished: 80 steps" in capsys.readouterr().out
+    losses = [line[lowered] for line in lines(tmp_path / "run", "train") if lowered in line]
+    assert losses[-1] < losses[0]
+    encoder, _ = load_encoder(tmp_path / "run")
+    assert encoder.config.width == 32
+    export(ExportConfig(model=tmp_path / "run", output=tmp_path / "hf", part="encoder"))
+
+
+def test_what_does_not_exist_is_not_measured(settings_of_run):
+    def measured(name: str, **departures) -> set[str]:
+        return set(pretrain(settings_of_run(name, **{"steps": 2} | departures)).measures)
+
+    generator = {"mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy"}
+    frozen, joint = (
+        {f"{kind}_{it}" for it in ("loss", "accuracy", "precision", "recall", "auc")} for kind in ("frozen", "rtd")
+    )
+    corrector = {"corrector_loss", "corrector_accuracy"}
+    assert measured("rtd") == measured("adversarial", objective="adversarial") == {"loss"} | generator | joint | frozen
+    assert measured("uniform", generator_kind="uniform", generator_width=None) == {"loss"} | frozen
+    assert measured("replace", objective="replace-mlm") == {"loss"} | generator | corrector
+    assert measured("mlm", objective="mlm") == {"loss"} | generator
+
+
+def test_a_corrector_has_no_verdicts_to_hand_out(settings_of_run, tmp_path):
+    config = settings_of_run(objective="all-tokens-mlm", steps=1)
+    pretrain(config)
+    with pytest.raises(ConfigError, match="corrects tokens and has no verdicts of them; hand out its --part encoder"):
+        export(ExportConfig(model=config.output, output=tmp_path / "hf"))
+    model = load(config.output, device="cpu")
+    with pytest.raises(ConfigError, match="no discriminator: what stands in its place says what tokens were"):
+        model.detect("the cat sat")
+    assert len(model.embed("the cat sat")[0]) == 32
+    assert model.fill("the [MASK] sat").blanks
+
+
+def phase_weights(config: PretrainConfig, step: int) -> dict[str, torch.Tensor]:
+    return read_tensors(config.output / "checkpoints" / f"step-{step:09d}" / "model.safetensors")
+
+
+def test_two_stage_hands_over_the_encoder_and_freezes_the_generator(settings_of_run, monkeypatch):
+    config = settings_of_run(**TWO_STAGE, steps=20)
+    first = []
+    take_step = Trainer.take_step
+
+    def look_then_step(self):
+        if self.place.step == 10:
+            first.append({name: weight.detach().clone() for name, weight in self.lesson.model.named_parameters()})
+        take_step(self)
+
+    monkeypatch.setattr(Trainer, "take_step", look_then_step)
+    pretrain(config)
+    [start], before, after = first, phase_weights(config, 10), phase_weights(config, 20)
+    assert {name.split(".")[0] for name in before} == {"generator"}
+    for name, weight in before.items():
+        assert torch.equal(start[name], weight)
+        assert torch.equal(after[name], weight)
+        if ".encoder." in name:
+            assert torch.equal(start[name.replace("generator.", "discriminator.")], weight)
+    moved = [name for name in after if name.startswith("discriminator.") and not torch.equal(after[name], start[name])]
+    assert len(moved) == len([name for name in after if name.startswith("discriminator.")])
+
+
+def test_without_a_hand_over_the_discriminator_starts_afresh(settings_of_run):
+    config = settings_of_run(**TWO_STAGE, hands_over=False, generator_width=16, steps=20)
+    pretrain(config)
+    discriminator = load_model(model_folder(config.output)).discriminator
+    assert discriminator.encoder.config.width == 32
+    assert phase_weights(config, 10)["generator.encoder.layers.0.attention.qkv.weight"].shape == (48, 16)
+
+
+def test_a_phase_takes_over_all_weights_but_another_objectives_head(settings_of_run, shards):
+    config = settings_of_run(phases=("objective=rtd", "objective=replace-mlm"), steps=2, learning_rate=1e-12)
+    pretrain(config)
+    before, after = phase_weights(config, 1), phase_weights(config, 2)
+    for name, weight in before.items():
+        if not name.startswith("discriminator.head."):
+            torch.testing.assert_close(after[name], weight)
+    assert after["discriminator.head.dense.weight"].shape == (16, 32)
+
+
+PLANS = {
+    "two-stage": TWO_STAGE,
+    "lengths": {"phases": ("share=0.5", "length=24,batch-size=4")},
+    "three": {"phases": ("share=0.25,length=8", "share=0.25", "objective=electra-15")},
+}
+
+
+@pytest.mark.parametrize("departures", PLANS.values(), ids=PLANS)
+def test_stopped_in_any_phase_a_run_ends_with_the_same_bytes(settings_of_run, monkeypatch, departures):
+    settings = {
+        "steps": 20,
+        "save_every": 100,
+        "evaluate_every": 100,
+        "dropout": 0.1,
+        "optimizer": "adamw",
+    } | departures
+    whole, part = settings_of_run("whole", **settings), settings_of_run("part", resume=True, **settings)
+    pretrain(whole)
+    take_step = Trainer.take_step
+
+    def step_then_signal(self):
+        take_step(self)
+        if self.place.step in (3, 10, 13):  # in the first phase, where it ends, and in the last
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    assert [pretrain(part).step for _ in range(4)] == [3, 10, 13, 20]
+    ours, theirs = (model_folder(config.output) / "model.safetensors" for config in (whole, part))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_one_schedule_runs_over_phases_of_one_objective_and_starts_again_with_another(settings_of_run):
+    settings = {"steps": 20, "log_every": 1, "warmup": 0.0, "schedule": "linear", "optimizer": "adamw"}
+    rates = {}
+    for name in ("two-stage", "lengths"):
+        config = settings_of_run(name, **settings | PLANS[name])
+        pretrain(config)
+        rates[name] = [line["learning_rate"] / config.learning_rate for line in lines(config.output, "train")]
+    assert rates["lengths"] == pytest.approx([1 - (step + 0.5) / 20 for step in range(20)])
+    assert rates["two-stage"] == pytest.approx(2 * [1 - (step + 0.5) / 10 for step in range(10)])
+
+
+def test_phases_divide_every_kind_of_budget(settings_of_run, shards):
+    def budgets(**budget) -> list:
+        phases = ("share=0.75", "length=32,batch-size=2")
+        return [phase.budget for phase in plan(settings_of_run(phases=phases, **budget), open_shards(shards))]
+
+    assert [one.steps for one in budgets(steps=21)] == [16, 5]
+    assert [one.steps for one in budgets(steps=None, tokens=4 * 1280)] == [3840 // (8 * 16), 1280 // (2 * 32)]
+    assert [one.seconds for one in budgets(steps=None, minutes=4.0)] == [180, 60]
+
+
+def test_a_dry_run_adds_up_its_phases(settings_of_run):
+    estimate = pretrain(settings_of_run(**PLANS["lengths"], steps=20, dry_run=True))
+    assert (estimate.steps, estimate.tokens) == (20, 10 * 8 * 16 + 10 * 4 * 24)
+
+
+def test_shares_that_are_not_named_divide_what_is_left():
+    phases = read_phases(["share=0.5,length=128", "learning-rate=1e-3", "objective=mlm"])
+    assert [(phase.begin, phase.end) for phase in phases] == [(0, 0.5), (0.5, 0.75), (0.75, 1)]
+    assert [phase.settings for phase in phases] == [{"length": 128}, {"learning_rate": 1e-3}, {"objective": "mlm"}]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--objective mlm --generator uniform", "--objective mlm needs a generator, and --generator uniform is none; "),
+        ("--objective adversarial --generator unigram", "--objective adversarial needs a generator"),
+        (
+            "--generator uniform --generator-width 8",
+            "--generator-width is 8, which is for a generator, and --generator u",
+        ),
+        ("--generator uniform --temperature 0.5", "--temperature is 0.5, which is for a generator"),
+        ("--generator uniform --sharing all", "sharing=all needs a generator, and --generator uniform is none"),
+        ("--entropy-bonus 0.1", "--entropy-bonus is 0.1, which only --objective adversarial pays"),
+        ("--objective frozen-rtd --sharing none", "needs a generator that was trained before; train it in a phase of"),
+        ("--phases objective=mlm objective=frozen-rtd", "sharing=embeddings would move a frozen generator; add --shar"),
+        (
+            "--phases objective=mlm objective=frozen-rtd --sharing none",
+            "cannot start with the weights of a generator 16 wide and 1 deep: it is 32 and 1; give both one size",
+        ),
+        ("--phases objective=best", "there is no objective 'best'; choose from rtd, electra-15"),
+        ("--phases colour=blue", "'colour=blue' in --phases is not one of a phase's settings, objective, length"),
+        ("--phases length=long", "'length=long' in --phases: 'long' is not a whole number"),
+        ("--phases share=0.5 share=0.6", "the shares in --phases are 0.5 and 0.6; they must be above 0 and, all toge"),
+        ("--phases length=16 length=1024", "a row of 1024 tokens is longer than the model's 512 positions"),
+    ],
+)
+def test_contradictory_settings_are_refused_in_one_sentence(shards, tmp_path, capsys, flags, sentence):
+    with pytest.raises(SystemExit) as exit:
+        main(f"pretrain --data {shards} --output {tmp_path}/run --steps 80 {SMALL} {flags}".split())
+    said = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_record_of_a_run_has_its_phases(settings_of_run):
+    config = settings_of_run(**TWO_STAGE, steps=4)
+    pretrain(config)
+    record = json.loads((config.output / "config.json").read_text())
+    assert record["pretraining"]["phases"] == list(TWO_STAGE["phases"])
+    assert [folder.name for folder in checkpoint_folders(config.output)] == ["step-000000002", "step-000000004"]
+    with pytest.raises(ConfigError, match=r"phases was .* and is now \[\]"):
+        pretrain(replace(config, resume=True, phases=(), objective="mlm"))
