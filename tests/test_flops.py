@@ -51,6 +51,16 @@ def test_parameters_add_up_to_the_models(size, style):
         assert parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
 
 
+@pytest.mark.parametrize(("head", "predicted"), [("correction", 5), ("copying", 16)])
+def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predicted):
+    pair = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none", head=head)
+    with torch.device("meta"):
+        corrector = Electra(pair).discriminator
+    items = items_of(pair, length=16, masked=5)["corrector"]
+    assert parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
+    assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
+
+
 def test_what_is_shared_counts_once_in_the_pair():
     tables = (30522 + 512 + 2) * 128 + 2 * 128
     costs = {sharing: count_costs(FlopsConfig(sharing=sharing)).parameters for sharing in ("none", "embeddings")}

@@ -240,3 +240,15 @@ def test_the_record_of_a_run_has_its_phases(settings_of_run):
     assert [folder.name for folder in checkpoint_folders(config.output)] == ["step-000000002", "step-000000004"]
     with pytest.raises(ConfigError, match=r"phases was .* and is now \[\]"):
         pretrain(replace(config, resume=True, phases=(), objective="mlm"))
+
+
+@pytest.mark.parametrize("objective", ["electra-15", "replace-mlm", "all-tokens-mlm", "adversarial"])
+def test_objectives_train_modern_pairs_and_go_on_from_others(settings_of_run, objective):
+    modern = {"style": "modern", "starts_with_waves": False, "steps": 2}
+    first = settings_of_run("rtd", **modern)
+    pretrain(first)
+    sizes = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
+    config = settings_of_run("other", **modern | sizes, objective=objective, init=first.output)
+    assert pretrain(config).step == 2
+    encoder, _ = load_encoder(config.output)
+    assert encoder.config.style == "modern"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -96,7 +97,8 @@ class CopyingCorrector(Corrector):
         """
         columns = (hidden.flatten(0, 1), input_ids.flatten(), originals.flatten())
         chunks = zip(*(column.split(CHUNK) for column in columns), strict=True)
-        found = [checkpoint(self.likelihoods_of, *chunk, use_reentrant=False) for chunk in chunks]
+        forgetful = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        found = [forgetful(self.likelihoods_of, *chunk) for chunk in chunks]
         return torch.cat(found).view_as(originals)
 
     def likelihoods_of(self, hidden: Tensor, input_ids: Tensor, originals: Tensor) -> Tensor:

@@ -168,14 +168,13 @@ class TokenEmbeddings(nn.Module):
             base = self.base.summed(input_ids, segment_ids)
         return base + own
 
+    def token_table(self) -> Tensor:
+        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
+        return self.token.weight if self.base is None else self.base.token_table().detach() + self.token.weight
+
     def looked_up(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         """The sum of what the own tables have."""
         return self.token(input_ids)
-
-    def token_table(self) -> Tensor:
-        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
-        own = self.token.weight
-        return own if self.base is None else self.base.token_table().detach() + own
 
     def tables(self) -> Iterator[nn.Embedding]:
         """The own tables."""

@@ -149,12 +149,13 @@ def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
 
 
 def frozen_generator_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
-    """Stage two of two-stage training (section 3.3): the generator fills blanks as it is; only the other learns."""
+    """Stage two of two-stage training (section 3.3): only the discriminator learns; the generator stays as it is."""
+    generator, discriminator = electra.pair()
+    masked = mask_text(batch, electra, settings)
     with torch.no_grad():
-        masked = mask_text(batch, electra, settings)
-        filled = fill(electra, masked, batch, settings)
-        corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
-    verdicts = electra.the_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+        guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.right_guess)
+    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 

@@ -163,15 +163,13 @@ class Start:
 
     def put_into(self, electra: Electra) -> None:
         """Overwrite the weights of a pair, or of the one part that is there, with these."""
-        if electra.discriminator is None:
-            put(self.discriminator, electra.the_generator())
-            return
-        embeddings = electra.discriminator.encoder.embeddings
+        discriminator = electra.discriminator or electra.the_generator()
+        embeddings = discriminator.encoder.embeddings
         if self.generator is not None:
             put(self.generator, electra.the_generator())
         elif embeddings.base is not None:  # a new generator shares the tables that are there
             put(self.discriminator, electra.the_generator(), only="encoder.embeddings.")
-        put(self.discriminator, electra.discriminator)
+        put(self.discriminator, discriminator)
         if embeddings.base is not None:
             subtract_base(embeddings, embeddings.base)
 
