@@ -163,10 +163,19 @@ class Phase:
 
 def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
     """The phases of a run; settings that contradict each other are refused."""
+    refuse_contradictions(
+        config, [each.settings.get("objective", config.objective) for each in read_phases(config.phases)]
+    )
+    phases = phases_of(config, config.pair(shards))
+    refuse_hand_over(phases)
+    return phases
+
+
+def phases_of(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
+    """The phases in which parts of a pair are trained."""
     departures = read_phases(config.phases)
     configs = [replace(config, phases=(), **departure.settings) for departure in departures]
-    refuse_contradictions(config, [one.objective for one in configs])
-    models = models_of(configs, shards)
+    models = models_of(configs, pair)
     budgets = [one.budget(each.begin, each.end) for one, each in zip(configs, departures, strict=True)]
     phases: list[Phase] = []
     for _, stage in groupby(range(len(configs)), key=lambda number: configs[number].objective):
@@ -175,13 +184,11 @@ def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
         for number, end in zip(numbers, ends, strict=True):
             own = (configs[number], models[number], budgets[number])
             phases.append(Phase(number, *own, stage=ends[-1], end=end, begins_stage=number == numbers[0]))
-    refuse_hand_over(phases)
     return phases
 
 
-def models_of(configs: list[PretrainConfig], shards: Shards) -> list[ElectraConfig]:
+def models_of(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
     """The model of each phase: those parts of the pair that its objective has."""
-    pair = configs[0].pair(shards)
     if pair.discriminator and not any(OBJECTIVES[config.objective].head for config in configs):
         pair = replace(pair, generator=pair.discriminator)  # BERT: of the size that discriminators are compared in
     for part in filter(None, (pair.generator, pair.discriminator)):
