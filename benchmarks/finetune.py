@@ -103,6 +103,8 @@ def main() -> None:
     parser.add_argument("--peer-steps", type=int, default=150)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.model is None and arguments.vocab is None:
+        parser.error("give --vocab for a fresh model, or --model")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {}
     with tempfile.TemporaryDirectory() as name:

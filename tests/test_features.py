@@ -1,5 +1,7 @@
 """Features: the tokenizer's own ids, cut like the library cuts; batches of few shapes that see every row once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,8 +74,11 @@ def test_texts_are_tokenised_once(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("electra.finetune.features.make_features", None)  # would fail
     again = cached_features(TASK, examples, tokenizer, 16, tmp_path)
     assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
-    with pytest.raises(TypeError):
-        cached_features(TASK, Examples(texts=TEXTS, labels=np.array([0, 1, 0])), tokenizer, 16, tmp_path)
+    relabelled, paired = replace(examples, labels=np.array([0, 1, 0])), replace(examples, pairs=PAIRS)
+    for other, length in ((relabelled, 16), (paired, 16), (examples, 8)):
+        with pytest.raises(TypeError):
+            cached_features(TASK, other, tokenizer, length, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1  # and no drafts
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 100])

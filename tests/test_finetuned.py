@@ -39,11 +39,12 @@ def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
 
 def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
     """AdamW with a rate for every layer, warm-up, clipping: the trainer's steps are those of a loop by hand."""
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 40, seed=0), text="text", label="label")
+    rows = write_rows(tmp_path / "rows.jsonl", "classification", 43, seed=0)  # 39 to learn from: one batch is filled up
+    task = own_task(train=rows, text="text", label="label")
     config = TuningConfig(model=encoder_folder, output=tmp_path, batch=4, epochs=2, dropout=0.0, length=32)
     lesson = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
     twin = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
-    settings = config.trainer(lesson.model.encoder.config, 9)
+    settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path, seed=3, is_quiet=True)
     trainer.train()
 

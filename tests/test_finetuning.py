@@ -13,9 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
 from electra.export.command import ExportConfig, export
-from electra.finetune.finetuning import FinetuneConfig, finetune, over_seeds
+from electra.finetune.cells import Cell
+from electra.finetune.finetuned import FineTuned, load_encoder, write_finetuned
+from electra.finetune.finetuning import FinetuneConfig, finetune, mean_logits, over_seeds
 from electra.finetune.prediction import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 from electra.finetune.tuning import Score
+from electra.model.storage import write_tensors
 
 QUICK = {"epochs": 15, "batch": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
 
@@ -239,6 +242,15 @@ def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_
     )
 
 
+@pytest.fixture
+def untrained(settings, tmp_path):
+    """A fine-tuned model that has learnt nothing yet."""
+    encoder, folder = load_encoder(settings().model)
+    task = settings().the_task()
+    (tmp_path / "out").mkdir()
+    write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path / "out", folder)
+
+
 def answers_on(tmp_path, content: str, name: str = "new.jsonl", output: str = "answers.csv") -> str:
     """What is written of a file."""
     (tmp_path / name).write_text(content)
@@ -246,19 +258,19 @@ def answers_on(tmp_path, content: str, name: str = "new.jsonl", output: str = "a
     return (tmp_path / output).read_text()
 
 
-def test_cells_stand_below_their_column_whatever_the_order_in_a_row(tuned, tmp_path):
+def test_cells_stand_below_their_column_whatever_the_order_in_a_row(untrained, tmp_path):
     rows = ['{"id": 1, "text": "cat", "tags": [1, 2]}', '{"text": "dog", "id": 2}']
     first, second = csv.DictReader(answers_on(tmp_path, "\n".join(rows)).splitlines())
     assert (first["id"], first["text"], first["tags"]) == ("1", "cat", "1|2")
     assert (second["id"], second["text"], second["tags"]) == ("2", "dog", "")
 
 
-def test_tsv_is_written_as_it_is_read(tuned, tmp_path):
+def test_tsv_is_written_as_it_is_read(untrained, tmp_path):
     written = answers_on(tmp_path, 'text\n"big" cat\n', "new.tsv", "answers.tsv")
     assert written.splitlines()[1].startswith('"big" cat\t')
 
 
-def test_half_a_character_is_written_as_it_was_read(tuned, tmp_path):
+def test_half_a_character_is_written_as_it_was_read(untrained, tmp_path):
     assert json.loads(answers_on(tmp_path, '{"text": "\\ud83d!"}', output="answers.jsonl"))["text"] == "?!"
 
 
@@ -273,7 +285,7 @@ def test_half_a_character_is_written_as_it_was_read(tuned, tmp_path):
         ('{"text": "a"}', "b.csv.gz", "its name must end in .jsonl, .csv, .tsv"),
     ],
 )
-def test_what_cannot_be_written_is_named(tuned, tmp_path, content, output, sentence):
+def test_what_cannot_be_written_is_named(untrained, tmp_path, content, output, sentence):
     with pytest.raises(ValueError, match=sentence):
         answers_on(tmp_path, content, output=output)
     assert (tmp_path / "new.jsonl").read_text() == content
@@ -294,6 +306,16 @@ def test_a_finished_fine_tuning_stands_for_its_best_seed(tuned, settings, tmp_pa
     record = json.loads((tmp_path / "further" / "config.json").read_text())
     best = max((1, 2), key=lambda seed: tuned.seeds[seed - 1]["dev"]["accuracy"])
     assert record["settings"]["model"] == str(tmp_path / "out" / f"seed-{best}" / "model")
+
+
+def test_all_seeds_together_say_what_they_say_on_average(settings, tmp_path):
+    config = settings()
+    said = {1: [[4.0, 0.0, 0.0]], 2: [[0.0, 1.0, 0.0]]}
+    cells = [Cell(config, config.the_task(), seed, tmp_path / str(seed)) for seed in said]
+    for cell in cells:
+        cell.folder.mkdir()
+        write_tensors(cell.folder / "logits.safetensors", {"dev": torch.tensor(said[cell.seed])})
+    assert mean_logits(cells)["dev"].tolist() == [[2.0, 0.5, 0.0]]
 
 
 def score_of(seed: int, pearson: float) -> Score:

@@ -124,3 +124,8 @@ def test_what_is_used_is_the_discriminator_alone(capsys):
     assert "13,549,057" in shown
     assert "training" not in shown
     assert "generator" not in shown
+
+
+def test_the_paper_has_no_count_for_the_modern_style():
+    with pytest.raises(ConfigError, match="as_published counts as the paper does, which has no modern style"):
+        FlopsConfig(style="modern", as_published=True)

@@ -8,12 +8,13 @@ import time
 import zipfile
 
 import pytest
-from made import write_glue
+from made import write_glue, write_lines
 
 from electra.cli import main
-from electra.errors import DataError
-from electra.finetune.glue import GLUE_6, REFERENCES, GlueConfig, glue
+from electra.errors import ConfigError, DataError
+from electra.finetune.glue import GLUE_6, REFERENCES, GlueConfig, glue, name_of
 from electra.finetune.prediction import EvaluateConfig, evaluate
+from electra.finetune.tuning import read_score
 
 QUICK = {"epochs": 2, "batch": 8, "learning_rate": 3e-3, "length": 32}
 
@@ -53,6 +54,12 @@ def test_only_the_best_model_of_a_task_is_kept_unless_told(settings, tmp_path):
     assert len(list((tmp_path / "out" / "cola").glob("seed-*/model"))) == 1
     glue(settings(output="all", tasks=("cola",), keeps_models=True))
     assert len(list((tmp_path / "all" / "cola").glob("seed-*/model"))) == 2
+
+
+def test_pairs_of_sts_are_learnt_in_both_orders(settings, tmp_path):
+    glue(settings(tasks=("stsb", "rte"), seeds=1, epochs=1))
+    rows = {task: read_score(tmp_path / "out" / task / "seed-1" / "result.json").rows for task in ("stsb", "rte")}
+    assert rows == {"stsb": {"train": 120, "dev": 20, "test": 20}, "rte": {"train": 60, "dev": 20, "test": 20}}
 
 
 def test_side_by_side_gives_the_same_table(settings):
@@ -95,6 +102,23 @@ def test_the_submission_has_a_line_for_every_test_row(settings, tmp_path):
     assert len(lines) == 21
     assert lines[1].split("\t")[1] in ("entailment", "not_entailment")
     assert "GLUE's site also wants SST-2.tsv" in str(table)
+
+
+def test_a_submission_without_a_folder_is_refused_before_any_work(settings, tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere to write glue.zip into"):
+        glue(settings(submission=tmp_path / "nowhere" / "glue.zip"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_diagnostic_rows_are_answered_along_with_mnli(tmp_path):
+    for name in ("MNLI/train.tsv", "diagnostic/diagnostic.tsv"):
+        write_lines(tmp_path / name, [])
+    config = GlueConfig(model=tmp_path, output=tmp_path / "out", data=str(tmp_path))
+    [task] = config.chosen_tasks()
+    assert task.splits["test_diagnostic"] == str(tmp_path / "diagnostic" / "diagnostic.tsv")
+    assert [name_of(task, split) for split in ("test", "test_mismatched", "test_diagnostic")] == [
+        *("mnli", "mnli_mismatched", "diagnostic")
+    ]
 
 
 def test_json_and_wrong_tasks(settings, encoder_folder, tmp_path, capsys):

@@ -20,6 +20,7 @@ from electra.model.storage import load_model, save_model
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import read_lines
 from electra.training.pretraining import pretrain
+from electra.training.recipes import settings_for
 
 ENTRIES = 22  # of the vocabulary of simple text
 SIZE_OF_INIT = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
@@ -223,14 +224,15 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(make_source, s
 
 
 def test_the_size_and_its_settings_come_from_the_folder(shards, make_source, tmp_path, capsys):
-    source = make_source(width=144)
+    source = make_source(width=264)
     command = f"pretrain --data {shards} --output {tmp_path}/run --init {source} --batch-size 4 --length 16 --steps 4 "
     command += "--evaluation-rows 8 --device cpu --save-every 2"
     main(command.split())
     record = json.loads((tmp_path / "run/config.json").read_text())
-    assert record["pretraining"]["size"] == "small"
-    assert record["pretraining"]["learning_rate"] == 5e-4
-    assert record["model"]["discriminator"]["width"] == 144
+    assert record["pretraining"]["size"] == "base"
+    assert record["pretraining"]["learning_rate"] == settings_for("fast", "base")["learning_rate"]
+    assert record["model"]["discriminator"]["width"] == 264
+    assert record["model"]["generator"]["dropout"] == settings_for("fast", "base")["dropout"]  # not the folder's
     shutil.rmtree(source)
     main([*command.split(), "--resume"])
     assert capsys.readouterr().out.count("finished: 4 steps") == 2

@@ -85,12 +85,26 @@ def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
     assert files[0] == files[1]
 
 
+def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
+    config = settings_of_run()
+    pretrain(config)
+    record = json.loads((config.output / "config.json").read_text())
+    for name in ("style", "global_every", "local_attention"):
+        del record["pretraining"][name]
+    (config.output / "config.json").write_text(json.dumps(record))
+    assert pretrain(replace(config, resume=True)).step == 20
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--style modern --starts-with-waves", "--starts-with-waves fills the position table, which the modern style"),
-        ("--style classic --global-every 3", "--global-every is 3, which only the modern style has"),
-        ("--style baroque", "baroque"),
+        ("--style modern --starts-with-waves", "--starts-with-waves fills the position table, and the modern style"),
+        ("--style classic --global-every 3", "--global-every is 3, and the classic style has none"),
+        (
+            "--style modern --local-attention 64",
+            "--local-attention is 64, but every layer sees the whole row; add --global",
+        ),
+        ("--style baroque", "there is no style 'baroque'; choose from classic, modern"),
         ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
         ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
     ],

@@ -99,5 +99,5 @@ def test_local_attention_is_an_option_of_the_modern_style():
     pair = ModelConfig(style="modern", global_every=3, local_attention=64).electra()
     assert [pair.generator.is_global(layer) for layer in range(4)] == [True, False, False, True]
     assert pair.discriminator.local_attention == 64
-    with pytest.raises(ConfigError, match="discriminator: global_every is 3, which only the modern style has"):
+    with pytest.raises(ConfigError, match="discriminator: global_every is 3, and the classic style has none"):
         ModelConfig(global_every=3).electra()

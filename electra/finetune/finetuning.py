@@ -21,6 +21,8 @@ class FinetuneConfig(TuningConfig):
     """Fine-tune an encoder on a task: one of GLUE's (--task and --data), or files of your own (--train, --text,
     --label): .csv, .tsv, .jsonl, .parquet.
 
+    electra finetune --model runs/x --train reviews.csv --text review --label stars --output tuned/reviews
+
     The same command again goes on where it was stopped."""
 
     task: str | None = None

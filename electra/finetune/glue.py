@@ -57,7 +57,7 @@ class GlueConfig(TuningConfig):
         """The tasks of the table, each with its files."""
         names = [name for word in self.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
         if ALL in names or not names:
-            names = [name for name, task in TASKS.items() if task.uses is None and has_rows(task, self.data)]
+            names = [name for name, task in TASKS.items() if task.uses is None and has_rows(task, "train", self.data)]
         if not names:
             raise DataError(f"{self.data} has none of GLUE's folders; it is the folder of the official download")
         for name in names:
@@ -72,18 +72,17 @@ class GlueConfig(TuningConfig):
         return replace(self, seeds=self.large_seeds)
 
 
-def has_rows(task: Task, data: str) -> bool:
-    """Whether there are rows to train a task on."""
-    return data.startswith(HUB) or Path(data, task.splits["train"]).exists()
+def has_rows(task: Task, split: str, data: str) -> bool:
+    """Whether there are rows of a split."""
+    return data.startswith(HUB) or Path(data, task.splits[split]).exists()
 
 
 def with_relatives(task: Task, data: str) -> Task:
     """The task with the rows of others that its model answers, as further test splits."""
     for other in TASKS.values():
-        if other.uses == task.name:
-            is_there = data.startswith(HUB) or Path(data, other.splits[TEST]).exists()
-            place = glue_task(other.name, data).splits[TEST] if is_there else ""
-            task = replace(task, splits=task.splits | ({f"{TEST}_{other.name}": place} if is_there else {}))
+        if other.uses == task.name and has_rows(other, TEST, data):
+            place = glue_task(other.name, data).splits[TEST]
+            task = replace(task, splits=task.splits | {f"{TEST}_{other.name}": place})
     return task
 
 
@@ -145,6 +144,8 @@ def markdown(cells: list[list[str]]) -> str:
 
 def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune every seed of every task, and make the table."""
+    if config.submission is not None and not config.submission.parent.is_dir():
+        raise ConfigError(f"there is no folder {config.submission.parent} to write {config.submission.name} into")
     tasks = config.chosen_tasks()
     groups = [cells_of(config.for_task(task), task, config.output / task.name) for task in tasks]
     scores = iter(run_cells([cell for group in groups for cell in group], workers_for(config)))

@@ -67,6 +67,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         self.check_numbers()
         self.check_style()
+        self.check_turns()
         if self.width % self.heads:
             raise ConfigError(
                 f"width {self.width} does not divide into {self.heads} heads; "
@@ -100,8 +101,11 @@ class EncoderConfig:
         for name, usual in MODERN_SETTINGS.items():
             if self.style == "classic" and getattr(self, name) != usual:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}, which only the modern style has; choose that style"
+                    f"{name} is {getattr(self, name)}, and the classic style has none; choose --style modern"
                 )
+
+    def check_turns(self) -> None:
+        """Refuse what rotary positions cannot be."""
         if self.style == "modern" and self.width % (2 * self.heads) and not self.width % self.heads:
             raise ConfigError(
                 f"{self.heads} heads of width {self.width // self.heads} cannot turn by position, which takes an even "

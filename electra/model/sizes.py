@@ -109,6 +109,10 @@ class ModelConfig:
     def electra(self, vocabulary: int = SMALL.vocabulary, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The pair these settings describe, over a vocabulary of so many entries."""
         size = size_of(self.size)
+        if self.style == "modern" and self.local_attention and self.global_every in (None, 1):
+            raise ConfigError(
+                f"local_attention is {self.local_attention}, but every layer sees the whole row; add --global-every 3"
+            )
         paper = modern(size.discriminator) if self.style == "modern" else replace(size.discriminator, style=self.style)
         with naming("discriminator"):
             discriminator = replace(paper, vocabulary=vocabulary, pad_id=pad_id, **self.departures())

@@ -46,6 +46,8 @@ class FlopsConfig(MaskedShare, ModelConfig):
         for name, least in (("length", "a row has at least 1 token"), ("batch_size", "a step has at least 1 row")):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; {least}")
+        if self.as_published and self.style == "modern":
+            raise ConfigError("as_published counts as the paper does, which has no modern style; leave one of them out")
         if self.steps < 0:
             raise ConfigError(f"steps is {self.steps}; it must be at least 0")
 

@@ -5,7 +5,8 @@ runs/x/checkpoints/step-000001000/   config.json · model.safetensors · tokeniz
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,24 @@ def save_checkpoint(
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Put weights and optimizers where they were; returns the state."""
-    try:
+    with naming_earlier(folder):
         weights = read_tensors(folder / WEIGHTS)
         restore_weights(model, weights, folder)
         restore_optimizers(model, optimizers, read_tensors(folder / TRAINING), folder)
+    return read_state(folder)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Where a run stood at a checkpoint."""
+    with naming_earlier(folder):
         return read_json(folder / STATE)
+
+
+@contextmanager
+def naming_earlier(folder: Path) -> Iterator[None]:
+    """Say of a damaged checkpoint which one before it to go on from."""
+    try:
+        yield
     except DataError as error:
         earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
         advice = f"remove {folder} to go on from {earlier[-1]}" if earlier else "there is no earlier one to go on from"

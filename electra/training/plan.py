@@ -31,7 +31,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
 
     The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
 
-    Many defaults depend on --size, --style and --recipe: shown are those of the size, style and recipe below.
+    Many defaults depend on --size and --recipe: shown are those of the size and recipe below.
     Give others beside --help to see theirs."""
 
     data: Path
@@ -104,7 +104,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
         if self.starts_with_waves and self.style == "modern":
-            raise ConfigError("starts_with_waves fills the position table, which the modern style does not have")
+            raise ConfigError("starts_with_waves fills the position table, and the modern style has none; leave it out")
         if self.init is not None and self.branch_from is not None:
             raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
         read_phases(self.phases)

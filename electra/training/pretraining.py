@@ -34,7 +34,7 @@ from electra.text.batches import Batch, Batches, BatchesConfig, Position, valida
 from electra.text.files import is_used
 from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.text.vocabulary import Vocabulary
-from electra.training.checkpoint import STATE, checkpoint_folders, model_folder, remove_drafts
+from electra.training.checkpoint import checkpoint_folders, model_folder, read_state, remove_drafts
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate, together
 from electra.training.initial import Start, has_own_segments
@@ -94,7 +94,7 @@ def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Sta
 
 def phase_of(checkpoint: Path) -> int:
     """The number of the phase that a checkpoint is of."""
-    return read_json(checkpoint / STATE)["lesson"].get("phase", 0)
+    return read_state(checkpoint)["lesson"].get("phase", 0)
 
 
 def take_over(model: Electra, checkpoint: Path, hands_over: bool) -> None:

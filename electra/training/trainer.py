@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
-from electra.model.storage import read_json
 from electra.objective.losses import Counts, Losses, total
 from electra.training.checkpoint import (
-    STATE,
     checkpoint_folders,
     checkpoint_name,
     load_checkpoint,
     prune_checkpoints,
+    read_state,
     save_checkpoint,
 )
 from electra.training.journal import Bar, Journal, Window
@@ -170,7 +169,7 @@ class Trainer:
 
     def follow(self, checkpoint: Path) -> None:
         """Go on where another lesson's training ended, with new optimizers; this lesson has taken over the weights."""
-        state = read_json(checkpoint / STATE)
+        state = read_state(checkpoint)
         self.lesson.restore(state["lesson"])
         self.place = Place(**state["place"])
         self.start_budget()
