@@ -9,9 +9,12 @@ import pytest
 from electra.cli import main
 from electra.errors import DataError
 from electra.report.overview import ReportConfig, report, short_names
-from electra.report.runs import Point, best_of, points_of
+from electra.report.runs import Point, best_of, ends_of, flops_of, points_of, step_flops
+from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders
+from electra.training.plan import plan
 from electra.training.pretraining import pretrain
+from electra.training.trainer import Place
 
 
 @pytest.fixture
@@ -130,6 +133,15 @@ def test_phases_cost_what_each_of_them_does(settings_of_run):
     shutil.rmtree(checkpoint_folders(config.output)[-1])
     with pytest.raises(DataError, match=r"unfinished: in phase 1 of 2; go on with it by electra pretrain --resume"):
         report(ReportConfig(runs=(config.output,)))
+
+
+def test_phases_of_minutes_end_where_the_clock_says(settings_of_run, shards):
+    config = settings_of_run(steps=None, minutes=2.0, phases=("share=0.75", "objective=mlm"))
+    phases = plan(config, open_shards(shards))
+    clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
+    ends = ends_of(phases, Place(step=21, seconds=121.0), clock)
+    assert ends == pytest.approx([10 * 91 / 60, 21])
+    assert flops_of(phases, [4, 6], 5) == 4 * step_flops(phases[0]) + step_flops(phases[1])
 
 
 def unfinished(run: Path) -> None:
