@@ -147,6 +147,36 @@ def test_a_discriminator_goes_on_as_a_masked_language_model_with_a_new_head(make
     assert_same(here.generator, whole(load_model(source).discriminator), but=("head",))
 
 
+@pytest.mark.parametrize("objective", ["electra-15", "adversarial", "frozen-rtd", "replace-mlm", "all-tokens-mlm"])
+def test_a_pair_goes_on_by_every_objective(make_source, start, objective):
+    source = make_source(sharing="none")
+    there, here = load_model(source), start(init=source, objective=objective, sharing="none", form="paper")
+    assert_same(here.generator, whole(there.generator))
+    assert_same(here.discriminator, whole(there.discriminator), but=("head",) if "mlm" in objective else ())
+
+
+def test_a_masked_language_model_becomes_a_corrector_with_its_head(shards, tmp_path, start):
+    folder = bert(BertForMaskedLM, tmp_path / "bert", shards / "tokenizer")
+    there = read_huggingface(folder).tensors
+    assert_same(start(init=folder, objective="replace-mlm").discriminator, there)
+    assert_same(start("second", init=tmp_path / "run", objective="all-tokens-mlm").discriminator, there)
+
+
+def test_without_a_generator_the_discriminator_of_a_pair_goes_on(make_source, start):
+    source = make_source()
+    here = start(init=source, generator_kind="unigram", form="paper")
+    assert here.generator is None
+    assert_same(here.discriminator, whole(load_model(source).discriminator))
+
+
+def test_two_stages_begin_with_a_masked_language_model(shards, tmp_path, start):
+    folder = bert(BertForMaskedLM, tmp_path / "bert", shards / "tokenizer")
+    stages = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none", "steps": 2}
+    here, there = start(init=folder, init_generator=folder, **stages), read_huggingface(folder).tensors
+    assert_same(here.generator, there)
+    assert_same(here.discriminator, there, but=("head",))
+
+
 def test_it_goes_on_where_the_other_run_stood(settings_of_run):
     first = settings_of_run("first", steps=150, learning_rate=5e-3, save_every=150, evaluate_every=150)
     reached = pretrain(first).measures
@@ -170,10 +200,11 @@ def test_segment_b_stays_as_pairs_taught_it_and_otherwise_follows_a(shards, tmp_
     assert torch.equal(follows[0], follows[1])
 
 
-def test_resuming_does_not_read_it_again(make_source, settings_of_run):
+@pytest.mark.parametrize("phases", [(), ("objective=rtd", "objective=mlm")])
+def test_resuming_does_not_read_it_again(make_source, settings_of_run, phases):
     runs = []
     for name in ("whole", "part"):
-        config = settings_of_run(name, init=make_source(f"{name}-source"), dropout=0.1, **SIZE_OF_INIT)
+        config = settings_of_run(name, init=make_source(f"{name}-source"), phases=phases, dropout=0.1, **SIZE_OF_INIT)
         pretrain(config)
         runs.append(config)
     shutil.rmtree(runs[1].init)
@@ -223,6 +254,9 @@ def test_settings_are_those_of_the_smallest_size_as_wide(width, size):
         ({"generator_width": 16}, "--generator-width 16 cannot be: the generator is that of .*source"),
         ({"branch_from": Path("other")}, "--init and --branch-from both say where to start"),
         ({"objective": "mlm", "init_generator": "fresh"}, "--objective mlm trains one model"),
+        ({"phases": ("objective=mlm", "objective=rtd")}, "begins with mlm, which trains a generator alone: --init .*"),
+        ({"generator_kind": "unigram", "init_generator": "fresh"}, "init_generator is fresh, which is for a generator"),
+        ({"objective": "frozen-rtd", "sharing": "none", "init_generator": "fresh"}, "needs a generator that was trai"),
         ({"init": None, "init_generator": "fresh"}, "--init-generator fresh needs --init"),
         ({"length": 64}, "a row of 64 tokens is longer than the model's 32 positions"),
     ],

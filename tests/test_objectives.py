@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import MODERN
 from scipy import stats
 from torch.nn import functional
 
@@ -425,7 +426,8 @@ def test_a_corrector_speaks_with_the_table_it_reads_with(make_pair, sharing):
     corrector, text = make_pair(sharing, objective="replace-mlm").discriminator.eval(), torch.tensor([[2, 11, 12, 3]])
     before = corrector(text)
     with torch.no_grad():
-        table = (corrector.encoder.embeddings.base or corrector.encoder.embeddings).token.weight
+        embeddings = corrector.encoder.embeddings
+        table = (embeddings.base or embeddings).token.weight
         table[40] += 3  # a token that is not in the text
     assert (corrector(text) != before).any(0).any(0).nonzero().flatten().tolist() == [40]
 
@@ -534,3 +536,17 @@ def test_fills_may_be_drawn_by_frequency_without_a_generator(make_pair, make_bat
     assert len(losses) == 1
     assert set(replaced.tolist()) == {10, 20}
     assert (replaced == 20).float().mean().item() == pytest.approx(0.75, abs=0.06)
+
+
+@pytest.mark.parametrize("sharing", ["none", "disentangled"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_modern_pair_learns_by_every_objective(make_pair, make_batch, settings, objective, sharing):
+    electra, batch = make_pair(sharing, size=MODERN, objective=objective), make_batch()
+    optimizer, seen = torch.optim.AdamW(electra.parameters(), lr=1e-2), []
+    for _ in range(10):
+        losses = OBJECTIVES[objective].losses(electra, batch, settings)
+        seen.append(losses[list(losses)[-1]].mean().item())  # the loss of who reads last
+        optimizer.zero_grad()
+        total(losses).backward()
+        optimizer.step()
+    assert seen[-1] < 0.9 * seen[0]

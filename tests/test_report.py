@@ -9,9 +9,12 @@ import pytest
 from electra.cli import main
 from electra.errors import DataError
 from electra.report.overview import ReportConfig, report, short_names
-from electra.report.runs import Point, best_of, points_of
+from electra.report.runs import Point, best_of, ends_of, flops_of, points_of, step_flops
+from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders
+from electra.training.plan import plan
 from electra.training.pretraining import pretrain
+from electra.training.trainer import Place
 
 
 @pytest.fixture
@@ -49,7 +52,9 @@ def test_minutes_of_a_measure_lie_between_the_lines_around_it():
         {"kind": "validation", "step": 15, "loss": 2.0},
         {"kind": "train", "step": 20, "seconds": 180.0},
     ]
-    assert points_of(lines, step_flops=7) == [Point(step=15, minutes=2.0, flops=105.0, measures={"loss": 2.0})]
+    assert points_of(lines, lambda step: 7.0 * step) == [
+        Point(step=15, minutes=2.0, flops=105.0, measures={"loss": 2.0})
+    ]
 
 
 def test_the_best_is_the_lowest_loss_and_the_highest_accuracy():
@@ -109,6 +114,34 @@ def test_a_table_names_the_run_it_is_of(runs, tmp_path):
     other = write_table(tmp_path / "other", tmp_path / "hf", 60.0)
     with pytest.raises(DataError, match=r"none of the runs; say whose it is: --glue RUN=.*other"):
         report(ReportConfig(runs=tuple(runs), glue=(str(other),)))
+
+
+def test_phases_cost_what_each_of_them_does(settings_of_run):
+    stages = {"phases": ("share=0.25,objective=mlm", "objective=rtd,length=24"), "evaluate_every": 5}
+    config = settings_of_run("stages", **stages)
+    pretrain(config)
+    [run] = report(ReportConfig(runs=(config.output,))).runs.values()
+    whole = pretrain(settings_of_run("dry", dry_run=True, **stages))
+    alone = pretrain(
+        settings_of_run("dry", dry_run=True, **stages | {"phases": ("objective=rtd,length=24",), "steps": 15})
+    )
+    assert (run.objective, run.parameters, run.tokens) == ("mlm, rtd", whole.parameters, whole.tokens)
+    assert [point.step for point in run.points] == [5, 10, 15, 20]
+    assert run.points[0].flops == pytest.approx(whole.flops - alone.flops)
+    assert run.flops == pytest.approx(whole.flops)
+    shutil.rmtree(checkpoint_folders(config.output)[-1])
+    shutil.rmtree(checkpoint_folders(config.output)[-1])
+    with pytest.raises(DataError, match=r"unfinished: in phase 1 of 2; go on with it by electra pretrain --resume"):
+        report(ReportConfig(runs=(config.output,)))
+
+
+def test_phases_of_minutes_end_where_the_clock_says(settings_of_run, shards):
+    config = settings_of_run(steps=None, minutes=2.0, phases=("share=0.75", "objective=mlm"))
+    phases = plan(config, open_shards(shards))
+    clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
+    ends = ends_of(phases, Place(step=21, seconds=121.0), clock)
+    assert ends == pytest.approx([10 * 91 / 60, 21])
+    assert flops_of(phases, [4, 6], 5) == 4 * step_flops(phases[0]) + step_flops(phases[1])
 
 
 def unfinished(run: Path) -> None:

@@ -1,6 +1,8 @@
 """What a finished run was: its costs, and its held-out measures along the way."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +10,14 @@ import numpy as np
 
 from electra.errors import DataError
 from electra.finetune.glue import LEFT_OUT, TABLE
-from electra.model.electra import ElectraConfig
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.storage import CONFIG, model_config, read_json
 from electra.objective.masking import slots
 from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.journal import METRICS, read_lines
-from electra.training.pretraining import PretrainConfig
+from electra.training.plan import Phase, PretrainConfig, phases_of
+from electra.training.pretraining import phase_of
 from electra.training.trainer import Place
 
 LOWER = ("loss",)  # how measures end that are better when they are lower
@@ -46,7 +48,7 @@ class Run:
 
     folder: str
     size: str
-    objective: str
+    objective: str  # of several phases, one after the other
     parameters: int
     steps: int
     tokens: int
@@ -69,23 +71,23 @@ def read_run(folder: Path, table: Path | None) -> Run:
 
 def summed_up(folder: Path, table: Path | None) -> Run:
     """The run in a folder."""
-    settings = recorded_settings(folder)
-    place = last_place(folder, settings)
-    pair = model_config(folder)
-    step_flops = settings.batch_size * row_flops(pair, settings)
-    points = points_of(read_lines(folder / METRICS), step_flops)
+    settings, pair, lines = recorded_settings(folder), model_config(folder), read_lines(folder / METRICS)
+    phases = phases_of(settings, pair)
+    place = last_place(folder, phases)
+    flops_until = partial(flops_of, phases, ends_of(phases, place, lines))
+    points = points_of(lines, flops_until)
     if not points or points[-1].step != place.step:
         raise DataError(f"damaged: {METRICS} has no measures of its last step, {place.step:,}")
     return Run(
         folder=str(folder),
         size=settings.size,
-        objective=settings.objective,
+        objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
         parameters=stored(pair),
         steps=place.step,
         tokens=place.tokens,
         minutes=place.seconds / 60,
         tokens_per_second=place.tokens / place.seconds if place.seconds else 0.0,
-        flops=float(place.step * step_flops),
+        flops=flops_until(place.step),
         final=points[-1].measures,
         best=best_of(points),
         points=points,
@@ -104,34 +106,58 @@ def recorded_settings(folder: Path) -> PretrainConfig:
     return PretrainConfig(**{name: value for name, value in record.items() if name in known})
 
 
-def last_place(folder: Path, settings: PretrainConfig) -> Place:
+def last_place(folder: Path, phases: list[Phase]) -> Place:
     """Where a run ended; raises if its budget is not spent."""
     found = checkpoint_folders(folder)
     if not found:
         raise DataError("unfinished: it has no checkpoint yet")
     place = Place(**read_json(found[-1] / STATE)["place"])
-    share = settings.budget().share(place.step - place.start_step, place.seconds - place.start_seconds)
+    if (number := phase_of(found[-1]) + 1) < len(phases):
+        raise DataError(f"unfinished: in phase {number} of {len(phases)}; go on with it by electra pretrain --resume")
+    share = phases[-1].stage.share(place.step - place.start_step, place.seconds - place.start_seconds)
     if share < 1:
         raise DataError(f"unfinished: {share:.0%} of its budget is spent; go on with it by electra pretrain --resume")
     return place
 
 
-def row_flops(pair: ElectraConfig, settings: PretrainConfig) -> int:
-    """Operations of training on one row."""
-    parts = items_of(pair, settings.length, slots(settings.length, settings))
-    return TRAINING * sum(map(flops, parts.values()))
+def ends_of(phases: list[Phase], place: Place, lines: list[dict[str, Any]]) -> list[float]:
+    """The steps at which the phases of a finished run ended, told from its end; a trunk counts as the first's."""
+    after = [phases[number + 1 :] for number in range(len(phases))]
+    if phases[-1].budget.steps is not None:
+        return [place.step - sum(phase.budget.steps or 0 for phase in rest) for rest in after]
+    seconds = [place.seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in after]
+    steps, clock = clock_of(lines)
+    return [*np.interp(seconds[:-1], clock, steps), place.step]
 
 
-def points_of(lines: list[dict[str, Any]], step_flops: int) -> list[Point]:
+def flops_of(phases: list[Phase], ends: list[float], step: int) -> float:
+    """Operations of a run until a step."""
+    spans = zip(phases, [0.0, *ends], ends, strict=False)
+    return float(sum(step_flops(phase) * max(0.0, min(step, end) - begin) for phase, begin, end in spans))
+
+
+def step_flops(phase: Phase) -> int:
+    """Operations of a step of training."""
+    config = phase.config
+    parts = items_of(phase.model, config.length, slots(config.length, config))
+    return TRAINING * config.batch_size * sum(map(flops, parts.values()))
+
+
+def clock_of(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds of training at each, from the lines of training."""
+    train = [line for line in lines if line["kind"] == "train"]
+    return [0, *(line["step"] for line in train)], [0.0, *(line["seconds"] for line in train)]
+
+
+def points_of(lines: list[dict[str, Any]], flops_until: Callable[[int], float]) -> list[Point]:
     """The lines of held-out measures; their minutes stand in the lines of training around them."""
-    clock = [(0, 0.0), *((line["step"], line["seconds"]) for line in lines if line["kind"] == "train")]
-    steps, seconds = zip(*clock, strict=True)
+    steps, seconds = clock_of(lines)
     points = []
     for line in lines:
         if line["kind"] == "validation":
             measures = {name: number for name, number in line.items() if name not in ("kind", "step")}
             minutes = float(np.interp(line["step"], steps, seconds)) / 60
-            points.append(Point(line["step"], minutes, float(line["step"] * step_flops), measures))
+            points.append(Point(line["step"], minutes, flops_until(line["step"]), measures))
     return points
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Electra, ElectraConfig, Head
+from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig, TokenEmbeddings
 from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
@@ -33,7 +33,8 @@ class InitialConfig(ModelConfig):
     The size is the model's, the tokenizer of --data must be its own, and heads that it lacks are new."""
     init_generator: Literal["fresh"] | Path | None = None
     """A folder to take the generator from, or fresh for a new one; left out, it is the one in --init, and a new one
-    where there is none. The one released with ELECTRA-Small is as wide as its discriminator."""
+    where there is none. The one released with ELECTRA-Small is as wide as its discriminator. With --phases that begin
+    with mlm, both are one masked language model."""
 
     def __post_init__(self) -> None:
         if self.init is None:
@@ -72,6 +73,11 @@ class InitialConfig(ModelConfig):
         if self.init_generator is None:
             return self.init if len(sizes_in(self.init)) == 2 else None
         return None if self.init_generator == FRESH else Path(self.init_generator)
+
+    def is_lone_generator(self) -> bool:
+        """Whether what is gone on from is a generator alone, and stays one."""
+        source = self.generator_source()
+        return source is not None and source == self.init and list(sizes_in(source)) == ["generator"]
 
     def with_dropout(self, size: EncoderConfig) -> EncoderConfig:
         """A size that was read, with the dropout of this run."""
@@ -184,27 +190,26 @@ def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
                 getattr(embeddings, table).weight.sub_(getattr(base, table).weight)
 
 
-def read_start(config: InitialConfig, head: Head | None, has_generator: bool) -> Start:
-    """Read the weights that a run goes on from, whose discriminator has this head; None: it is a lone generator."""
+def read_start(config: InitialConfig, model: ElectraConfig) -> Start:
+    """Read the weights that a run goes on from, for the parts that its first model has."""
     assert config.init is not None
-    theirs, tensors = read_encoder(config.init)
-    if theirs != head:  # theirs does something else
+    has_verdicts, tensors = read_encoder(config.init)
+    if has_verdicts != (model.discriminator is not None and model.head == "verdict"):  # the head does something else
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
-    source = config.generator_source() if head and has_generator else None
+    source = config.generator_source() if model.generator and model.discriminator else None
     start = Start(tensors, None if source is None else read_generator(source))
     check_shared(start, config)
     return start
 
 
-def read_encoder(path: Path) -> tuple[Head | None, Tensors]:
-    """The discriminator in a folder, or a lone generator: the head of the former, and its tensors."""
+def read_encoder(path: Path) -> tuple[bool, Tensors]:
+    """The tensors of the discriminator in a folder, or of a lone generator, and whether it gives verdicts."""
     folder = model_folder(path)
     if "model_type" in read_json(folder / CONFIG):
         arrival = read_huggingface(folder)
-        return None if arrival.part == "generator" else "verdict", arrival.tensors
-    electra = load_model(folder)
-    head = None if electra.discriminator is None else electra.config.head
-    return head, folded(part_of(electra, "encoder").state_dict())
+        return arrival.part == "discriminator", arrival.tensors
+    part = part_of(load_model(folder), "encoder")
+    return isinstance(part, Discriminator), folded(part.state_dict())
 
 
 def read_generator(path: Path) -> Tensors:

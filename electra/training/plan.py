@@ -96,7 +96,6 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     def __post_init__(self) -> None:
         for part in (TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
             part.__post_init__(self)
-        self.check_start()
         given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
@@ -106,14 +105,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
         if self.starts_with_waves and self.style == "modern":
             raise ConfigError("starts_with_waves fills the position table, and the modern style has none; leave it out")
-        read_phases(self.phases)
-
-    def check_start(self) -> None:
-        """Refuse two places to start from, and a generator where there is only one model."""
         if self.init is not None and self.branch_from is not None:
             raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
-        if self.init_generator is not None and not OBJECTIVES[self.objective].head:
-            raise ConfigError(f"--objective {self.objective} trains one model: leave out --init-generator")
+        read_phases(self.phases)
 
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -140,11 +134,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         """Whether there is a checkpoint to resume from."""
         return self.resume and bool(checkpoint_folders(self.output))
 
-    def start(self) -> Start | None:
-        """The weights of other models to begin with; None where they are new, or a checkpoint has them."""
-        if self.init is None or self.has_begun():
-            return None
-        return read_start(self, OBJECTIVES[self.objective].head, has_generator=self.generator_kind == "model")
+    def start(self, model: ElectraConfig) -> Start | None:
+        """The weights that the first phase's model begins with; None where they are new, or a checkpoint has them."""
+        return None if self.init is None or self.has_begun() else read_start(self, model)
 
     def pair(self, shards: Shards) -> ElectraConfig:
         """Generator and discriminator as they are, or were, begun with."""
@@ -171,10 +163,19 @@ class Phase:
 
 def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
     """The phases of a run; settings that contradict each other are refused."""
+    refuse_contradictions(
+        config, [each.settings.get("objective", config.objective) for each in read_phases(config.phases)]
+    )
+    phases = phases_of(config, config.pair(shards))
+    refuse_hand_over(phases)
+    return phases
+
+
+def phases_of(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
+    """The phases in which parts of a pair are trained."""
     departures = read_phases(config.phases)
     configs = [replace(config, phases=(), **departure.settings) for departure in departures]
-    refuse_contradictions(config, [one.objective for one in configs])
-    models = models_of(configs, shards)
+    models = models_of(configs, pair)
     budgets = [one.budget(each.begin, each.end) for one, each in zip(configs, departures, strict=True)]
     phases: list[Phase] = []
     for _, stage in groupby(range(len(configs)), key=lambda number: configs[number].objective):
@@ -183,13 +184,11 @@ def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
         for number, end in zip(numbers, ends, strict=True):
             own = (configs[number], models[number], budgets[number])
             phases.append(Phase(number, *own, stage=ends[-1], end=end, begins_stage=number == numbers[0]))
-    refuse_hand_over(phases)
     return phases
 
 
-def models_of(configs: list[PretrainConfig], shards: Shards) -> list[ElectraConfig]:
+def models_of(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
     """The model of each phase: those parts of the pair that its objective has."""
-    pair = configs[0].pair(shards)
     if pair.discriminator and not any(OBJECTIVES[config.objective].head for config in configs):
         pair = replace(pair, generator=pair.discriminator)  # BERT: of the size that discriminators are compared in
     for part in filter(None, (pair.generator, pair.discriminator)):
@@ -223,8 +222,8 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
         raise ConfigError(f"entropy_bonus is {config.entropy_bonus}, which only --objective adversarial pays")
     if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
         raise ConfigError(f"sharing={config.sharing} would move a frozen generator; add --sharing none")
-    if config.init is not None and not kinds[0].head and any(kind.head for kind in kinds):
-        raise ConfigError(f"--init starts a pair, and the first of --phases, {objectives[0]}, has none: leave one out")
+    if config.init is not None and not config.has_begun():
+        refuse_start(config, objectives)
     if kinds[0].is_frozen and not has_trained_generator(config):
         raise ConfigError(
             f"--objective {objectives[0]} needs a generator that was trained before; "
@@ -232,11 +231,23 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
         )
 
 
+def refuse_start(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Refuse models to go on from that the first phase has no place for."""
+    has_discriminator = [OBJECTIVES[name].head is not None for name in objectives]
+    if not any(has_discriminator) and config.init_generator is not None:
+        raise ConfigError(f"--objective {objectives[0]} trains one model: leave out --init-generator")
+    if any(has_discriminator) and not has_discriminator[0] and not config.is_lone_generator():
+        raise ConfigError(
+            f"--phases begins with {objectives[0]}, which trains a generator alone: --init {config.init} must hold "
+            f"just that, a masked language model, and be given as --init-generator too"
+        )
+
+
 def has_trained_generator(config: PretrainConfig) -> bool:
     """Whether a run starts with a generator that has learnt before."""
-    if config.init is None or config.has_begun():
-        return config.branch_from is not None or config.init is not None
-    return config.generator_source() is not None
+    if config.init is None:
+        return config.branch_from is not None
+    return config.has_begun() or config.generator_source() is not None
 
 
 def refuse_generators_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:

@@ -60,8 +60,8 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     if config.dry_run:
         return estimate_run(phases, shards, device)
     record = run_record(config, phases, shards)
-    start = config.start()
     checkpoint = last_checkpoint(config, record)
+    start = config.start(phases[0].model)
     for phase in phases[0 if checkpoint is None else phase_of(checkpoint) :]:
         torch.manual_seed(config.seed)
         lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a folder
@@ -131,7 +131,7 @@ def write_record(run: Path, record: dict[str, Any]) -> None:
 
 
 def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
-    """What config.json keeps of a run."""
+    """What config.json keeps of a run; its model has all parts that any of its phases has."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     record = {
         "model": asdict(max(phases, key=lambda phase: phase.model.discriminator is not None).model),
