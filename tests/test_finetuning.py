@@ -152,11 +152,11 @@ def test_texts_that_were_cut_are_reported(settings):
 WRONG = {
     "missing label column": (
         "a,b\n1,2\n3,4\n",
-        "there is no column 'label' (--text, --text-b, --label); the columns are 'a', 'b'",
+        "there is no column 'label'; the columns are 'a', 'b'",
     ),
     "missing text column": (
         "a,label\n1,2\n3,4\n",
-        "there is no column 'text' (--text, --text-b, --label); the columns are 'a', 'label'",
+        "there is no column 'text'; the columns are 'a', 'label'",
     ),
     "empty file": ("", "there are no rows"),
     "one class": ("text,label\na,x\nb,x\n", "every label is 'x'"),

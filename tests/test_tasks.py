@@ -263,7 +263,7 @@ def test_a_file_of_dev_rows_leaves_the_training_rows_alone(own, tmp_path):
     [
         ("t,y\na,1\n", {}, "every label is '1'; there must be two classes"),
         ("t,y\na,1\n\nb,\n", {}, "line 4: the label is empty"),
-        ("t,z\na,1\n", {}, "line 2: there is no column 'y' (--text, --text-b, --label); the columns are 't', 'z'"),
+        ("t,z\na,1\n", {}, "line 2: there is no column 'y'; the columns are 't', 'z'"),
         ("t,y\na,0.5\nb,nan\n", {}, "line 3: the score is 'nan'; it must be a number"),
         ("t,y\na,1\nb,x\n", {"kind": "regression"}, "line 3: the score is 'x'; it must be a number"),
         ("t,y\na,1e99\n", {"kind": "regression"}, "line 2: the score is '1e99'"),
@@ -301,9 +301,9 @@ def test_a_list_is_no_class(own):
         ),
         (
             '{"t": "x", "y": "a"}\n{"u": "x", "y": "a"}',
-            "line 2: there is no column 't' (--text, --text-b, --label); the columns are 'u', 'y'",
+            "line 2: there is no column 't'; the columns are 'u', 'y'",
         ),
-        ('{"t": "x"}', "line 1: there is no column 'y' (--text, --text-b, --label); the columns are 't'"),
+        ('{"t": "x"}', "line 1: there is no column 'y'; the columns are 't'"),
         ('{"t": 5, "y": "a"}', "line 1: column 't' holds a int; a text must be a string"),
     ],
 )

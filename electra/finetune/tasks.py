@@ -212,7 +212,7 @@ def cell(task: Task, name: str, row: Row) -> Any:
     column = task.column(name, row.values)
     if column is None:
         present = ", ".join(map(repr, row.values))
-        raise DataError(f"there is no column {name!r} (--text, --text-b, --label); the columns are {present}")
+        raise DataError(f"there is no column {name!r}; the columns are {present}; --text, --text-b, --label name them")
     return row.values[column]
 
 
