@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,8 @@ from electra.training.pretraining import PretrainConfig
 from electra.training.recipes import settings_for
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is no wrong result
+hypothesis.settings.load_profile("calm")
 
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocabulary=60, positions=32)
