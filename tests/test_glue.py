@@ -1,13 +1,11 @@
 """The table of GLUE: medians beside published scores, the same after any number of kills."""
 
 import json
-import os
 import random
-import signal
-import time
 import zipfile
 
 import pytest
+from kills import killed
 from made import write_glue, write_lines
 
 from electra.cli import main
@@ -67,25 +65,12 @@ def test_side_by_side_gives_the_same_table(settings):
     assert alone.lines[0].measures == together.lines[0].measures
 
 
-def killed(config: GlueConfig, after: float) -> bool:
-    """Make the table in a child and kill it without warning; False if it was over before."""
-    child = os.fork()
-    if child == 0:
-        try:
-            glue(config)
-        finally:
-            os._exit(0)
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_kills_do_not_change_the_table(settings, tmp_path):
     whole = glue(settings("whole", tasks=("rte", "cola"), seeds=3))
     broken = settings("broken", tasks=("rte", "cola"), seeds=3)
     moments = random.Random(1)
-    kills = sum(killed(broken, after=moments.uniform(0.1, 0.8)) for _ in range(8))
+    kills = sum(killed(glue, broken, after=moments.uniform(0.1, 0.8)) for _ in range(8))
     assert kills >= 3, "the table was over too soon: make it longer"
     again = glue(broken)
     assert [line.measures for line in again.lines] == [line.measures for line in whole.lines]

@@ -5,13 +5,13 @@ import os
 import random
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kills import killed
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
@@ -21,7 +21,7 @@ from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import read_lines
-from electra.training.pretraining import PretrainConfig, PretrainingLesson, plan, pretrain, unigram, waves
+from electra.training.pretraining import PretrainingLesson, plan, pretrain, unigram, waves
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
 from electra.training.trainer import Trainer
 
@@ -128,21 +128,6 @@ def test_the_faithful_recipe_has_the_papers_settings():
     assert set(BY_SIZE["faithful"]) == set(BY_SIZE["fast"])
 
 
-def killed(config: PretrainConfig, after: float) -> bool:
-    """Run in a process of its own and kill it; whether it was killed before it was done."""
-    child = os.fork()
-    if child == 0:
-        os.close(2)
-        try:
-            pretrain(config)
-        finally:
-            os._exit(0)
-    time.sleep(after)
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
-
-
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_twenty_kills_change_no_byte_of_the_weights(settings_of_run):
     settings = {"steps": 300, "save_every": 5, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
@@ -150,7 +135,9 @@ def test_twenty_kills_change_no_byte_of_the_weights(settings_of_run):
     broken = settings_of_run("broken", **settings, resume=True)
     moments, kills = random.Random(0), 0
     while kills < 20:
-        assert killed(broken, after=moments.uniform(0.05, 0.6)), f"the run was over after {kills} kills: make it longer"
+        assert killed(pretrain, broken, after=moments.uniform(0.05, 0.6)), (
+            f"the run was over after {kills} kills: make it longer"
+        )
         kills += 1
     outcome = pretrain(broken)
     assert outcome.step == 300

@@ -1,6 +1,7 @@
 """Model folders: whole or not there, and clear words for what cannot be read."""
 
 import json
+import resource
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
 from electra.model.encoder import EncoderConfig
-from electra.model.storage import load_model, save_model, written_whole
+from electra.model.storage import load_model, save_model, write_tensors, written_whole
 
 
 @pytest.fixture
@@ -179,3 +180,15 @@ def test_a_folder_that_is_not_a_model_is_named(tmp_path):
         load_model(tmp_path)
     with pytest.raises(DataError, match=r"there is no folder .*missing"):
         load_model(tmp_path / "missing")
+
+
+def test_tensors_that_do_not_fit_the_disk_are_named_like_any_file(tmp_path):
+    """safetensors has an error of its own for a full disk; a limit on the size of files stands for one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="cannot write") as caught:
+            write_tensors(tmp_path / "model.safetensors", {"weight": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / "model.safetensors")

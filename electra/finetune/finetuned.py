@@ -21,7 +21,6 @@ from electra.model.encoder import Encoder, EncoderConfig, linear, norm
 from electra.model.huggingface import folded, part_of, read_huggingface
 from electra.model.storage import (
     CONFIG,
-    TOKENIZER_FILES,
     WEIGHTS,
     check_tensors,
     copy_tokenizer,
@@ -31,7 +30,6 @@ from electra.model.storage import (
     write_json,
     write_tensors,
 )
-from electra.text.tokenizer import TextTokenizer, load_tokenizer
 from electra.training.checkpoint import model_folder
 
 
@@ -153,19 +151,6 @@ def encoder_config(settings: dict, folder: Path) -> EncoderConfig:
         return EncoderConfig.from_dict(settings.get("encoder"))
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
-
-
-def load_texts_tokenizer(folder: Path, encoder: Encoder) -> TextTokenizer:
-    """The tokenizer beside a model, which must fit its table."""
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.vocabulary.size > encoder.config.vocabulary:
-        raise DataError(
-            f"{folder}: the tokenizer has {tokenizer.vocabulary.size:,} entries but the model "
-            f"{encoder.config.vocabulary:,}; put the tokenizer it was trained with beside it"
-        )
-    return tokenizer
 
 
 def write_finetuned(model: FineTuned, task: Task, length: int, folder: Path, tokenizer: Path) -> None:

@@ -5,23 +5,19 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from electra.text.figures import empty_figure
+
 MOST_CLASSES = 30
 """A confusion matrix of more cannot be read."""
 
 
 def draw_confusion(path: Path, truth: NDArray, predicted: NDArray, labels: tuple[str, ...]) -> Path | None:
     """Write a confusion matrix as PNG: how many rows of each class were given each class."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    if len(labels) > MOST_CLASSES:
+    side = 3 + 0.5 * len(labels)
+    figure = empty_figure(side, side)
+    if figure is None or len(labels) > MOST_CLASSES:
         return None
     counts = confusion(truth, predicted, len(labels))
-    side = 3 + 0.5 * len(labels)
-    figure = Figure(figsize=(side, side), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.imshow(counts / counts.sum(1, keepdims=True).clip(min=1), cmap="Blues", vmin=0, vmax=1)
     axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")

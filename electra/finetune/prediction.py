@@ -17,14 +17,14 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from electra.errors import ConfigError, DataError
 from electra.finetune.cells import best_model, seed_models
 from electra.finetune.features import by_length, choose, filled, make_features
-from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned, load_texts_tokenizer
+from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned
 from electra.finetune.labels import SEPARATOR
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import confusion
 from electra.finetune.tasks import Examples, Task, stream_examples, telling_line
 from electra.finetune.tuning import Measures
 from electra.model.encoder import check_length
-from electra.model.storage import CONFIG, read_json
+from electra.model.storage import CONFIG, read_json, tokenizer_beside
 from electra.text.files import PARTIAL
 from electra.training.machine import Device, Precision, choose_device, choose_precision
 
@@ -131,7 +131,7 @@ class Answers:
         self.length: int = config.length or read_json(self.folders[0] / CONFIG).get("length", encoder.config.positions)
         check_length(self.length, encoder.config)
         self.batch, self.pad_id = config.batch, encoder.config.pad_id
-        self.tokenizer = load_texts_tokenizer(self.folders[0], encoder)
+        self.tokenizer = tokenizer_beside(self.folders[0], encoder.config.vocabulary)
         self.rows = self.truncated = 0
 
     def chunks(self, path: Path, labelled: bool) -> Iterator[tuple[Examples, NDArray]]:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError
 from electra.finetune.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
-from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, load_texts_tokenizer, write_finetuned
+from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, write_finetuned
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import draw_confusion
 from electra.finetune.tasks import HUB, Task, read_examples
 from electra.model.encoder import EncoderConfig, check_length
-from electra.model.storage import read_json, write_json, write_tensors, written_whole
+from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
 from electra.objective.losses import Counts, Loss, Losses
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
 from electra.training.curves import Panels, draw_curves
@@ -167,7 +167,7 @@ class TuningLesson:
         self.precision = choose_precision(config.precision, self.device)
         encoder, self.folder = load_encoder(config.model, config.dropout)
         check_length(config.length, encoder.config)
-        self.tokenizer, self.cache = load_texts_tokenizer(self.folder, encoder), cache
+        self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.config.vocabulary), cache
         torch.manual_seed(seed)
         self.model = FineTuned(encoder, task.outputs).to(self.device)
         self.reading, self.pad_id = READINGS[task.kind], encoder.config.pad_id

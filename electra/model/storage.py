@@ -4,6 +4,7 @@ Nothing is ever unpickled. Shared weights are stored once, under their first nam
 and renamed, so it is never there by half.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from electra.errors import ConfigError, DataError
 from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.heads import DiscriminatorHead
 from electra.text.files import finite, write_whole
+from electra.text.tokenizer import TextTokenizer, load_tokenizer
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -51,7 +53,11 @@ def write_parts(config: ElectraConfig, weights: dict[str, Tensor], folder: Path,
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write one safetensors file; `transformers` asks for the word in its metadata."""
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    here = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    try:
+        save_file(here, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, too, is told this way
+        raise OSError(errno.EIO, f"cannot write ({error})", str(path)) from None
 
 
 def load_model(folder: Path) -> Electra:
@@ -173,6 +179,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, table: dict[str, Any]) -> None:
     """Write a JSON table that people can read."""
     write_whole(path, (json.dumps(finite(table), indent=2) + "\n").encode())
+
+
+def tokenizer_beside(folder: Path, entries: int | None = None) -> TextTokenizer:
+    """The tokenizer in a model folder, which must fit a table of so many entries."""
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")
+    tokenizer = load_tokenizer(folder)
+    if entries is not None and tokenizer.vocabulary.size > entries:
+        raise DataError(
+            f"{folder}: the tokenizer has {tokenizer.vocabulary.size:,} entries but the model {entries:,}; "
+            "put the tokenizer it was trained with beside it"
+        )
+    return tokenizer
 
 
 def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:

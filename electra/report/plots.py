@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from electra.report.runs import Run
+from electra.text.figures import empty_figure
 
 COSTS = (("flops", "FLOPs"), ("minutes", "minutes of training"))
 CURVES = {"loss": "held-out loss", "mlm_loss": "held-out MLM loss of the generator", "frozen_auc": "frozen AUC"}
@@ -12,17 +13,11 @@ SCORE = "score"
 
 def draw_plots(folder: Path, runs: dict[str, Run]) -> list[str]:
     """Write a PNG of each measure, and of scores where there are any; returns their names. Needs matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return []
     names = [name for name in CURVES if any(name in run.final for run in runs.values())]
-    for name in names:
-        draw(folder / f"{name}.png", CURVES[name], {label: curve(run, name) for label, run in runs.items()})
-    scores = {label: [(run.flops, run.minutes, run.glue.mean)] for label, run in runs.items() if run.glue}
-    if scores:
-        draw(folder / f"{SCORE}.png", "GLUE mean", scores)
-    return [f"{name}.png" for name in [*names, *([SCORE] if scores else [])]]
+    plots = {name: (CURVES[name], {label: curve(run, name) for label, run in runs.items()}) for name in names}
+    if scores := {label: [(run.flops, run.minutes, run.glue.mean)] for label, run in runs.items() if run.glue}:
+        plots[SCORE] = ("GLUE mean", scores)
+    return [f"{name}.png" for name, (title, lines) in plots.items() if draw(folder / f"{name}.png", title, lines)]
 
 
 Triples = list[tuple[float, float, float]]  # FLOPs, minutes, and what was reached
@@ -33,16 +28,15 @@ def curve(run: Run, name: str) -> Triples:
     return [(point.flops, point.minutes, point.measures[name]) for point in run.points if name in point.measures]
 
 
-def draw(path: Path, title: str, lines: dict[str, Triples]) -> None:
-    """Write a figure: a line or a point for each run, against FLOPs and against minutes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+def draw(path: Path, title: str, lines: dict[str, Triples]) -> bool:
+    """Write a figure: a line or a point for each run, against FLOPs and against minutes; says whether it could."""
+    figure = empty_figure(12, 4.5)
+    if figure is None:
+        return False
     for which, axes in enumerate(figure.subplots(1, 2)):
         draw_panel(axes, which, title, lines)
     figure.savefig(path, dpi=100)
+    return True
 
 
 def draw_panel(axes: Any, which: int, title: str, lines: dict[str, Triples]) -> None:

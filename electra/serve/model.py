@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
-from electra.model.storage import TOKENIZER_FILES, WEIGHTS, has_head, load_model, read_names
-from electra.text.tokenizer import TextTokenizer, load_tokenizer
+from electra.model.storage import WEIGHTS, has_head, load_model, read_names, tokenizer_beside
+from electra.text.tokenizer import TextTokenizer
 from electra.training.checkpoint import model_folder
 from electra.training.machine import Device, choose_device
 
@@ -104,18 +104,6 @@ def load(path: str | Path, device: Device = "auto") -> Model:
     """Load a model folder, or the newest checkpoint of a run, with its tokenizer."""
     folder = model_folder(Path(path))
     electra = load_model(folder)
-    if not any((folder / name).exists() for name in TOKENIZER_FILES):
-        raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(electra, tokenizer, folder)
+    parts = [part for part in (electra.config.generator, electra.config.discriminator) if part is not None]
+    tokenizer = tokenizer_beside(folder, min(part.vocabulary for part in parts))
     return Model(electra, tokenizer, choose_device(device), has_head(read_names(folder / WEIGHTS)))
-
-
-def check_vocabulary(electra: Electra, tokenizer: TextTokenizer, folder: Path) -> None:
-    """Refuse a tokenizer with more entries than the model's token table."""
-    for part in filter(None, (electra.config.generator, electra.config.discriminator)):
-        if tokenizer.vocabulary.size > part.vocabulary:
-            raise DataError(
-                f"{folder}: the tokenizer has {tokenizer.vocabulary.size:,} entries but the model "
-                f"{part.vocabulary:,}; put the tokenizer it was trained with beside it"
-            )

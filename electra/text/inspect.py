@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from tyro.conf import Positional
 
 from electra.errors import ConfigError
-from electra.text.files import PARTIAL, needs
+from electra.text.figures import empty_figure
+from electra.text.files import PARTIAL
 from electra.text.packing import DensePacking, Permutation
 from electra.text.ring import Ring
 from electra.text.shards import SPLITS, Shards, damaged_error, open_shards
@@ -140,13 +141,9 @@ def decoded_rows(shards: Shards, rows: int, length: int) -> list[str]:
 
 def draw(lengths: NDArray, path: Path) -> str | None:
     """Write the histogram as a PNG; gives its path, or None if matplotlib is missing."""
-    try:
-        needs("matplotlib", "drawing")
-    except ConfigError:
+    figure = empty_figure(7, 4)
+    if figure is None:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.hist(lengths, bins=np.geomspace(1, max(2, lengths.max() + 1), 60).tolist())
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents", title=f"{len(lengths):,} documents")

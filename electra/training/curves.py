@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from electra.text.figures import empty_figure
 from electra.training.journal import METRICS, read_lines
 
 Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind
@@ -27,15 +28,11 @@ PRETRAINING: Panels = (
 
 def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
     """Write curves.png into the run folder, where matplotlib is installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    rows = -(-len(panels) // 3)
+    figure = empty_figure(12, 3.5 * rows)
+    if figure is None:
         return None
     lines = read_lines(run / METRICS)
-    rows = -(-len(panels) // 3)
-    figure = Figure(figsize=(12, 3.5 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     for (title, metrics), axes in zip(panels, figure.subplots(rows, 3).flat, strict=True):
         for kind, name in metrics:
             points = series(lines, kind, name)

@@ -15,9 +15,8 @@ from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig, TokenEmbeddings
 from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
-from electra.model.storage import CONFIG, TOKENIZER_FILES, load_model, model_config, read_json
+from electra.model.storage import CONFIG, load_model, model_config, read_json, tokenizer_beside
 from electra.text.shards import Shards
-from electra.text.tokenizer import load_tokenizer
 from electra.training.checkpoint import checkpoint_folders, model_folder
 
 FRESH: Literal["fresh"] = "fresh"
@@ -147,11 +146,7 @@ def require_tokenizers(config: InitialConfig, shards: Shards) -> None:
     """Refuse shards that were made with another tokenizer than the model's: its rows would mean other words."""
     for path in filter(None, (config.init, config.generator_source())):
         folder = model_folder(path)
-        if not any((folder / name).exists() for name in TOKENIZER_FILES):
-            raise DataError(
-                f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it"
-            )
-        shards.require_tokenizer(load_tokenizer(folder))
+        shards.require_tokenizer(tokenizer_beside(folder))
 
 
 @dataclass(frozen=True)
