@@ -29,21 +29,23 @@ def on_gpu(batch: Batch) -> Batch:
     return replace(batch, **{name: value.cuda() for name, value in tensors.items()})
 
 
+@pytest.mark.parametrize("kernel", ["documents", "short rows"])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_attention_document_by_document_equals_the_mask(monkeypatch, is_padded):
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, kernel, style):
     torch.manual_seed(0)
-    encoder = Encoder(EncoderConfig(layers=3, vocabulary=500, dropout=0, attention_dropout=0)).cuda()
-    ids = torch.randint(5, 500, (6, 128), device="cuda")
-    documents = (torch.rand(6, 128, device="cuda") < 0.03).cumsum(1)
-    attention_mask = torch.arange(128, device="cuda") < torch.tensor(
-        [[128], [90], [1], [64], [128], [17]], device="cuda"
-    )
-    attention_mask = attention_mask if is_padded else None
+    own = {"global_every": 2, "local_attention": 32} if style == "modern" else {}
+    config = EncoderConfig(style=style, layers=3, vocabulary=500, dropout=0, attention_dropout=0, **own)
+    encoder = Encoder(config).cuda()
+    ids = torch.randint(5, 500, (6, 120), device="cuda")
+    documents = (torch.rand(6, 120, device="cuda") < 0.03).cumsum(1)
+    lengths = torch.tensor([[120], [90], [1], [64], [120], [17]], device="cuda")
+    attention_mask = torch.arange(120, device="cuda") < lengths if is_padded else None
     is_token = torch.ones_like(ids).bool() if attention_mask is None else attention_mask
-    weights = torch.randn(6, 128, 256, device="cuda")
+    weights = torch.randn(6, 120, 256, device="cuda")
 
-    def outcome(dtype: torch.dtype, has_kernel: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(encoder_module, "has_document_kernel", lambda weight, dropout: has_kernel)
+    def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             hidden = encoder(ids, attention_mask, None, documents).float()
@@ -51,22 +53,45 @@ def test_attention_document_by_document_equals_the_mask(monkeypatch, is_padded):
         return hidden.detach()[is_token], encoder.layers[0].attention.qkv.weight.grad.clone()
 
     exact, by_mask, by_kernel = (
-        outcome(torch.float32, False),
-        outcome(torch.bfloat16, False),
-        outcome(torch.bfloat16, True),
+        outcome(torch.float32, "mask"),
+        outcome(torch.bfloat16, "mask"),
+        outcome(torch.bfloat16, kernel),
     )
-    for truth, masked, kernel in zip(exact, by_mask, by_kernel, strict=True):
+    for truth, masked, found in zip(exact, by_mask, by_kernel, strict=True):
         rounding = (masked - truth).norm()
-        assert (kernel - truth).norm() < 1.5 * rounding  # both are as far from fp32 as bf16 is
-        assert (kernel - masked).norm() < 2 * rounding
+        assert (found - truth).norm() < 1.5 * rounding  # both are as far from fp32 as bf16 is
+        assert (found - masked).norm() < 2 * rounding
 
 
-def test_the_kernel_is_used_in_half_precision_without_dropout():
+def test_kernels_are_for_half_precision_and_short_rows_may_have_dropout():
     encoder = Encoder(EncoderConfig(layers=1, vocabulary=50)).cuda()
-    assert not encoder.eval().has_document_kernel()
+    assert encoder.eval().kernel(128) == encoder.kernel(512) == "mask"
     with torch.autocast("cuda", torch.bfloat16):
-        assert encoder.eval().has_document_kernel()
-        assert not encoder.train().has_document_kernel()
+        assert (encoder.eval().kernel(128), encoder.kernel(512)) == ("short rows", "documents")
+        assert (encoder.train().kernel(128), encoder.kernel(512)) == ("short rows", "mask")
+
+
+def test_dropout_of_short_rows_leaves_the_mean_and_has_its_own_gradient():
+    from electra.model.short_rows import attend_in_short_rows
+
+    torch.manual_seed(0)
+    qkv = torch.randn(64, 100, 3, 2, 32, device="cuda")
+    seed, grown = torch.tensor(7, device="cuda", dtype=torch.int32), torch.randn(64, 100, 2, 32, device="cuda")
+
+    def attend(qkv: torch.Tensor, seed: torch.Tensor | None = seed) -> torch.Tensor:
+        return attend_in_short_rows(qkv, None, None, seed, -1, 0.0 if seed is None else 0.3)
+
+    ones = torch.cat([qkv[:, :, :2], torch.ones_like(qkv[:, :, 2:])], dim=2)
+    assert attend(ones).mean().item() == pytest.approx(1, abs=0.01)
+    assert attend(ones).std().item() > 0.05
+    assert torch.equal(attend(qkv), attend(qkv))
+    assert not torch.equal(attend(qkv), attend(qkv, seed + 1))
+    way = torch.randn_like(qkv)
+    qkv.requires_grad_()
+    (attend(qkv) * grown).sum().backward()
+    with torch.no_grad():
+        risen = ((attend(qkv + 0.05 * way) - attend(qkv - 0.05 * way)) * grown).sum() / 0.1
+    assert (qkv.grad * way).sum().item() == pytest.approx(risen.item(), rel=0.05)
 
 
 def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
@@ -94,6 +119,17 @@ def difference(one, other) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
+def test_compiled_and_recorded_steps_are_the_plain_ones(settings_of_run, optimizer):
+    same = {"device": "cuda", "precision": "fp32", "steps": 12, "optimizer": optimizer, "micro_batches": 2}
+    plain, fast = settings_of_run("plain", plain=True, **same), settings_of_run("fast", **same)
+    for run in (plain, fast):
+        pretrain(run)
+    assert difference(plain, fast) < 1e-3  # Muon works in bf16
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(settings_of_run):
     runs = [
         settings_of_run(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")
@@ -119,7 +155,7 @@ def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dro
         config = FinetuneConfig(model=encoder_folder, train=train, output=output, device="cuda", **settings)
         with monkeypatch.context() as patched:
             if not is_recorded:
-                patched.setattr(tuning, "can_record", lambda device, optimizer: False)
+                patched.setattr(tuning, "Trainer", lambda *given: Trainer(*given[:5], False, *given[6:]))
             finetune(config)
         outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
     assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5

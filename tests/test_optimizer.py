@@ -6,12 +6,12 @@ from torch import nn
 
 from electra.errors import ConfigError
 from electra.training.muon import Muon, orthogonal
-from electra.training.optimizer import SCHEDULES, OptimizerConfig, ReleasedAdam, build_optimizers
+from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers, released_adam
 
 
 def test_released_adam_makes_the_updates_of_the_formula():
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = ReleasedAdam([{"params": [weight], "weight_decay": 0.01}], lr=0.1, betas=(0.9, 0.999), eps=1e-6)
+    optimizer = released_adam([{"params": [weight], "weight_decay": 0.01}], OptimizerConfig(learning_rate=0.1))
     expected, m, v = weight.detach().clone(), torch.zeros(2), torch.zeros(2)
     for gradient in (torch.tensor([0.5, -1.0]), torch.tensor([0.25, 3.0]), torch.tensor([-1.0, 0.0])):
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from electra.errors import ConfigError
 from electra.finetune.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
@@ -25,6 +26,7 @@ from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_
 from electra.training.curves import Panels, draw_curves
 from electra.training.machine import Device, Precision, choose_device, choose_precision
 from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.training.working_copy import WorkingCopy
 
 RESULT = "result.json"
 LOGITS = "logits.safetensors"
@@ -170,6 +172,7 @@ class TuningLesson:
         self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.config.vocabulary), cache
         torch.manual_seed(seed)
         self.model = FineTuned(encoder, task.outputs).to(self.device)
+        self.working = WorkingCopy(self.model, self.precision)
         self.reading, self.pad_id = READINGS[task.kind], encoder.config.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
@@ -202,14 +205,18 @@ class TuningLesson:
             yield choose(batch, self.device, self.config.length)
 
     def losses(self, batch: Chosen) -> Losses:
-        logits = self.logits(self.train, batch)
+        self.working.refresh()
+        logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
-    def logits(self, features: Features, batch: Chosen) -> torch.Tensor:
-        """What the model says of a batch."""
-        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            return self.model(*features.inputs(batch, self.pad_id))
+    def logits(self, model: nn.Module, features: Features, batch: Chosen) -> torch.Tensor:
+        """What a model says of a batch."""
+        with self.working.autocast():
+            return model(*features.inputs(batch, self.pad_id))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.working.backward(loss)
 
     def counts(self, batch: Chosen) -> Counts:
         return {"loss": batch.weights.sum()}
@@ -239,7 +246,7 @@ class TuningLesson:
         with torch.no_grad():
             for rows in by_length(np.arange(len(features)), lengths, size):
                 batch = choose(filled(rows, lengths, size), self.device, self.config.length)
-                found[rows] = self.logits(features, batch)[: len(rows)].float().cpu().numpy()
+                found[rows] = self.logits(self.model, features, batch)[: len(rows)].float().cpu().numpy()
         self.model.train()
         return found
 
@@ -288,9 +295,8 @@ def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: b
     lesson = TuningLesson(config, task, seed, cache=folder.parent / "tokens")
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
-    records = can_record(lesson.device, settings.optimizer)
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(lesson, settings, budget, folder, seed, records, is_quiet)
+    trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
     remove_drafts(folder)
     if found := checkpoint_folders(folder):
         trainer.resume(found[-1])
@@ -300,11 +306,6 @@ def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: b
             print(f"stopped, and saved in {folder}; the same command goes on from there", file=sys.stderr)
         sys.exit(outcome.exit_code)
     finish(lesson, folder, outcome.step, outcome.seconds)
-
-
-def can_record(device: torch.device, optimizer: str) -> bool:
-    """Whether steps can be CUDA graphs: torch's fused AdamW is made for them."""
-    return device.type == "cuda" and optimizer == "adamw"
 
 
 def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> None:

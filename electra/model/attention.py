@@ -1,35 +1,55 @@
-"""Who attends to whom, and the attention itself, through PyTorch's fused kernels."""
+"""Who attends to whom, and the attention itself, through PyTorch's fused kernels or, for short rows, our own."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+if torch.cuda.is_available() and find_spec("triton"):
+    from electra.model import short_rows
+else:
+    short_rows = None  # type: ignore[assignment]
+
+Kernel = Literal["mask", "documents", "short rows"]
+"""How attention keeps to its reach: by a mask of all pairs, document by document, or with whole rows at hand."""
+
 
 @dataclass(frozen=True)
 class Reach:
     """How far each token sees, worked out once and used by every layer of a kind.
 
-    Nothing set: every token sees its whole row. Padding, and documents that share a row, are hidden by a mask, or by
-    where each document starts on devices that can attend document by document. Local layers see a window only.
+    Nothing set: every token sees its whole row. Padding, and documents that share a row, are hidden in the way of the
+    kernel that attends: by a mask, by where each document starts, or by each token's document. Local layers see a
+    window only.
     """
 
+    kernel: Kernel = "mask"
     mask: Tensor | None = None  # [B, 1, 1 or L, L] bool, True where a query (row) sees a key (column)
     starts: Tensor | None = None  # [N + 1] int32, where the N documents start in the flattened batch, and its end
-    window: int = -1  # with `starts`: tokens that are seen to either side; -1 for all. A mask has it built in
+    documents: Tensor | None = None  # [B, L] int32, each token's; for short rows
+    window: int = -1  # tokens that are seen to either side; -1 for all. A mask has it built in
     turns: Tensor | None = None  # [2, L, 1, K/2] cosines and sines by which positions turn queries and keys
 
 
-def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, has_kernel: bool) -> Reach:
+def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, kernel: Kernel) -> Reach:
     """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither."""
-    if documents is None:
-        return Reach() if attention_mask is None else Reach(mask=attention_mask.bool()[:, None, None, :])
+    if documents is None and attention_mask is None:
+        return Reach("short rows" if kernel == "short rows" else "mask")
+    if documents is None and kernel != "short rows":
+        assert attention_mask is not None
+        return Reach(mask=attention_mask.bool()[:, None, None, :])
     if attention_mask is not None:  # padding becomes a document of its own
-        documents = documents.masked_fill(~attention_mask.bool(), -1)
-    if has_kernel:
-        return Reach(starts=starts_of(documents))
+        rows = torch.zeros_like(attention_mask, dtype=torch.int32) if documents is None else documents
+        documents = rows.masked_fill(~attention_mask.bool(), -1)
+    assert documents is not None
+    if kernel == "short rows":
+        return Reach(kernel, documents=documents.int())
+    if kernel == "documents":
+        return Reach(kernel, starts=starts_of(documents))
     return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])
 
 
@@ -37,7 +57,7 @@ def within(reach: Reach, window: int, length: int, device: torch.device) -> Reac
     """The part of a reach that is at most `window` tokens away, in rows of `length`."""
     if length <= window + 1:
         return reach
-    if reach.starts is not None:
+    if reach.kernel != "mask":
         return replace(reach, window=window)
     place = torch.arange(length, device=device)
     distance = (place[:, None] - place).abs()[None, None]  # [1, 1, L, L]
@@ -69,8 +89,11 @@ def starts_of(documents: Tensor) -> Tensor:
     return torch.cat([is_start.flatten().nonzero().squeeze(1), end]).int()
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, dropout: float) -> Tensor:
-    """Mix `value` [B, L, H, K] by the agreement of `query` and `key`, as far as `reach` allows."""
+def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
+    """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys, as far as `reach` allows."""
+    if reach.kernel == "short rows":
+        return attend_in_short_rows(qkv, reach, dropout)
+    query, key, value = qkv.unbind(2)  # each [B, L, H, K]
     if reach.turns is not None:
         query, key = turned(query, reach.turns), turned(key, reach.turns)
     if reach.starts is not None:
@@ -78,6 +101,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, dropout: flo
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, L, K]
     mixed = scaled_dot_product_attention(query, key, value, attn_mask=reach.mask, dropout_p=dropout)
     return mixed.transpose(1, 2)  # [B, L, H, K]
+
+
+def attend_in_short_rows(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
+    """Attention with whole rows at hand; [B, L, H, K] of `qkv` [B, L, 3, H, K]."""
+    turns = None if reach.turns is None else reach.turns.squeeze(2)
+    seed = torch.randint(2**31, (), device=qkv.device, dtype=torch.int32) if dropout else None
+    return short_rows.attend_in_short_rows(qkv, reach.documents, turns, seed, reach.window, dropout)
 
 
 def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int) -> Tensor:
@@ -90,12 +120,19 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor
     return mixed.unflatten(0, (B, L))
 
 
-def has_document_kernel(weight: Tensor, dropout: float) -> bool:
-    """Whether attention can run document by document: the kernel wants CUDA, half precision, and no dropout.
+def kernel_for(weight: Tensor, length: int, head_width: int, dropout: float) -> Kernel:
+    """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision.
 
-    A compiled graph takes the mask: the list of documents has another length in every batch.
+    Document by document there is no dropout, and no compiled graph: the list of documents has another length in every
+    batch.
     """
-    if not weight.is_cuda or dropout > 0 or torch.compiler.is_compiling():
-        return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    return dtype in (torch.bfloat16, torch.float16)
+    if not weight.is_cuda or precision_at(weight) not in (torch.bfloat16, torch.float16):
+        return "mask"
+    if short_rows and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
+        return "short rows"
+    return "mask" if dropout > 0 or torch.compiler.is_compiling() else "documents"
+
+
+def precision_at(tensor: Tensor) -> torch.dtype:
+    """The precision that products with a tensor are made in."""
+    return torch.get_autocast_dtype("cuda") if tensor.is_cuda and torch.is_autocast_enabled("cuda") else tensor.dtype

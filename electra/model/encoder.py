@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.attention import Reach, attend, has_document_kernel, reach_of, turns_of, within
+from electra.model.attention import Kernel, Reach, attend, kernel_for, precision_at, reach_of, turns_of, within
 
 Style = Literal["classic", "modern"]
 
@@ -149,6 +149,15 @@ def check_fields(settings: Any, kind: type) -> None:
         raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
 
 
+class Norm(nn.LayerNorm):
+    """LayerNorm, worked out in fp32; what it gives out is ready for the products that follow.
+
+    Under autocast it would leave in fp32, and every layer would move twice the bytes."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).to(precision_at(hidden))
+
+
 class TokenEmbeddings(nn.Module):
     """What a token is (token table); the modern style needs no more: positions turn, and segments are read alike.
 
@@ -192,7 +201,7 @@ class Embeddings(TokenEmbeddings):
         super().__init__(config)
         self.position = nn.Embedding(config.positions, config.embedding_width)
         self.segment = nn.Embedding(config.segments, config.embedding_width)
-        self.norm = nn.LayerNorm(config.embedding_width, config.norm_epsilon)
+        self.norm = Norm(config.embedding_width, config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
@@ -227,8 +236,8 @@ class Attention(nn.Module):
         self.output = linear(config, config.width, config.width)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(2)  # each [B, L, H, K]
-        mixed = attend(query, key, value, reach, self.dropout if self.training else 0.0)
+        qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
+        mixed = attend(qkv, reach, self.dropout if self.training else 0.0)  # [B, L, H, K]
         return self.output(mixed.flatten(2))  # [B, L, D]
 
 
@@ -295,7 +304,7 @@ class Entry(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.norm = norm(config, config.width)
+        self.norm = nn.LayerNorm(config.width, config.norm_epsilon, bias=False)  # sums of many layers stay in fp32
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -344,7 +353,7 @@ class Encoder(nn.Module):
     def reaches(self, input_ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> dict[bool, Reach]:
         """How far tokens see in layers that are global (True) and in those that are not."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device
-        reach = reach_of(attention_mask, documents, has_kernel=self.has_document_kernel())
+        reach = reach_of(attention_mask, documents, kernel=self.kernel(length))
         if not config.is_modern():
             return {True: reach}
         width = config.width // config.heads
@@ -358,11 +367,11 @@ class Encoder(nn.Module):
         """The projection [D, E] as part of a tied output table: the modern style's, where it has one."""
         return getattr(self.project, "weight", None) if self.config.is_modern() else None
 
-    def has_document_kernel(self) -> bool:
-        """Whether this device attends document by document without a mask."""
-        return has_document_kernel(
-            next(self.layers.parameters()), self.config.attention_dropout if self.training else 0
-        )
+    def kernel(self, length: int) -> Kernel:
+        """How this device attends in rows of `length` tokens."""
+        config, weight = self.config, next(self.layers.parameters())
+        dropout = config.attention_dropout if self.training else 0.0
+        return kernel_for(weight, length, config.width // config.heads, dropout)
 
 
 def project_of(config: EncoderConfig) -> nn.Module:
@@ -381,9 +390,9 @@ def linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=not config.is_modern())
 
 
-def norm(config: EncoderConfig, width: int) -> nn.LayerNorm:
+def norm(config: EncoderConfig, width: int) -> Norm:
     """A LayerNorm, in the modern style without bias."""
-    return nn.LayerNorm(width, config.norm_epsilon, bias=not config.is_modern())
+    return Norm(width, config.norm_epsilon, bias=not config.is_modern())
 
 
 def check_length(length: int, config: EncoderConfig) -> None:

@@ -21,6 +21,9 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        self.found_inf: Tensor | None = (
+            None  # [] 1 where a step is to move nothing, as torch's fused optimizers have it
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
@@ -37,15 +40,19 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
-        momentum, lr = group["momentum"], group["lr"]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         means = [self.state[parameter]["momentum"] for parameter in parameters]
-        torch._foreach_lerp_(means, gradients, 1 - momentum)
-        ahead = torch.stack(torch._foreach_lerp(gradients, means, momentum))  # [N, rows, columns]
+        gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
+        momentum, lr, pace = group["momentum"], group["lr"], 1 - group["momentum"]
+        if self.found_inf is not None:  # the device says whether this step is to be skipped
+            is_wanted = 1 - self.found_inf
+            gradients, lr, pace = gradients.where(is_wanted > 0, 0.0), lr * is_wanted, pace * is_wanted
+        stacked = torch.stack(means).lerp_(gradients, pace)  # [N, rows, columns]
+        torch._foreach_copy_(means, list(stacked.unbind()))
+        ahead = gradients.lerp_(stacked, momentum)
         scale = MATCH * max(ahead.shape[1:]) ** 0.5
-        moves = list(orthogonal(ahead).to(ahead.dtype).unbind())
+        moves = orthogonal(ahead).to(ahead.dtype) * (lr * scale)
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(parameters, moves, alpha=-lr * scale)
+        torch._foreach_sub_(parameters, list(moves.unbind()))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules, by name."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,43 +53,6 @@ class OptimizerConfig:
             raise ConfigError(f"decay is {self.decay}; it is a share of the budget, from 0 to 1")
 
 
-class ReleasedAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay as ELECTRA was released with it: the moments are not corrected for their start.
-
-    So the first updates are about three times as large (m grows faster than √v), which the warm-up hides.
-    """
-
-    def __init__(self, parameters: Iterable[Any], lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                self.update(parameters, group)
-
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """m ← β₁m + (1 − β₁)g, v ← β₂v + (1 − β₂)g², θ ← θ − lr (m / (√v + ε) + wd θ), for all parameters at once."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-        beta1, beta2 = group["betas"]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        means = [self.state[parameter]["exp_avg"] for parameter in parameters]
-        squares = [self.state[parameter]["exp_avg_sq"] for parameter in parameters]
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        scales = torch._foreach_sqrt(squares)
-        torch._foreach_add_(scales, group["eps"])
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(parameters, means, scales, -group["lr"])
-
-
 Named = tuple[str, Tensor]
 
 
@@ -131,15 +94,26 @@ def groups_of(
     return list(groups.values())
 
 
-def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return ReleasedAdam(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon)
-
-
 def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     betas, is_cuda = (config.beta1, config.beta2), groups[0]["params"][0].is_cuda
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True, capturable=is_cuda
     )
+
+
+LONG_AGO = 1e9  # steps: as if so many had been taken, the moments are not corrected for their start
+
+
+def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Adam with decoupled weight decay as ELECTRA was released with it: the moments are not corrected for their start.
+
+    So the first updates are about three times as large (m grows faster than √v), which the warm-up hides.
+    """
+    optimizer = adamw(groups, config)
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(LONG_AGO, device=parameter.device)} | moments
+    return optimizer
 
 
 OPTIMIZERS = {"adam": released_adam, "adamw": adamw}

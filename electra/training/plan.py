@@ -73,8 +73,11 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     branch_from: Path | None = None
     """Go on from a checkpoint of another run, or from a run's last one; the budget counts from there. With --schedule
     decay it ends a wsd trunk that itself may train on."""
+    plain: bool = False
+    """On a GPU: start at once, and go on more slowly. Otherwise the first steps take a minute: they are compiled
+    (torch.compile) and recorded (CUDA graphs)."""
     compile: bool = False
-    """Compile the model (torch.compile): the first step takes a minute, the others are faster."""
+    """On a CPU: compile the model, too, which takes a minute and gains little."""
     recompute: bool = False
     """Gradient checkpointing: keep less for the backward pass and compute it again; less memory, a third more time."""
     device: Device = "auto"
@@ -89,8 +92,17 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """Print the result as JSON."""
 
     FREE: ClassVar = {  # what may differ when a run is resumed: nothing that changes the weights
-        *("data", "output", "resume", "json", "dry_run", "device", "compile", "recompute", "micro_batches"),
-        *("resident", "log_every", "evaluate_every", "save_every", "keep", "most_skipped", "evaluation_rows"),
+        *("data", "output", "resume", "json", "dry_run", "device", "plain", "compile", "recompute"),
+        *(
+            "micro_batches",
+            "resident",
+            "log_every",
+            "evaluate_every",
+            "save_every",
+            "keep",
+            "most_skipped",
+            "evaluation_rows",
+        ),
     }
 
     def __post_init__(self) -> None:

@@ -48,6 +48,7 @@ from electra.training.machine import (
 from electra.training.plan import Phase, PretrainConfig, plan
 from electra.training.samples import write_samples
 from electra.training.trainer import Outcome, Trainer
+from electra.training.working_copy import WorkingCopy
 
 
 def pretrain(config: PretrainConfig) -> Outcome | Estimate:
@@ -77,7 +78,7 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
 def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Start | None) -> Outcome:
     """Train for one phase, from a checkpoint of it or of the phase before, or from other models' weights."""
     phase, config = lesson.phase, lesson.phase.config
-    trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, end=phase.end)
+    trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=lesson.is_fast, end=phase.end)
     if checkpoint is not None and phase.begins_stage and phase_of(checkpoint) < phase.number:
         take_over(lesson.model, checkpoint, config.hands_over)
         trainer.follow(checkpoint)
@@ -179,7 +180,8 @@ class PretrainingLesson:
         for module in self.model.modules():
             if isinstance(module, Encoder):
                 module.recomputes_layers = config.recompute
-        self.precision = choose_precision(config.precision, device)
+        self.working = WorkingCopy(self.model, choose_precision(config.precision, device))
+        self.is_fast = device.type == "cuda" and not config.plain
         self.objective = OBJECTIVES[config.objective]
         self.batches = Batches(shards, batches_config(config), device=device)
         self.stream: Iterator[Batch] | None = None
@@ -191,15 +193,20 @@ class PretrainingLesson:
         if config.starts_with_waves:
             start_with_waves(self.model)
         self.keeps_segments = config.form != "dense"
-        self.objective_losses = torch.compile(self.objective.losses) if config.compile else self.objective.losses
+        is_compiled = self.is_fast or config.compile
+        self.losses_of = torch.compile(self.objective.losses, dynamic=False) if is_compiled else self.objective.losses
 
     def next_batch(self) -> Batch:
         self.stream = self.stream or iter(self.batches)
         return next(self.stream)
 
     def losses(self, batch: Batch) -> Losses:
-        with self.autocast():
-            return self.objective_losses(self.model, batch, self.settings)
+        self.working.refresh()
+        with self.working.autocast():
+            return self.losses_of(self.working.model, batch, self.settings)
+
+    def backward(self, loss: Tensor) -> None:
+        self.working.backward(loss)
 
     def counts(self, batch: Batch) -> Counts:
         return self.objective.counts(batch, self.settings)
@@ -207,14 +214,10 @@ class PretrainingLesson:
     def rate_share(self, name: str) -> float:
         return 1.0
 
-    def autocast(self) -> torch.autocast:
-        """Half precision where it is wanted."""
-        return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
-
     def evaluate(self) -> dict[str, float]:
         """Measures on held-out text, and a page of sentences to look at."""
         self.model.eval()
-        with self.autocast(), torch.no_grad():
+        with self.working.autocast(), torch.no_grad():
             measures = measure(self.model, self.held_out, self.unigram, self.settings.vocabulary)
             write_samples(self.config.output, self.model, self.held_out[0], self.shards.tokenizer)
         self.model.train()

@@ -56,7 +56,7 @@ class Recorder:
         """Write down what a step does, without doing it."""
         own = replace(batch, **{name: tensor.clone() for name, tensor in tensors_of(batch).items()})
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.side):
+        with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):  # others prepare batches
             numbers = self.step(own)
         return Recording(graph, own, numbers)
 

@@ -84,6 +84,7 @@ class Lesson(Protocol):
     def next_batch(self) -> Rows: ...
     def losses(self, batch: Any) -> Losses: ...
     def counts(self, batch: Any) -> Counts: ...  # what losses are divided by, before there are any
+    def backward(self, loss: Tensor) -> None: ...  # adds its gradients to those of the model's parameters
     def rate_share(self, name: str) -> float: ...  # of the learning rate, for the parameter of this name
     def evaluate(self) -> dict[str, float]: ...  # "loss" decides which checkpoint is best
     def rates(self, tokens_per_second: float) -> dict[str, float]: ...
@@ -149,7 +150,7 @@ class Trainer:
         self.lesson, self.config, self.budget, self.run, self.seed = lesson, config, budget, run, seed
         self.end = end or budget  # where in the budget to stop: another trainer may have the rest
         self.optimizers = build_optimizers(lesson.model, config, lesson.rate_share)
-        self.records = records  # steps are CUDA graphs: only with adamw, and batches of few shapes
+        self.records = records  # steps are CUDA graphs: batches have few shapes
         self.is_quiet = is_quiet  # no bar: others report what this run does
         self.place = Place()
         self.measures: dict[str, float] = {}
@@ -279,7 +280,7 @@ class Trainer:
         means: dict[str, Tensor] = {}
         for piece in batch.pieces(count):
             losses = self.lesson.losses(piece)
-            total(losses, counts).backward()
+            self.lesson.backward(total(losses, counts))
             for name, loss in losses.items():
                 share = loss.sum.detach() / (loss.count if counts is None else counts[name]).clamp(min=1)
                 means[name] = means[name] + share if name in means else share
