@@ -24,16 +24,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from made_shards import made_shards
-from timing import ceiling, clear, median_seconds, reason, seconds_of
+from timing import attempted, ceiling, clear, median_seconds, seconds_of
 from torch import nn
+from transformers import ElectraForPreTraining
 from transformers_pair import Pair, eager_losses, lean_losses, their_config
 
 from electra.errors import ConfigError, DataError
@@ -51,10 +52,13 @@ from electra.training.recipes import settings_for
 from electra.training.trainer import Trainer
 
 WAYS = {"plain": (), "compiled": ("compile",), "recorded": ("compile", "record")}  # flags of `electra pretrain`
-PEERS = ("eager", "compiled")
-WARMUPS = 5  # steps before time is taken: recording takes its own in them
+PEERS = {"eager": eager_losses, "compiled": lean_losses}
+LOSSES = ("generator", "discriminator")
+WARMUPS = 5  # steps after the first, before time is taken: recording takes place in them
 SMOOTHED = 20  # steps that --follow takes the mean of
-FORWARD_ROUNDS = 7
+FORWARD = 128  # tokens of a row in a forward pass
+ROUNDS = 7  # in which ours and theirs take turns going forward
+Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,15 @@ class Setting:
         return f"{self.size}:{self.rows}x{self.length}"
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What all sides stand on."""
+
+    shards: Shards
+    device: torch.device
+    ceiling: float  # operations a second of a matrix product
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """What was measured of one side."""
@@ -79,23 +92,24 @@ class Row:
     side: str
     parameters: int = 0
     losses: dict[str, float] | None = None  # of the first step
-    step_seconds: float | None = None
-    tokens_per_second: float | None = None
+    step_seconds: float = 0.0
+    tokens_per_second: float = 0.0
     ratio: float | None = None  # of speeds, to the eager peer's
-    tflops: float | None = None
-    share: float | None = None  # of the ceiling
+    tflops: float = 0.0
+    share: float = 0.0  # of the ceiling
     memory_gb: float | None = None  # the most that was allocated on the GPU
-    first_step_seconds: float | None = None  # from nothing to the end of the first step
+    first_step_seconds: float = 0.0  # from nothing to the end of the first step
+    ready_seconds: float = 0.0  # and of the next few, in which steps are recorded
     failed: str | None = None
 
     def __str__(self) -> str:
-        name = f"{self.setting:<15} dropout {self.dropout:<4} {self.side:<22}"
+        name = f"{self.setting:<15} dropout {self.dropout:<4} {self.side:<23}"
         if self.failed is not None:
             return f"{name} failed: {self.failed}"
         ratio = f"{self.ratio:5.2f}×" if self.ratio else "     –"
-        memory = f"{self.memory_gb:6.1f} GB" if self.memory_gb is not None else ""
-        speed = f"{self.tokens_per_second:>11,.0f} tokens/s  {ratio}  {1000 * (self.step_seconds or 0):8.2f} ms"
-        work = f"{self.tflops:7.2f} TFLOP/s  {100 * (self.share or 0):5.1f} % of the ceiling"
+        memory = f"{self.memory_gb:6.1f} GB" if self.memory_gb is not None else "     – GB"
+        speed = f"{self.tokens_per_second:>11,.0f} tokens/s  {ratio}  {1000 * self.step_seconds:8.2f} ms"
+        work = f"{self.tflops:7.3g} TFLOP/s  {self.share:6.1%} of the ceiling"
         return f"{name} {speed}  {work}  {memory}  first step after {self.first_step_seconds:.1f} s"
 
 
@@ -108,19 +122,19 @@ class Side:
     losses: Callable[[], dict[str, float]]  # of the last step
 
 
-def peer_side(setting: Setting, shards: Shards, device: torch.device, way: str) -> Side:
+def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     """Transformers' models in a plain loop."""
-    config, vocabulary = our_config(setting, shards, "plain"), shards.tokenizer.vocabulary
+    config, shards, device = our_config(setting, ground.shards, "plain"), ground.shards, ground.device
     torch.manual_seed(config.seed)
     pair = Pair(config.pair(shards)).to(device).train()
     decay, count = config.weight_decay, slots(config.length, config)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.learning_rate, weight_decay=decay, fused=True)
-    losses_of = torch.compile(lean_losses) if way == "compiled" else eager_losses
+    losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
     stream, last = iter(Batches(shards, batches_config(config), device=device)), {}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            losses = losses_of(pair, next(stream).input_ids, count, vocabulary)
+            losses = losses_of(pair, next(stream).input_ids, count, shards.tokenizer.vocabulary)
             loss = losses["generator"] + config.discriminator_weight * losses["discriminator"]
         loss.backward()
         nn.utils.clip_grad_norm_(pair.parameters(), config.clip)
@@ -131,12 +145,12 @@ def peer_side(setting: Setting, shards: Shards, device: torch.device, way: str) 
     return Side(pair, step, lambda: {name: loss.item() for name, loss in last.items()})
 
 
-def our_side(setting: Setting, shards: Shards, device: torch.device, way: str, **departures: Any) -> Side:
+def our_side(setting: Setting, ground: Ground, way: str, **departures: Any) -> Side:
     """The trainer of `electra pretrain`, ready for its first step."""
-    config = our_config(setting, shards, way, **departures)
+    config = our_config(setting, ground.shards, way, **departures)
     torch.manual_seed(config.seed)
-    [phase] = plan(config, shards)
-    lesson, records = PretrainingLesson(phase, shards, device), "record" in WAYS[way]
+    [phase] = plan(config, ground.shards)
+    lesson, records = PretrainingLesson(phase, ground.shards, ground.device), "record" in WAYS[way]
     trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=records, end=phase.end)
     trainer.step = trainer.recorded_step() if records else trainer.compute
 
@@ -159,31 +173,27 @@ def our_config(setting: Setting, shards: Shards, way: str, **departures: Any) ->
     return PretrainConfig(data=shards.folder, output=shards.folder / "never-written", **settings | departures)
 
 
-def measured(row: Row, build: Callable[[], Side], setting: Setting, steps: int, device: torch.device) -> Row:
-    """A row with what one side takes for a step; or with why it failed, so that others can go on."""
-    try:
-        began = time.perf_counter()
-        side = build()
-        side.step()
-        losses = {name: side.losses()[name] for name in ("generator", "discriminator")}  # waits for the device
-        first = time.perf_counter() - began
-        for _ in range(WARMUPS):
-            side.step()
-        seconds = median_seconds(side.step, steps, device)
-        memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
-        return replace(
-            row,
-            parameters=sum(parameter.numel() for parameter in side.model.parameters()),
-            losses=losses,
-            step_seconds=seconds,
-            tokens_per_second=setting.rows * setting.length / seconds,
-            memory_gb=memory,
-            first_step_seconds=first,
-        )
-    except Exception as error:  # whatever it is, the other rows are still wanted
-        return replace(row, failed=reason(error))
-    finally:
-        clear(device)
+def timed(build: Callable[[], Side], setting: Setting, ground: Ground, steps: int) -> Report:
+    """What one side takes for a step, in the words of a row."""
+    began = time.perf_counter()
+    side = build()
+    side.step()
+    losses = side.losses()  # waits for the device
+    first = time.perf_counter() - began
+    ready = first + WARMUPS * seconds_of(side.step, WARMUPS, ground.device)
+    seconds = median_seconds(side.step, steps, ground.device)
+    speed = step_flops(setting, ground.shards) / seconds
+    return {
+        "parameters": sum(parameter.numel() for parameter in side.model.parameters()),
+        "losses": {name: losses[name] for name in LOSSES},
+        "step_seconds": seconds,
+        "tokens_per_second": setting.rows * setting.length / seconds,
+        "tflops": speed / 1e12,
+        "share": speed / ground.ceiling,
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if ground.device.type == "cuda" else None,
+        "first_step_seconds": first,
+        "ready_seconds": ready,
+    }
 
 
 def step_flops(setting: Setting, shards: Shards) -> float:
@@ -203,50 +213,42 @@ def sides(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Si
             yield name, partial(our_side, way=way, optimizer=optimizer)
 
 
-def compared(
-    setting: Setting, shards: Shards, device: torch.device, top: float, arguments: argparse.Namespace
-) -> Iterator[Row]:
-    """The rows of a setting, one by one."""
-    work, eager = step_flops(setting, shards), None
+def compare(setting: Setting, ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], None]) -> list[Row]:
+    """The rows of a setting."""
+    rows: list[Row] = []
     for name, build in sides(arguments):
-        row = Row(setting=str(setting), dropout=setting.dropout, side=name)
-        row = measured(row, partial(build, setting, shards, device), setting, arguments.steps, device)
-        if row.step_seconds is not None:
-            eager = row.step_seconds if name == "transformers eager" else eager
-            speed, ratio = work / row.step_seconds, eager and eager / row.step_seconds
-            row = replace(row, ratio=ratio, tflops=speed / 1e12, share=speed / top)
-        yield row
+        act = partial(timed, partial(build, setting, ground), setting, ground, arguments.steps)
+        row = Row(setting=str(setting), dropout=setting.dropout, side=name, **attempted(act, ground.device))
+        eager = next((each for each in [*rows, row] if each.side == "transformers eager"), row)
+        if "eager" in arguments.peers and not row.failed and not eager.failed:
+            row = replace(row, ratio=row.tokens_per_second / eager.tokens_per_second)
+        rows.append(row)
+        say(row)
+    say(check(rows))
+    return rows
 
 
 def check(rows: list[Row]) -> str:
     """Whether all sides did the same work: as many parameters, and about the same losses at first."""
-    taken = [row for row in rows if row.losses is not None]
-    if not taken:
-        return "nothing was measured"
+    taken = [row for row in rows if row.losses]
     counts = sorted({row.parameters for row in taken})
-    spans = {name: [f(row.losses[name] for row in taken) for f in (min, max)] for name in taken[0].losses or {}}
-    is_same = len(counts) == 1 and all(high - low < 0.1 * high for low, high in spans.values())
-    told = ", ".join(f"{name} {low:.3f} to {high:.3f}" for name, (low, high) in spans.items())
-    verdict = "the same work" if is_same else "NOT THE SAME WORK"
-    return f"{verdict}: {' and '.join(f'{count:,}' for count in counts)} parameters; first losses: {told}"
+    spans = {name: sorted(row.losses[name] for row in taken if row.losses) for name in LOSSES if taken}
+    is_same = len(counts) == 1 and all(found[-1] - found[0] < 0.1 * found[-1] for found in spans.values())
+    told = ", ".join(f"{name} {found[0]:.3f} to {found[-1]:.3f}" for name, found in spans.items())
+    parameters = " and ".join(f"{count:,}" for count in counts)
+    return f"{'the same' if is_same else 'NOT the same'} work: {parameters} parameters; first losses: {told}"
 
 
-def followed(setting: Setting, shards: Shards, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """How far the smoothed losses of our fastest path are from those of the plain one in fp32."""
-    steps, way, found = arguments.follow, arguments.ours[-1], {}
-    settings = {"optimizer": arguments.optimizer, "steps": steps}
-    try:
-        plain = curves(our_side(setting, shards, device, "plain", precision="fp32", **settings), steps)
-        clear(device)
-        fast = curves(our_side(setting, shards, device, way, **settings), steps)
-        for name in plain:
-            found[name] = float((np.abs(fast[name] - plain[name]) / plain[name]).max())
-            found[f"{name}_last"] = [float(plain[name][-1]), float(fast[name][-1])]
-    except Exception as error:  # other settings are still wanted
-        found = {"failed": reason(error)}
-    finally:
-        clear(device)
-    return {"setting": str(setting), "dropout": setting.dropout, "side": f"electra {way}", "steps": steps, **found}
+def follow(setting: Setting, ground: Ground, arguments: argparse.Namespace) -> Report:
+    """How far the smoothed losses of our fastest path are from those of the plain one in fp32, relatively and at most,
+    and where both end."""
+    train = partial(our_side, setting, ground, optimizer=arguments.optimizer, steps=arguments.follow)
+    plain = curves(train(way="plain", precision="fp32"), arguments.follow)
+    clear(ground.device)
+    fast = curves(train(way=arguments.ours[-1]), arguments.follow)
+    apart = {f"{name}_apart": float((np.abs(fast[name] - plain[name]) / plain[name]).max()) for name in LOSSES}
+    ends = {f"{name}_ends": [float(found[name][-1]) for found in (plain, fast)] for name in LOSSES}
+    return {"side": f"electra {arguments.ours[-1]}", "steps": arguments.follow} | apart | ends
 
 
 def curves(side: Side, steps: int) -> dict[str, np.ndarray]:
@@ -256,26 +258,33 @@ def curves(side: Side, steps: int) -> dict[str, np.ndarray]:
         side.step()
         taken.append(side.losses())
     window = np.ones(min(SMOOTHED, steps)) / min(SMOOTHED, steps)
-    names = ("generator", "discriminator")
-    return {name: np.convolve([losses[name] for losses in taken], window, "valid") for name in names}
+    return {name: np.convolve([losses[name] for losses in taken], window, "valid") for name in LOSSES}
 
 
 @torch.no_grad()
-def forward(size: str, rows: int, device: torch.device, length: int = 128) -> dict[str, Any]:
-    """A forward pass of the discriminator, ours and theirs with the same weights, in turn."""
-    config = ModelConfig(size=size).electra()
+def forward(setting: Setting, device: torch.device) -> Report:
+    """Milliseconds of the discriminator's forward pass, ours and theirs with the same weights, taking turns."""
+    config = ModelConfig(size=setting.size).electra()
     ours = Electra(config).the_discriminator().to(device).eval()
-    theirs = transformers.ElectraForPreTraining(their_config(config.discriminator)).to(device).eval()
+    theirs = ElectraForPreTraining(their_config(config.discriminator)).to(device).eval()
     theirs.load_state_dict(to_huggingface(ours.state_dict(), ARCHITECTURES["ElectraForPreTraining"]))
-    input_ids = torch.randint(1000, 30000, (rows, length), device=device)
-    apart = (ours(input_ids) - theirs(input_ids).logits).abs().max().item()
-    times = max(3, 60 // rows)
-    rounds = [
-        [seconds_of(partial(model, input_ids), times, device) for model in (ours, theirs)]
-        for _ in range(FORWARD_ROUNDS)
-    ]
-    mine, peer = (statistics.median(column) for column in zip(*rounds, strict=True))
-    return {"size": size, "rows": rows, "ours": mine, "peer": peer, "ratio": peer / mine, "apart": apart}
+    text = torch.randint(config.discriminator.vocabulary, (setting.rows, setting.length), device=device)
+    apart = (ours(text) - theirs(text).logits).abs().max().item()
+    times = max(2, 64 // setting.rows)
+    rounds = [[seconds_of(partial(model, text), times, device) for model in (ours, theirs)] for _ in range(ROUNDS)]
+    mine, peer = (1000 * statistics.median(column) for column in zip(*rounds, strict=True))
+    return {"electra_ms": mine, "transformers_ms": peer, "ratio": peer / mine, "logits_apart": apart}
+
+
+def entry(setting: Setting, act: Callable[[], Report], device: torch.device, say: Callable[[Any], None]) -> Report:
+    """What was found of a setting, which is also said."""
+    found = {"setting": str(setting), "dropout": setting.dropout} | attempted(act, device)
+    say(
+        "  ".join(
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+        )
+    )
+    return found
 
 
 def read_setting(word: str) -> Setting:
@@ -294,51 +303,51 @@ def read_arguments(words: list[str] | None, is_cuda: bool) -> argparse.Namespace
     parser.add_argument("--data", type=Path, help="a folder that `electra shard` wrote; made-up words without")
     parser.add_argument("--settings", nargs="+", type=read_setting, default=list(map(read_setting, settings.split())))
     parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1])
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS if is_cuda else PEERS[:1])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS) if is_cuda else ["eager"])
     parser.add_argument("--ours", nargs="*", choices=WAYS, default=list(WAYS) if is_cuda else ["plain"])
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: ours also with it")
     parser.add_argument("--steps", type=int, default=30 if is_cuda else 10, help="steps that are timed")
     parser.add_argument("--forward", nargs="*", type=int, default=[] if is_cuda else [1, 32], help="rows of a forward")
     parser.add_argument("--follow", type=int, help="compare the losses of so many steps instead of speeds")
     parser.add_argument("--json", action="store_true")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.steps < 1 or (arguments.follow is not None and (arguments.follow < 1 or not arguments.ours)):
+        parser.error("--steps and --follow must be at least 1, and --follow needs a way of --ours")
+    return arguments
 
 
-def report(shards: Shards, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that was measured; rows are printed as they come."""
-    say = (lambda said: None) if arguments.json else partial(print, flush=True)
-    top = ceiling(device)
+def report(ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], None]) -> Report:
+    """All that was measured; it is said as it comes."""
+    device, follows = ground.device, arguments.follow is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "transformers": transformers.__version__}
-    found |= {"ceiling_tflops": top / 1e12, "rows": [], "checks": [], "forward": [], "follow": []}
-    say(f"{name}; ceiling of a matrix product {top / 1e12:.2f} TFLOP/s")
-    for setting in [replace(each, dropout=dropout) for each in arguments.settings for dropout in arguments.dropout]:
-        if arguments.follow:
-            found["follow"].append(followed(setting, shards, device, arguments))
-            say(json.dumps(found["follow"][-1]))
-            continue
-        rows = []
-        for row in compared(setting, shards, device, top, arguments):
-            rows.append(row)
-            say(row)
-        found["rows"] += map(asdict, rows)
-        found["checks"].append(check(rows))
-        say(found["checks"][-1])
-    for size, rows in product(dict.fromkeys(each.size for each in arguments.settings), arguments.forward):
-        found["forward"].append(forward(size, rows, device))
-        say(found["forward"][-1])
-    return found
+    say(f"{name}; ceiling of a matrix product {ground.ceiling / 1e12:.3g} TFLOP/s")
+    settings = [replace(each, dropout=dropout) for each in arguments.settings for dropout in arguments.dropout]
+    forwards = [Setting(*each, FORWARD) for each in product({each.size: 0 for each in settings}, arguments.forward)]
+    groups = [] if follows else [compare(each, ground, arguments, say) for each in settings]
+    following = [entry(each, partial(follow, each, ground, arguments), device, say) for each in settings if follows]
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "ceiling_tflops": ground.ceiling / 1e12,
+        "rows": [asdict(row) for rows in groups for row in rows],
+        "checks": [check(rows) for rows in groups],
+        "follow": following,
+        "forward": [entry(each, partial(forward, each, device), device, say) for each in forwards if not follows],
+    }
 
 
 def main(words: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     arguments = read_arguments(words, is_cuda=device.type == "cuda")
+    say = (lambda said: None) if arguments.json else partial(print, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
             shards = open_shards(arguments.data or made_shards(Path(folder)))
-        except DataError as error:
-            sys.exit(str(error))
-        found = report(shards, device, arguments)
+        except (ConfigError, DataError) as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        found = report(Ground(shards, device, ceiling(device)), arguments, say)
     if arguments.json:
         print(json.dumps(found))
 

@@ -13,13 +13,18 @@ from electra.training.machine import measured_flops
 CHUNK = 5  # repeats that are timed together
 
 
-def reason(error: Exception) -> str:
-    """An error in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+def attempted(act: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """What `act` finds; or why it failed, so that what else is to be measured goes on."""
+    try:
+        return act()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+    finally:
+        clear(device)
 
 
 def clear(device: torch.device) -> None:
-    """Forget what the last row left: models, compiled code, memory and its highest mark."""
+    """Forget what was measured last: models, compiled code, memory and its highest mark."""
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":

@@ -59,8 +59,8 @@ def lean_losses(pair: Pair, input_ids: Tensor, count: int, vocabulary: Vocabular
 
 
 def chosen(input_ids: Tensor, count: int, vocabulary: Vocabulary) -> Tensor:
-    """Positions [B, M] to mask, never of special tokens."""
+    """Positions [B, M] to mask, never those of special tokens, of which dense rows have two."""
     lots = torch.rand(input_ids.shape, device=input_ids.device)
-    for never in vocabulary.unmaskable():
-        lots = lots.masked_fill(input_ids == never, -1.0)
+    is_special = (input_ids == vocabulary.cls_id) | (input_ids == vocabulary.sep_id)
+    lots = lots.masked_fill(is_special, -1.0)
     return lots.topk(count, dim=1).indices
