@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from timing import wait
 
 from electra.export.command import ExportConfig, export
 from electra.finetune.finetuning import FinetuneConfig, finetune
@@ -85,12 +86,6 @@ def peer_step(model: Path, task: Task, steps: int, device: torch.device) -> floa
             schedule.step()
             optimizer.zero_grad()
             taken += 1
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:
