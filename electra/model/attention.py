@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-if torch.cuda.is_available() and find_spec("triton"):
+HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
+"""Whether kernels of our own run here."""
+
+if HAS_TRITON:
     from electra.model import short_rows
-else:
-    short_rows = None  # type: ignore[assignment]
 
 Kernel = Literal["mask", "documents", "short rows"]
 """How attention keeps to its reach: by a mask of all pairs, document by document, or with whole rows at hand."""
@@ -128,7 +129,7 @@ def kernel_for(weight: Tensor, length: int, head_width: int, dropout: float) -> 
     """
     if not weight.is_cuda or precision_at(weight) not in (torch.bfloat16, torch.float16):
         return "mask"
-    if short_rows and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
+    if HAS_TRITON and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"
     return "mask" if dropout > 0 or torch.compiler.is_compiling() else "documents"
 

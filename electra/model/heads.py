@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from electra.model.activation import gelu
 from electra.model.encoder import EncoderConfig, initialize, linear, norm
 
 
@@ -26,7 +27,7 @@ class GeneratorHead(nn.Module):
         """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
 
         So is a modern encoder's `projection` [D, E]."""
-        transformed = self.norm(functional.gelu(self.dense(hidden)))
+        transformed = self.norm(gelu(self.dense(hidden)))
         if projection is not None:
             transformed = transformed @ projection  # [..., E]
         return functional.linear(transformed, table, self.bias)
@@ -45,7 +46,7 @@ class DiscriminatorHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
-        return self.verdict(self.norm(functional.gelu(self.dense(hidden)))).squeeze(-1)
+        return self.verdict(self.norm(gelu(self.dense(hidden)))).squeeze(-1)
 
 
 class CopyGate(nn.Module):

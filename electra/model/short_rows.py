@@ -15,128 +15,134 @@ WIDTHS = (32, 64, 128)  # of a head
 
 
 @triton.jit
-def read_half(base, place, column, is_token, stride: tl.constexpr):
-    """Half of each token's vector [BLOCK, K/2]; zeros behind the row's end."""
-    return tl.load(base + place[:, None] * stride + column[None, :], mask=is_token[:, None], other=0.0)
+def read(base, place, column, L, stride: tl.constexpr):
+    """Some columns of the tokens at some places; zeros behind the row's end."""
+    return tl.load(base + place[:, None] * stride + column[None, :], mask=(place < L)[:, None], other=0.0)
 
 
 @triton.jit
-def turn(first, second, cosine, sine):
-    """Both halves of vectors, turned by their positions' angles in fp32."""
-    turned_first = first.to(tl.float32) * cosine - second.to(tl.float32) * sine
-    turned_second = second.to(tl.float32) * cosine + first.to(tl.float32) * sine
-    return turned_first.to(first.dtype), turned_second.to(first.dtype)
+def write(base, place, column, L, stride: tl.constexpr, values):
+    """The inverse of `read`."""
+    tl.store(base + place[:, None] * stride + column[None, :], values, mask=(place < L)[:, None])
 
 
 @triton.jit
-def softmax_of(scores, documents, place, is_token, L, window, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Who listens to whom, and how much: [BLOCK, BLOCK]; rows behind the end are of no use."""
-    is_seen = is_token[None, :]
+def read_halves(base, turns, place, half, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr):
+    """Both halves of vectors, each [N, K/2], turned in fp32 by their positions' angles where there are any."""
+    first, second = read(base, place, half, L, stride), read(base + K // 2, place, half, L, stride)
+    if HAS_TURNS:
+        cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
+        one, other = first.to(tl.float32), second.to(tl.float32)
+        first, second = (one * cosine - other * sine).to(first.dtype), (other * cosine + one * sine).to(first.dtype)
+    return first, second
+
+
+@triton.jit
+def write_halves(
+    base, turns, place, half, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr, first, second, dtype
+):
+    """The inverse of `read_halves`: turned back by the same angles."""
+    if HAS_TURNS:
+        cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
+        first, second = first * cosine + second * sine, second * cosine - first * sine
+    write(base, place, half, L, stride, first.to(dtype))
+    write(base + K // 2, place, half, L, stride, second.to(dtype))
+
+
+@triton.jit
+def softmax_of(scores, documents, at, place, L, window, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """How much the tokens `at` listen to those at `place`: [PART, BLOCK]; rows behind the end are of no use."""
+    is_seen = (place < L)[None, :]
     if HAS_DOCUMENTS:
-        document = tl.load(documents + place, mask=is_token, other=-2)
-        is_seen = is_seen & (document[:, None] == document[None, :])
+        listening = tl.load(documents + at, mask=at < L, other=-2)
+        heard = tl.load(documents + place, mask=place < L, other=-2)
+        is_seen = is_seen & (listening[:, None] == heard[None, :])
     if HAS_WINDOW:
-        is_seen = is_seen & (tl.abs(place[:, None] - place[None, :]) <= window)
+        is_seen = is_seen & (tl.abs(at[:, None] - place[None, :]) <= window)
     scores = tl.where(is_seen, scores, -1e30)
     weights = tl.exp(scores - tl.max(scores, 1)[:, None])
     return weights / tl.sum(weights, 1)[:, None]
 
 
 @triton.jit
-def kept(seed, program, place, dropout, BLOCK: tl.constexpr):
-    """What dropout multiplies weights by [BLOCK, BLOCK]: 0, or what makes up for the zeros."""
-    number = (program * BLOCK + place[:, None]) * BLOCK + place[None, :]
+def kept(seed, program, at, place, dropout, BLOCK: tl.constexpr):
+    """What dropout multiplies weights by [PART, BLOCK]: 0, or what makes up for the zeros."""
+    number = (program * BLOCK + at[:, None]) * BLOCK + place[None, :]
     return tl.where(tl.rand(tl.load(seed), number) < dropout, 0.0, 1.0 / (1.0 - dropout))
 
 
 @triton.jit
 def forward_kernel(
     qkv, documents, turns, seed, mixed, L, window, scale, dropout,
-    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """mixed [B, L, H, K] of qkv [B, L, 3, H, K]; one program for each row and head."""
+    """mixed [B, L, H, K] of qkv [B, L, 3, H, K]; one program for each row and head, a part of its queries at a time."""
     program = tl.program_id(0)
     row, head = (program // H).to(tl.int64), program % H
     place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
-    is_token = place < L
-    base = qkv + row * L * 3 * H * K + head * K
-    q1 = read_half(base, place, half, is_token, 3 * H * K)
-    q2 = read_half(base + K // 2, place, half, is_token, 3 * H * K)
-    k1 = read_half(base + H * K, place, half, is_token, 3 * H * K)
-    k2 = read_half(base + H * K + K // 2, place, half, is_token, 3 * H * K)
-    v = read_half(base + 2 * H * K, place, column, is_token, 3 * H * K)
-    if HAS_TURNS:
-        cosine = read_half(turns, place, half, is_token, K // 2)
-        sine = read_half(turns + L * (K // 2), place, half, is_token, K // 2)
-        q1, q2 = turn(q1, q2, cosine, sine)
-        k1, k2 = turn(k1, k2, cosine, sine)
-    scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
-    weights = softmax_of(scores, documents + row * L, place, is_token, L, window, HAS_DOCUMENTS, HAS_WINDOW)
-    if HAS_DROPOUT:
-        weights = weights * kept(seed, program, place, dropout, BLOCK)
-    out = tl.dot(weights.to(v.dtype), v)
-    target = mixed + row * L * H * K + head * K + place[:, None] * (H * K) + column[None, :]
-    tl.store(target, out.to(v.dtype), mask=is_token[:, None])
+    queries = qkv + row * L * 3 * H * K + head * K
+    keys, values = queries + H * K, queries + 2 * H * K
+    k1, k2 = read_halves(keys, turns, place, half, L, 3 * H * K, K, HAS_TURNS)
+    v = read(values, place, column, L, 3 * H * K)
+    for start in tl.static_range(0, BLOCK, PART):
+        at = start + tl.arange(0, PART)
+        q1, q2 = read_halves(queries, turns, at, half, L, 3 * H * K, K, HAS_TURNS)
+        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1))) * scale
+        weights = softmax_of(scores, documents + row * L, at, place, L, window, HAS_DOCUMENTS, HAS_WINDOW)
+        if HAS_DROPOUT:
+            weights = weights * kept(seed, program, at, place, dropout, BLOCK)
+        write(mixed + row * L * H * K + head * K, at, column, L, H * K, tl.dot(weights.to(v.dtype), v).to(v.dtype))
 
 
 @triton.jit
 def backward_kernel(
     qkv, documents, turns, seed, grown, gradient, L, window, scale, dropout,
-    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K])."""
     program = tl.program_id(0)
     row, head = (program // H).to(tl.int64), program % H
     place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
-    is_token = place < L
-    base = qkv + row * L * 3 * H * K + head * K
-    q1 = read_half(base, place, half, is_token, 3 * H * K)
-    q2 = read_half(base + K // 2, place, half, is_token, 3 * H * K)
-    k1 = read_half(base + H * K, place, half, is_token, 3 * H * K)
-    k2 = read_half(base + H * K + K // 2, place, half, is_token, 3 * H * K)
-    v = read_half(base + 2 * H * K, place, column, is_token, 3 * H * K)
-    do = read_half(grown + row * L * H * K + head * K, place, column, is_token, H * K)
-    if HAS_TURNS:
-        cosine = read_half(turns, place, half, is_token, K // 2)
-        sine = read_half(turns + L * (K // 2), place, half, is_token, K // 2)
-        q1, q2 = turn(q1, q2, cosine, sine)
-        k1, k2 = turn(k1, k2, cosine, sine)
-    scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
-    weights = softmax_of(scores, documents + row * L, place, is_token, L, window, HAS_DOCUMENTS, HAS_WINDOW)
-    back = tl.dot(do, tl.trans(v))  # of the weights that were left by dropout
-    used = weights
-    if HAS_DROPOUT:
-        factor = kept(seed, program, place, dropout, BLOCK)
-        used, back = weights * factor, back * factor
-    used = tl.where(is_token[:, None], used, 0.0).to(v.dtype)
-    dv = tl.dot(tl.trans(used), do)
-    ds = weights * (back - tl.sum(weights * back, 1)[:, None]) * scale
-    ds = tl.where(is_token[:, None], ds, 0.0).to(v.dtype)
-    dq1, dq2 = tl.dot(ds, k1), tl.dot(ds, k2)
-    dk1, dk2 = tl.dot(tl.trans(ds), q1), tl.dot(tl.trans(ds), q2)
-    if HAS_TURNS:  # back by the same angles
-        dq1, dq2 = turn(dq1, dq2, cosine, -sine)
-        dk1, dk2 = turn(dk1, dk2, cosine, -sine)
-    target = gradient + row * L * 3 * H * K + head * K + place[:, None] * (3 * H * K)
-    tl.store(target + half[None, :], dq1.to(v.dtype), mask=is_token[:, None])
-    tl.store(target + K // 2 + half[None, :], dq2.to(v.dtype), mask=is_token[:, None])
-    tl.store(target + H * K + half[None, :], dk1.to(v.dtype), mask=is_token[:, None])
-    tl.store(target + H * K + K // 2 + half[None, :], dk2.to(v.dtype), mask=is_token[:, None])
-    tl.store(target + 2 * H * K + column[None, :], dv.to(v.dtype), mask=is_token[:, None])
+    queries = qkv + row * L * 3 * H * K + head * K
+    keys, values = queries + H * K, queries + 2 * H * K
+    target = gradient + row * L * 3 * H * K + head * K
+    k1, k2 = read_halves(keys, turns, place, half, L, 3 * H * K, K, HAS_TURNS)
+    v = read(values, place, column, L, 3 * H * K)
+    dk1, dk2 = tl.zeros([BLOCK, K // 2], tl.float32), tl.zeros([BLOCK, K // 2], tl.float32)
+    dv = tl.zeros([BLOCK, K], tl.float32)
+    for start in tl.static_range(0, BLOCK, PART):
+        at = start + tl.arange(0, PART)
+        q1, q2 = read_halves(queries, turns, at, half, L, 3 * H * K, K, HAS_TURNS)
+        do = read(grown + row * L * H * K + head * K, at, column, L, H * K)  # zeros behind the end
+        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1))) * scale
+        weights = softmax_of(scores, documents + row * L, at, place, L, window, HAS_DOCUMENTS, HAS_WINDOW)
+        back = tl.dot(do, tl.trans(v))  # of the weights that were left by dropout
+        if HAS_DROPOUT:
+            factor = kept(seed, program, at, place, dropout, BLOCK)
+            back = back * factor
+            dv = tl.dot(tl.trans((weights * factor).to(v.dtype)), do, dv)
+        else:
+            dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)
+        ds = (weights * (back - tl.sum(weights * back, 1)[:, None]) * scale).to(v.dtype)
+        dk1, dk2 = tl.dot(tl.trans(ds), q1, dk1), tl.dot(tl.trans(ds), q2, dk2)
+        write_halves(target, turns, at, half, L, 3 * H * K, K, HAS_TURNS, tl.dot(ds, k1), tl.dot(ds, k2), v.dtype)
+    write_halves(target + H * K, turns, place, half, L, 3 * H * K, K, HAS_TURNS, dk1, dk2, v.dtype)
+    write(target + 2 * H * K, place, column, L, 3 * H * K, dv.to(v.dtype))
 
 
 def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
            dropout: float, *ends: Tensor) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
+    block = max(16, triton.next_power_of_2(L))
     kernel[(B * H,)](
         qkv, qkv if documents is None else documents, qkv if turns is None else turns, qkv if seed is None else seed,
         *ends, L, window, K**-0.5, dropout,
-        H=H, K=K, BLOCK=max(16, triton.next_power_of_2(L)), HAS_DOCUMENTS=documents is not None,
+        H=H, K=K, BLOCK=block, PART=min(64, block), HAS_DOCUMENTS=documents is not None,
         HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=seed is not None,
-        num_warps=4 if kernel is forward_kernel else 8, num_stages=1,
+        num_warps=8, num_stages=1,
     )  # fmt: skip
 
 

@@ -12,12 +12,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.errors import ConfigError
-from electra.model.electra import Electra, Head
+from electra.model.attention import HAS_TRITON
+from electra.model.electra import Electra, Generator, Head
+from electra.objective.detour import Detour
 from electra.objective.losses import Counts, Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
 from electra.objective.randomness import Purpose, gumbel, random_uniform, row_keys
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
+
+if HAS_TRITON:
+    from electra.objective.one_pass import score_and_sample
 
 BLOCK = 128  # entries of the vocabulary that are drawn among together
 
@@ -58,6 +63,8 @@ class Settings(ObjectiveConfig):
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     frequencies: Tensor | None = field(default=None, compare=False)
     """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""
+    detour: Detour | None = field(default=None, compare=False)
+    """The stream on which the generator works, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +221,28 @@ def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> 
     """Steps 2 and 3: the generator guesses, and is sampled from; or tokens are drawn by their frequency."""
     if settings.frequencies is not None:
         return Filled(draw(settings.frequencies, masked, batch, settings), losses={})
-    guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
-    return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
+    if settings.detour is None:
+        return guess_and_sample(electra.the_generator(), masked, batch, settings)
+    settings.detour.leave()
+    filled = guess_and_sample(electra.the_generator(), masked, batch, settings)
+    settings.detour.rejoin()
+    return filled
+
+
+def guess_and_sample(generator: Generator, masked: Masked, batch: Batch, settings: Settings) -> Filled:
+    """What the generator puts where tokens were masked, and what it loses by it."""
+    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+    if not goes_in_one_pass(guesses, settings):
+        return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
+    blocks, tokens = (noise.flatten(0, 1) for noise in sampling_noise(guesses, batch, settings))
+    losses, sampled, _ = score_and_sample(guesses.flatten(0, 1), masked.originals.flatten(), blocks, tokens)
+    return Filled(sampled.view_as(masked.originals), {"generator": mean_over(losses, masked.weights.flatten())})
+
+
+def goes_in_one_pass(guesses: Tensor, settings: Settings) -> bool:
+    """Whether loss and samples can be had together: on a GPU in half precision, from one distribution."""
+    is_same = settings.temperature == 1 and not settings.disallow_correct
+    return HAS_TRITON and is_same and guesses.dtype in (torch.bfloat16, torch.float16)
 
 
 def draw(frequencies: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Tensor:
@@ -234,21 +261,27 @@ def sample(guesses: Tensor, masked: Masked, batch: Batch, settings: Settings) ->
     """
     logits = sampling_logits(guesses, masked, settings)  # [B, M, V]
     blocks = functional.pad(logits, (0, -logits.shape[2] % BLOCK), value=float("-inf")).unflatten(2, (-1, BLOCK))
-    block = gumbel_max(blocks.logsumexp(3), row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_BLOCK))
+    block_noise, token_noise = sampling_noise(guesses, batch, settings)
+    block = (blocks.logsumexp(3) + block_noise).argmax(2)  # [B, M]
     within = blocks.gather(2, block[:, :, None, None].expand(-1, -1, 1, BLOCK)).squeeze(2)  # [B, M, BLOCK]
-    return block * BLOCK + gumbel_max(within, row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN))
+    return block * BLOCK + (within + token_noise).argmax(2)
+
+
+def sampling_noise(guesses: Tensor, batch: Batch, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Gumbel noise for blocks of the vocabulary, and for tokens of the block that wins, for `guesses` [B, M, V].
+
+    The highest of log-probabilities with Gumbel noise is a draw: [B, M, V / BLOCK] and [B, M, BLOCK]."""
+    places, blocks = guesses.shape[1], -(-guesses.shape[2] // BLOCK)
+    draws = ((Purpose.SAMPLE_BLOCK, blocks), (Purpose.SAMPLE_TOKEN, BLOCK))
+    keyed = ((row_keys(settings.seed, batch.step, batch.rows, purpose), entries) for purpose, entries in draws)
+    first, second = (gumbel(keys, places * entries).unflatten(1, (places, entries)) for keys, entries in keyed)
+    return first, second
 
 
 def sampling_logits(guesses: Tensor, masked: Masked, settings: Settings) -> Tensor:
     """The logits [B, M, V] of the distribution that is sampled, which temperature and exclusion change."""
     logits = guesses.float() / settings.temperature
     return logits.scatter(2, masked.originals[:, :, None], float("-inf")) if settings.disallow_correct else logits
-
-
-def gumbel_max(logits: Tensor, keys: Tensor) -> Tensor:
-    """A draw from softmax(logits) over the last of [B, M, N], with the noise of each row's key: [B, M]."""
-    places, entries = logits.shape[1:]
-    return (logits + gumbel(keys, places * entries).unflatten(1, (places, entries))).argmax(2)
 
 
 def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, right_guess: str = "original") -> Corrupted:

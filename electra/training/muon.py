@@ -21,9 +21,11 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.found_inf: Tensor | None = (
-            None  # [] 1 where a step is to move nothing, as torch's fused optimizers have it
+        self.found_inf: Tensor | None = None  # [] 1 where a step is to move nothing,
+        self.grad_scale: Tensor | None = (
+            None  # [] what gradients are divided by: both as torch's fused optimizers have it
         )
+        self.together: dict[Tensor, Tensor] = {}  # the momenta of matrices of one shape, by the first of them
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
@@ -37,22 +39,29 @@ class Muon(torch.optim.Optimizer):
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonal(μm + (1 − μ)g) + wd θ), for matrices of one shape."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
-        means = [self.state[parameter]["momentum"] for parameter in parameters]
         gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
         momentum, lr, pace = group["momentum"], group["lr"], 1 - group["momentum"]
-        if self.found_inf is not None:  # the device says whether this step is to be skipped
+        if self.found_inf is not None and self.grad_scale is not None:  # the device says whether this step is wanted
             is_wanted = 1 - self.found_inf
-            gradients, lr, pace = gradients.where(is_wanted > 0, 0.0), lr * is_wanted, pace * is_wanted
-        stacked = torch.stack(means).lerp_(gradients, pace)  # [N, rows, columns]
-        torch._foreach_copy_(means, list(stacked.unbind()))
-        ahead = gradients.lerp_(stacked, momentum)
+            gradients = (gradients / self.grad_scale).where(is_wanted > 0, 0.0)
+            lr, pace = lr * is_wanted, pace * is_wanted
+        means = self.momenta(parameters).lerp_(gradients, pace)  # [N, rows, columns]
+        ahead = gradients.lerp_(means, momentum)
         scale = MATCH * max(ahead.shape[1:]) ** 0.5
-        moves = orthogonal(ahead).to(ahead.dtype) * (lr * scale)
+        moves = orthogonal(ahead).to(ahead.dtype).mul_(lr * scale)
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         torch._foreach_sub_(parameters, list(moves.unbind()))
+
+    def momenta(self, parameters: list[Tensor]) -> Tensor:
+        """The momenta of matrices of one shape [N, rows, columns]; each matrix remembers its part."""
+        known, first = self.together.get(parameters[0]), self.state[parameters[0]].get("momentum")
+        if known is not None and first is not None and known.data_ptr() == first.data_ptr():
+            return known
+        parts = [self.state[parameter].get("momentum", torch.zeros_like(parameter)) for parameter in parameters]
+        stacked = self.together[parameters[0]] = torch.stack(parts)
+        for parameter, part in zip(parameters, stacked.unbind(), strict=True):
+            self.state[parameter]["momentum"] = part
+        return stacked
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

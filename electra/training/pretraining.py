@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from electra.model.storage import (
     write_json,
     write_model,
 )
+from electra.objective.detour import Detour
 from electra.objective.losses import Counts, Losses
 from electra.objective.masking import slots
 from electra.objective.measures import measure
@@ -188,6 +189,8 @@ class PretrainingLesson:
         self.held_out = list(held_out_batches(config, shards, device))
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
+        if self.is_fast:
+            self.settings = replace(self.settings, detour=Detour())
         if config.starts_at_unigram and self.model.generator is not None:
             start_at_unigram(self.model.generator, self.unigram)
         if config.starts_with_waves:

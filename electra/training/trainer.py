@@ -303,12 +303,14 @@ class Trainer:
 
     def update(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip the gradient and move the weights, unless loss or gradient is not finite; returns what to write down."""
-        norm = nn.utils.clip_grad_norm_(self.lesson.model.parameters(), self.config.clip or float("inf"))
+        gradients = [parameter.grad for parameter in self.lesson.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
         numbers = losses | {"gradient_norm": norm}
         is_finite = torch.isfinite(torch.stack(list(numbers.values()))).all()
         if self.records:
-            self.move_if(is_finite)
+            self.move_if(is_finite, norm)
         elif bool(is_finite):
+            nn.utils.clip_grads_with_norm_(self.lesson.model.parameters(), self.config.clip or float("inf"), norm)
             self.move()
         else:
             self.skip(1)
@@ -321,10 +323,13 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
 
-    def move_if(self, is_finite: Tensor) -> None:
-        """Move the weights where the device says so; Python does not wait to hear it."""
+    def move_if(self, is_finite: Tensor, norm: Tensor) -> None:
+        """Move the weights where the device says so; Python does not wait to hear it, and clipping is left to kernels.
+
+        Both are attributes that torch's fused optimizers ask for; gradients are divided by the scale."""
         for optimizer in self.optimizers:
-            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # torch's fused kernels ask for it
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+            optimizer.grad_scale = (norm / (self.config.clip or float("inf"))).clamp(min=1)  # type: ignore[attr-defined]
         self.move()
 
     def skip(self, count: int) -> None:
