@@ -1,5 +1,6 @@
 """What must hold on a GPU; these run where there is one."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from made import write_rows
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from electra.finetune import tuning
 from electra.finetune.finetuning import FinetuneConfig, finetune
@@ -14,7 +16,8 @@ from electra.model import encoder as encoder_module
 from electra.model.encoder import Encoder, EncoderConfig
 from electra.objective.losses import total
 from electra.objective.masking import MaskingConfig, mask
-from electra.objective.objectives import Settings, replaced_token_detection
+from electra.objective.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
+from electra.objective.randomness import row_keys
 from electra.text.batches import Batch
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import Journal
@@ -94,6 +97,44 @@ def test_dropout_of_short_rows_leaves_the_mean_and_has_its_own_gradient():
     assert (qkv.grad * way).sum().item() == pytest.approx(risen.item(), rel=0.05)
 
 
+def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
+    from electra.model.biased_gelu import biased_gelu
+
+    torch.manual_seed(0)
+    product, grown = (2 * torch.randn(37, 11, 200, device="cuda") for _ in range(2))
+    bias = torch.randn(200, device="cuda")
+    outcomes = []
+    for ours in (True, False):
+        inputs = product.bfloat16().requires_grad_(), bias.bfloat16().requires_grad_()
+        activated = biased_gelu(*inputs) if ours else functional.gelu(inputs[0].float() + inputs[1].float())
+        activated.backward(grown.bfloat16() if ours else grown.bfloat16().float())
+        outcomes.append((activated.float(), inputs[0].grad.float(), inputs[1].grad.float()))
+    for ours, exact in zip(*outcomes, strict=True):
+        assert (ours - exact).norm() < 0.005 * exact.norm()
+
+
+def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
+    from electra.objective import one_pass
+
+    torch.manual_seed(0)
+    batch, settings = on_gpu(make_batch(rows=64, lengths=[16] * 64)), Settings(vocabulary=vocabulary, seed=3)
+    masked = mask(batch, vocabulary, settings, settings.seed)
+    size = 1000
+    masked = replace(masked, originals=torch.randint(0, size, masked.originals.shape, device="cuda"))
+    shown = functional.pad(3 * torch.randn(*masked.positions.shape, size, device="cuda"), (0, 24)).bfloat16()
+    logits = shown.requires_grad_()
+    keys = (row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING)
+    losses, sampled, _ = one_pass.score_and_sample(logits, masked.originals, *keys, size)
+    (losses * masked.weights).sum().backward()
+    plain = logits.detach()[:, :, :size].float().requires_grad_()
+    loss = mlm_loss(plain, masked)
+    loss.sum.backward()
+    torch.testing.assert_close((losses * masked.weights).sum(), loss.sum, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(logits.grad[:, :, :size].float(), plain.grad, rtol=0.01, atol=1e-5)
+    assert not logits.grad[:, :, size:].any()
+    assert (sampled == sample(plain, masked, batch, settings)).float().mean() > 0.99  # noise differs in last digits
+
+
 def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
     batch = make_batch(rows=64, lengths=[16, 9, 4, 2] * 16)
     batch = replace(batch, continues_word=batch.input_ids % 3 == 0)
@@ -117,6 +158,24 @@ def difference(one, other) -> float:
     """The largest difference of two runs' weights."""
     ours, theirs = (load_file(model_folder(config.output) / "model.safetensors") for config in (one, other))
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings_of_run, style):
+    waves = {} if style == "classic" else {"starts_with_waves": False}
+    same = {"device": "cuda", "style": style, "steps": 30, "log_every": 1, "width": 64, "generator_width": 64, **waves}
+    plain = settings_of_run("plain", plain=True, precision="fp32", **same)
+    fast = settings_of_run("fast", precision="bf16", **same)
+    found = []
+    for run in (plain, fast):
+        pretrain(run)
+        lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
+        found.append(
+            torch.tensor([[line["generator"], line["discriminator"]] for line in lines if line["kind"] == "train"])
+        )
+    assert found[0].shape == (30, 2)
+    torch.testing.assert_close(found[1].mean(0), found[0].mean(0), rtol=0.01, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")

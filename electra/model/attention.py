@@ -1,7 +1,6 @@
 """Who attends to whom, and the attention itself, through PyTorch's fused kernels or, for short rows, our own."""
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
-"""Whether kernels of our own run here."""
+from electra.model.kernels import HALVES, HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
     from electra.model import short_rows
@@ -127,13 +125,8 @@ def kernel_for(weight: Tensor, length: int, head_width: int, dropout: float) -> 
     Document by document there is no dropout, and no compiled graph: the list of documents has another length in every
     batch.
     """
-    if not weight.is_cuda or precision_at(weight) not in (torch.bfloat16, torch.float16):
+    if not weight.is_cuda or precision_at(weight) not in HALVES:
         return "mask"
-    if HAS_TRITON and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
+    if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"
     return "mask" if dropout > 0 or torch.compiler.is_compiling() else "documents"
-
-
-def precision_at(tensor: Tensor) -> torch.dtype:
-    """The precision that products with a tensor are made in."""
-    return torch.get_autocast_dtype("cuda") if tensor.is_cuda and torch.is_autocast_enabled("cuda") else tensor.dtype

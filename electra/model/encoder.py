@@ -16,11 +16,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.activation import gelu
-from electra.model.attention import Kernel, Reach, attend, kernel_for, precision_at, reach_of, turns_of, within
+from electra.model.activation import gelu_of
+from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
+from electra.model.kernels import precision_at
 
 Style = Literal["classic", "modern"]
 
@@ -250,7 +252,7 @@ class FeedForward(nn.Module):
         self.narrow = nn.Linear(config.feedforward, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.narrow(gelu(self.widen(hidden)))
+        return self.narrow(gelu_of(self.widen, hidden))
 
 
 class GatedFeedForward(nn.Module):
@@ -264,7 +266,7 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         wide, gate = self.widen(hidden).chunk(2, dim=-1)  # each [B, L, feedforward]
-        return self.narrow(self.dropout(gelu(wide) * gate))
+        return self.narrow(self.dropout(functional.gelu(wide) * gate))
 
 
 class ClassicLayer(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from electra.model.activation import gelu
+from electra.model.activation import gelu_of
 from electra.model.encoder import EncoderConfig, initialize, linear, norm
 
 
@@ -23,14 +23,16 @@ class GeneratorHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
         initialize(self, config.initial_std)
 
-    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None, padding: int = 0) -> Tensor:
         """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
 
-        So is a modern encoder's `projection` [D, E]."""
-        transformed = self.norm(gelu(self.dense(hidden)))
+        So is a modern encoder's `projection` [D, E]. Logits of `padding` behind the vocabulary mean nothing; products
+        of round sizes are faster."""
+        transformed = self.norm(gelu_of(self.dense, hidden))
         if projection is not None:
             transformed = transformed @ projection  # [..., E]
-        return functional.linear(transformed, table, self.bias)
+        table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(self.bias, (0, padding))
+        return functional.linear(transformed, table, bias)
 
 
 class DiscriminatorHead(nn.Module):
@@ -46,7 +48,7 @@ class DiscriminatorHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
-        return self.verdict(self.norm(gelu(self.dense(hidden)))).squeeze(-1)
+        return self.verdict(self.norm(gelu_of(self.dense, hidden))).squeeze(-1)
 
 
 class CopyGate(nn.Module):

@@ -142,7 +142,7 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
         *ends, L, window, K**-0.5, dropout,
         H=H, K=K, BLOCK=block, PART=min(64, block), HAS_DOCUMENTS=documents is not None,
         HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=seed is not None,
-        num_warps=8, num_stages=1,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
 
 

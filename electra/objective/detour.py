@@ -13,6 +13,7 @@ class Detour:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.main = torch.cuda.current_stream()
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # where tables are shared they meet
 
     @torch.compiler.disable
     def leave(self) -> None:

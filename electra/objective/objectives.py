@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.errors import ConfigError
-from electra.model.attention import HAS_TRITON
 from electra.model.electra import Electra, Generator, Head
+from electra.model.kernels import HAS_TRITON, is_for_kernels
 from electra.objective.detour import Detour
 from electra.objective.losses import Counts, Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
-from electra.objective.randomness import Purpose, gumbel, random_uniform, row_keys
+from electra.objective.randomness import BLOCK, Purpose, gumbel, random_uniform, row_keys
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
 if HAS_TRITON:
-    from electra.objective.one_pass import score_and_sample
+    from electra.objective import one_pass
 
-BLOCK = 128  # entries of the vocabulary that are drawn among together
+SAMPLING = (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)
 
 ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
 
@@ -231,18 +231,25 @@ def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> 
 
 def guess_and_sample(generator: Generator, masked: Masked, batch: Batch, settings: Settings) -> Filled:
     """What the generator puts where tokens were masked, and what it loses by it."""
-    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
-    if not goes_in_one_pass(guesses, settings):
-        return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
-    blocks, tokens = (noise.flatten(0, 1) for noise in sampling_noise(guesses, batch, settings))
-    losses, sampled, _ = score_and_sample(guesses.flatten(0, 1), masked.originals.flatten(), blocks, tokens)
-    return Filled(sampled.view_as(masked.originals), {"generator": mean_over(losses, masked.weights.flatten())})
+    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    if goes_in_one_pass(hidden, settings):
+        return in_one_pass(generator, hidden, masked, batch, settings)
+    guesses = generator.guess(hidden)  # [B, M, V]
+    return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
 
 
-def goes_in_one_pass(guesses: Tensor, settings: Settings) -> bool:
+def goes_in_one_pass(hidden: Tensor, settings: Settings) -> bool:
     """Whether loss and samples can be had together: on a GPU in half precision, from one distribution."""
-    is_same = settings.temperature == 1 and not settings.disallow_correct
-    return HAS_TRITON and is_same and guesses.dtype in (torch.bfloat16, torch.float16)
+    return is_for_kernels(hidden) and settings.temperature == 1 and not settings.disallow_correct
+
+
+def in_one_pass(generator: Generator, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Filled:
+    """The same, with the logits read once."""
+    size = settings.vocabulary.size
+    logits = generator.guess(hidden, padding=-size % one_pass.ALIGNED)  # [B, M, V and more]
+    keys = (row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING)
+    losses, sampled, _ = one_pass.score_and_sample(logits, masked.originals, *keys, size)
+    return Filled(sampled, {"generator": mean_over(losses, masked.weights)})
 
 
 def draw(frequencies: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Tensor:
@@ -272,7 +279,7 @@ def sampling_noise(guesses: Tensor, batch: Batch, settings: Settings) -> tuple[T
 
     The highest of log-probabilities with Gumbel noise is a draw: [B, M, V / BLOCK] and [B, M, BLOCK]."""
     places, blocks = guesses.shape[1], -(-guesses.shape[2] // BLOCK)
-    draws = ((Purpose.SAMPLE_BLOCK, blocks), (Purpose.SAMPLE_TOKEN, BLOCK))
+    draws = zip(SAMPLING, (blocks, BLOCK), strict=True)
     keyed = ((row_keys(settings.seed, batch.step, batch.rows, purpose), entries) for purpose, entries in draws)
     first, second = (gumbel(keys, places * entries).unflatten(1, (places, entries)) for keys, entries in keyed)
     return first, second

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 BITS = 32
+BLOCK = 128  # entries of a vocabulary that are drawn among together: blocks first, then tokens, take less noise
 LOW = 2**BITS - 1
 Number = TypeVar("Number", int, Tensor)
 
