@@ -1,28 +1,41 @@
-"""Fine-tuning one seed of each task: ours, whole, against a plain loop over transformers' model.
+"""Fine-tuning, ours against a plain loop over transformers' model: its seconds or, with --scores, its dev scores.
 
     python benchmarks/finetune.py --data glue/ --vocab vocab.txt [--model hf-folder] [--tasks cola rte] [--json]
+    python benchmarks/finetune.py --data glue/ --model hf-folder --scores --seeds 5 [--tasks cola rte] [--json]
 
-Both have the same weights, rows, batch, epochs and precision; dropout 0.1, clipping and AdamW as in both defaults. Ours
-is `electra finetune` with one seed, run to its end. The loop is what people write: rows tokenised beforehand, a
-DataLoader that shuffles and pads to the longest row, autocast, fused AdamW, a linear schedule; its time a step is
-measured over `--peer-steps` steps after ten to warm up, times the steps that ours took. Tokenising and loading
-count for neither. Without --model both start from the same fresh ELECTRA-Small: speed does not depend on weights.
+Both have the same weights, rows, batch, epochs, precision and dropout; clipping and AdamW as in both defaults. Ours
+is `electra finetune`, run to its end. The loop is what people write: rows tokenised beforehand, a DataLoader that
+shuffles and pads to the longest row, autocast, fused AdamW, a linear schedule.
+
+Speed is of one seed: the loop's time a step is measured over `--peer-steps` steps after ten to warm up, times the steps
+that ours took. Tokenising and loading count for neither. Without --model both start from the same fresh ELECTRA-Small:
+speed does not depend on weights.
+
+Scores are the medians over seeds of the task's first metric on its dev rows, with the standard deviation: does the
+exported folder give the same ones to those who never heard of us? The loop then has our learning rate for the size, a
+share of it for each layer, warm-up and epochs, goes to its end, and keeps transformers' own head (a hidden layer more).
 """
 
 import argparse
 import json
+import re
+import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from timing import wait
 
 from electra.export.command import ExportConfig, export
-from electra.finetune.finetuning import FinetuneConfig, finetune
+from electra.finetune.features import labels_of
+from electra.finetune.finetuned import READINGS, read_encoder
+from electra.finetune.finetuning import FinetuneConfig, finetune, median, spread
 from electra.finetune.glue import GLUE_6
-from electra.finetune.tasks import Task, glue_task, read_examples
-from electra.finetune.tuning import RESULT
+from electra.finetune.metrics import METRICS
+from electra.finetune.tasks import Examples, Task, glue_task, read_examples
+from electra.finetune.tuning import MEASURED_ROWS, RESULT
 from electra.model.electra import Electra
 from electra.model.sizes import ModelConfig
 from electra.model.storage import read_json, save_model
@@ -40,52 +53,145 @@ def fresh_model(vocab: Path, folder: Path, size: str) -> Path:
     return folder / "huggingface"
 
 
-def our_seconds(model: Path, task: str, data: str, folder: Path, device: str) -> tuple[float, float, int]:
+def settings_of(model: Path, task: str, data: str, folder: Path, device: str, seeds: int = 1) -> FinetuneConfig:
+    """How both sides fine-tune; what is not named is ours by default."""
+    return FinetuneConfig(model=model, task=task, data=data, output=folder / task, device=device, seeds=seeds)
+
+
+class Peer:
+    """transformers' model with a new head for a task, and what a plain loop needs around it."""
+
+    def __init__(self, config: FinetuneConfig, task: Task) -> None:
+        from transformers import AutoTokenizer, ElectraForSequenceClassification
+
+        self.config, self.task, self.device = config, task, torch.device(config.device)
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), config.dropout)
+        model = ElectraForSequenceClassification.from_pretrained(config.model, num_labels=task.outputs, **dropout)
+        self.model = model.to(self.device).train()
+
+    def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
+        """Batches of examples, tokenised beforehand, padded to the longest row."""
+        from transformers import DataCollatorWithPadding
+
+        encoded = self.tokenizer(examples.texts, examples.pairs, truncation=True, max_length=self.config.length)
+        columns = dict(encoded) | {"labels": labels_of(self.task, examples).tolist()}
+        rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+        return torch.utils.data.DataLoader(rows, collate_fn=DataCollatorWithPadding(self.tokenizer), **settings)
+
+    def said(self, batch: Any) -> Any:
+        """Logits and loss of a batch."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.model(**batch.to(self.device))
+
+    def update(self, batch: Any, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        """One step of the loop."""
+        self.said(batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def our_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
     """Seconds of training, seconds altogether, and steps of one seed."""
     began = time.perf_counter()
-    finetune(FinetuneConfig(model=model, task=task, data=data, output=folder / task, device=device))
-    result = read_json(folder / task / "seed-1" / RESULT)
+    finetune(config)
+    result = read_json(config.output / "seed-1" / RESULT)
     return result["seconds"], time.perf_counter() - began, result["steps"]
 
 
-def peer_step(model: Path, task: Task, steps: int, device: torch.device) -> float:
+def peer_step(config: FinetuneConfig, task: Task, steps: int) -> float:
     """Seconds a step of the plain loop."""
-    from transformers import AutoTokenizer, DataCollatorWithPadding, ElectraForSequenceClassification
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    examples = read_examples(task, "train")
-    kept = 32 * (steps + 20)
-    encoded = tokenizer(
-        examples.texts[:kept], examples.pairs[:kept] if examples.pairs else None, truncation=True, max_length=128
-    )
-    labels = task.scaled(examples.labels) if not task.labels else examples.labels
-    rows = [
-        {key: encoded[key][row] for key in encoded} | {"labels": labels[row]}
-        for row in range(len(encoded["input_ids"]))
-    ]
-    loader = torch.utils.data.DataLoader(
-        rows, batch_size=32, shuffle=True, drop_last=True, collate_fn=DataCollatorWithPadding(tokenizer)
-    )
-    peer = ElectraForSequenceClassification.from_pretrained(model, num_labels=task.outputs).to(device).train()
-    optimizer = torch.optim.AdamW(peer.parameters(), lr=3e-4, fused=True)
+    peer, examples = Peer(config, task), read_examples(task, "train")
+    kept = range(min(len(examples), config.batch * (steps + 20)))
+    loader = peer.loader(examples.take(kept), batch_size=config.batch, shuffle=True, drop_last=True)
+    optimizer = torch.optim.AdamW(peer.model.parameters(), lr=3e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10_000))
     taken, began = 0, 0.0
     while True:
         for batch in loader:
             if taken == 10:
-                wait(device)
+                wait(peer.device)
                 began = time.perf_counter()
             if taken == steps + 10:
-                wait(device)
+                wait(peer.device)
                 return (time.perf_counter() - began) / steps
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = peer(**batch.to(device)).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            peer.update(batch, optimizer, schedule)
             taken += 1
+
+
+def speed(config: FinetuneConfig, task: Task, peer_steps: int) -> dict[str, Any]:
+    """Seconds that both sides take for a seed of a task."""
+    ours, altogether, steps = our_seconds(config)
+    peer = steps * peer_step(config, task, peer_steps)
+    return {"steps": steps, "ours": ours, "altogether": altogether, "peer": peer, "ratio": peer / ours}
+
+
+def told_speed(found: dict[str, Any]) -> str:
+    """The same in words."""
+    ours = f"ours {found['ours']:7.1f} s ({found['altogether']:.1f} s with loading and measuring)"
+    return f"{found['steps']:>7,} steps   {ours}   transformers {found['peer']:7.1f} s   {found['ratio']:5.2f}×"
+
+
+def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
+    """The first metric on the dev rows when the plain loop has seen the training rows as often as the task wants."""
+    from transformers import get_linear_schedule_with_warmup
+
+    torch.manual_seed(seed)
+    peer, train = Peer(config, task), read_examples(task, "train")
+    loader = peer.loader(train.doubled() if task.doubles else train, batch_size=config.batch, shuffle=True)
+    encoder, _ = read_encoder(config.model)
+    settings, steps = config.trainer(encoder, len(loader)), config.epochs_for(task) * len(loader)
+    groups = layer_groups(peer.model, settings.learning_rate, config.decay_for(encoder))
+    optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, eps=settings.epsilon, fused=True)
+    schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
+    for _ in range(config.epochs_for(task)):
+        for batch in loader:
+            peer.update(batch, optimizer, schedule)
+    return measured(peer, read_examples(task, "dev"))
+
+
+def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict[str, Any]]:
+    """Parameters with the rates of their layers: the head at the full one, each layer at a share of the one above."""
+    layers, groups = model.config.num_hidden_layers, {}
+    for name, parameter in model.named_parameters():
+        layer = re.match(r"electra\.encoder\.layer\.(\d+)\.", name)
+        below = layers - int(layer[1]) if layer else 0 if name.startswith("classifier.") else layers + 1
+        groups.setdefault(below, []).append(parameter)
+    return [{"params": parameters, "lr": rate * decay**below} for below, parameters in groups.items()]
+
+
+@torch.no_grad()
+def measured(peer: Peer, examples: Examples) -> float:
+    """The task's first metric of what the loop's model says of examples."""
+    peer.model.eval()
+    loader = peer.loader(examples, batch_size=MEASURED_ROWS)
+    logits = torch.cat([peer.said(batch).logits.float().cpu() for batch in loader]).numpy()
+    answers = READINGS[peer.task.kind].answer(logits, peer.task)
+    return METRICS[peer.task.metrics[0]](answers, examples.labels)
+
+
+def scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
+    """The dev scores of both sides, seed by seed."""
+    metric = task.metrics[0]
+    ours, peers = [seed["dev"][metric] for seed in finetune(config).seeds], []
+    for seed in range(1, config.seeds + 1):
+        peers.append(peer_score(config, task, seed))
+        print(f"{task.name}, seed {seed}: transformers {metric} {100 * peers[-1]:.1f}", file=sys.stderr, flush=True)
+    return {"metric": metric, "ours": over_seeds(ours), "peer": over_seeds(peers)}
+
+
+def over_seeds(found: list[float]) -> dict[str, Any]:
+    """Median, standard deviation and each seed."""
+    return {"median": median(found), "spread": spread(found), "seeds": found}
+
+
+def told_scores(found: dict[str, Any]) -> str:
+    """The same in words."""
+    sides = {"ours": found["ours"], "transformers": found["peer"]}
+    told = [f"{name} {100 * side['median']:6.2f} ± {100 * side['spread']:.2f}" for name, side in sides.items()]
+    return f"  {found['metric']:<9}{'   '.join(told)}   (medians of {len(found['ours']['seeds'])} seeds)"
 
 
 def main() -> None:
@@ -95,24 +201,27 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a Hugging Face folder of ELECTRA, in place of a fresh one")
     parser.add_argument("--size", default="small", help="size of the fresh model")
     parser.add_argument("--tasks", nargs="+", default=list(GLUE_6))
-    parser.add_argument("--peer-steps", type=int, default=150)
+    parser.add_argument("--peer-steps", type=int, default=150, help="steps of the loop that are timed")
+    parser.add_argument("--scores", action="store_true", help="run both sides to the end, and compare dev scores")
+    parser.add_argument("--seeds", type=int, default=5, help="of --scores")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.model is None and arguments.vocab is None:
         parser.error("give --vocab for a fresh model, or --model")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = arguments.model or fresh_model(arguments.vocab, folder, arguments.size)
         for task in arguments.tasks:
-            ours, altogether, steps = our_seconds(model, task, arguments.data, folder, device.type)
-            peer = steps * peer_step(model, glue_task(task, arguments.data), arguments.peer_steps, device)
-            found[task] = {"steps": steps, "ours": ours, "altogether": altogether, "peer": peer, "ratio": peer / ours}
+            config = settings_of(
+                model, task, arguments.data, folder, device, arguments.seeds if arguments.scores else 1
+            )
+            rows = glue_task(task, arguments.data)
+            found[task] = scores(config, rows) if arguments.scores else speed(config, rows, arguments.peer_steps)
             if not arguments.json:
-                whole = f"{altogether:.1f} s with loading and measuring"
-                times = f"ours {ours:7.1f} s ({whole})   transformers {peer:7.1f} s   {peer / ours:5.2f}×"
-                print(f"{task:<6}{steps:>7,} steps   {times}", flush=True)
+                told = told_scores(found[task]) if arguments.scores else told_speed(found[task])
+                print(f"{task:<6}{told}", flush=True)
     if arguments.json:
         print(json.dumps(found))
 

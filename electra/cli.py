@@ -8,19 +8,28 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import io
 import json
+import operator
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from types import ModuleType, NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    UnsupportedTypeAnnotationError,
+)
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
@@ -60,19 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         if not type(error).__module__.startswith("electra."):
             raise
-        fail(str(error))
+        fail(str(error), arguments)
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # no such file, no permission, disk full: the system's own sentence names the file
-        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), arguments)
 
 
-def fail(sentence: str) -> NoReturn:
-    """Say what is wrong and exit with 2."""
+def fail(sentence: str, arguments: list[str]) -> NoReturn:
+    """Say what is wrong, with `--json` also to the program that reads the output, and exit with 2."""
     print(f"electra: {sentence}", file=sys.stderr)
+    if "--json" in before_texts(arguments):
+        print(json.dumps({"error": sentence}))
     sys.exit(2)
+
+
+def before_texts(arguments: list[str]) -> list[str]:
+    """The arguments before a `--`, behind which all are texts."""
+    return list(takewhile(lambda argument: argument != "--", arguments))
 
 
 def run(arguments: list[str]) -> None:
@@ -88,8 +102,8 @@ def run(arguments: list[str]) -> None:
         close = nearest(name, COMMANDS)
         advice = f"did you mean {close!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {name!r}; {advice}")
-    module, configuration, function, _ = COMMANDS[name]
-    stage = importlib.import_module(module)
+    _, configuration, function, _ = COMMANDS[name]
+    stage = import_stage(name)
     settings = parse(name, getattr(stage, configuration), flags)
     with naming_flags(type(settings)):
         result = getattr(stage, function)(settings)
@@ -98,6 +112,11 @@ def run(arguments: list[str]) -> None:
         print(json.dumps(finite(dataclasses.asdict(result)), default=str) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
+
+
+def import_stage(name: str) -> ModuleType:
+    """The module of a command, with all the libraries it needs."""
+    return importlib.import_module(COMMANDS[name][0])
 
 
 def overview() -> str:
@@ -122,7 +141,7 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
     described = f"{inspect.getdoc(configuration)}\n\n{FILE_OF_FLAGS}"
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), OPTIONAL:
             return tyro.cli(configuration, prog=f"electra {name}", description=described, args=flags, default=default)
     except SystemExit as exit:
         if not exit.code:  # --help
@@ -131,10 +150,29 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
             raise ConfigError(one_sentence(said.getvalue())) from None
 
 
+OPTIONAL = ConstructorRegistry()
+
+
+@OPTIONAL.primitive_rule
+def given_as_itself(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | UnsupportedTypeAnnotationError | None:
+    """How tyro takes and shows a field `INT | None`: as INT, where it would have {None}|INT."""
+    if NoneType not in get_args(info.type):
+        return None
+    kind = functools.reduce(operator.or_, (kind for kind in get_args(info.type) if kind is not NoneType))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
+    if isinstance(spec, UnsupportedTypeAnnotationError):
+        return spec
+    return dataclasses.replace(
+        spec,
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),  # the default
+    )
+
+
 def refuse_unknown(name: str, configuration: type, arguments: list[str]) -> None:
     """Refuse a flag that is not there; tyro would take it for a text, or its value for one."""
     known = known_flags(configuration)
-    for argument in takewhile(lambda argument: argument != "--", arguments):
+    for argument in before_texts(arguments):
         given = re.match(r"--?[a-zA-Z][\w-]*", argument)
         if given and given[0].replace("_", "-") not in ("-h", *(f"--{flag}" for flag in known)):
             close = nearest(given[0].strip("-"), known)

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 
 import numpy as np
@@ -199,6 +200,7 @@ def test_after_a_mistake_the_same_folder_will_do(encoder_folder, tmp_path, capsy
         (["--task", "rtf", "--data", "."], "there is no task 'rtf'; choose from cola"),
         (["--train", "x.csv", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
         (["--train", "x.csv"], "there is no x.csv"),
+        (["--train", "x.csv", "--ensemble"], "an ensemble of one is the model itself; give --seeds 2 or more"),
     ],
 )
 def test_wrong_settings_are_one_sentence(encoder_folder, tmp_path, capsys, flags, sentence):
@@ -305,6 +307,23 @@ def test_answers_cut_texts_where_fine_tuning_did(settings, tmp_path):
     assert found.measures == result.median["dev"]
     with pytest.raises(ValueError, match="longer than the model's 32 positions"):
         evaluate(EvaluateConfig(model=tmp_path / "out", input=tmp_path / "dev.jsonl", length=64))
+
+
+def test_scores_are_written_with_six_digits(settings, tmp_path):
+    finetune(settings("regression", epochs=1))
+    (tmp_path / "new.csv").write_text("text\nthe big cat sat on the red mat .\n")
+    for name in ("answers.csv", "answers.jsonl"):
+        predict(PredictConfig(model=tmp_path / "out", input=tmp_path / "new.csv", output=tmp_path / name))
+        score = re.search(r"\d+\.\d+", (tmp_path / name).read_text())[0]
+        assert len(score.replace(".", "").lstrip("0")) <= 6
+
+
+def test_one_model_is_no_ensemble(untrained, tmp_path):
+    (tmp_path / "new.jsonl").write_text('{"text": "cat", "label": "cat"}')
+    with pytest.raises(
+        ValueError, match=r"there is one model in .*, and an ensemble of one is the model itself; leave"
+    ):
+        evaluate(EvaluateConfig(model=tmp_path / "out", input=tmp_path / "new.jsonl", ensemble=True))
 
 
 def test_a_finished_fine_tuning_stands_for_its_best_seed(tuned, settings, tmp_path):

@@ -12,6 +12,7 @@ from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.finetune.glue import GLUE_6, REFERENCES, GlueConfig, glue, name_of
 from electra.finetune.prediction import EvaluateConfig, evaluate
+from electra.finetune.tasks import TASKS
 from electra.finetune.tuning import read_score
 
 QUICK = {"epochs": 2, "batch": 8, "learning_rate": 3e-3, "length": 32}
@@ -39,6 +40,12 @@ def test_all_takes_the_tasks_that_are_there(settings):
     assert "| Small (OWT)" in shown
     assert "| 56.8" in shown  # CoLA's
     assert "stsb, dev pearson" in shown
+
+
+def test_an_ensemble_is_of_the_tasks_that_have_several_seeds(settings):
+    config = settings(ensemble=True, large_seeds=1)
+    assert (config.for_task(TASKS["sst2"]).seeds, config.for_task(TASKS["sst2"]).ensemble) == (1, False)
+    assert (config.for_task(TASKS["rte"]).seeds, config.for_task(TASKS["rte"]).ensemble) == (2, True)
 
 
 def test_the_references_are_those_of_the_paper():

@@ -73,6 +73,31 @@ def test_fields_of_csv_may_span_lines_and_rows_know_where_they_begin(rows_in):
     assert rows == [Row(2, {"text": "one\ntwo", "label": "1"}), Row(5, {"text": "three", "label": "0"})]
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"id;text;label\n1;so, so;2,5\n",
+        b'id\ttext\tlabel\n1\tso, so\t"2,5"\n',
+        b'"id";"text";"label"\n\n1;"so, so";2,5\n',
+        b'\n\r\nid,text,label\n1,"so, so","2,5"\n',
+    ],
+)
+def test_the_header_of_a_csv_tells_what_stands_between_fields(rows_in, content):
+    assert [row.values for row in rows_in("a.csv", content)] == [{"id": "1", "text": "so, so", "label": "2,5"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        (b"id,text;label\n1,2\n", ["id", "text;label"]),
+        (b'"text;label"\n1\n', ["text;label"]),
+        (b'"a,b";c\n1;2\n', ["a,b", "c"]),
+    ],
+)
+def test_a_comma_is_meant_unless_only_another_separator_divides_the_header(rows_in, content, columns):
+    assert list(rows_in("a.csv", content)[0].values) == columns
+
+
 def test_tsv_has_no_quoting_and_only_line_feeds_end_lines(rows_in):
     rows = rows_in("a.tsv", 'text\tlabel\n"open\t1\nnext\x85line\u2028\t0\n'.encode())
     assert [row.values["text"] for row in rows] == ['"open', "next\x85line\u2028"]
@@ -129,8 +154,10 @@ def test_any_csv_comes_back(tmp_path_factory, rows):
         ("a.tsv", "text\na".encode("utf-16"), "a.tsv, line 1: byte 0xff is not UTF-8"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),
         ("a.tsv", b"a\tb\n1\n", r"a.tsv, line 2: 1 fields, but there are 2 columns \(a, b\)"),
-        ("a.csv", b'a,b\n1,"2\n', "a.csv, line 2: unexpected end of data; a field with a comma"),
+        ("a.csv", b'a,b\n1,"2\n', "a.csv, line 2: unexpected end of data; a field with the separator"),
         ("a.csv", b'a,b\n1,"2"3\n', "a.csv, line 2: ',' expected after '\"'"),
+        ("a.csv", b"a;b\n1;2\n1;2;3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),
+        ("a.csv", b"a\rb;c\n1;2\n", "a.csv, line 1: new-line character seen in unquoted field"),
         ("a.csv", b"a,b,a\n1,2,3\n", "a.csv has several columns named a; give each its own name"),
         ("a.jsonl", b'{"a": 1}\n{"a"\n', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: not valid JSON"),

@@ -70,7 +70,7 @@ class GlueConfig(TuningConfig):
         """The settings of one task."""
         if self.large_seeds is None or task.name not in LARGE:
             return self
-        return replace(self, seeds=self.large_seeds)
+        return replace(self, seeds=self.large_seeds, ensemble=self.ensemble and self.large_seeds > 1)
 
 
 def has_rows(task: Task, split: str, data: str) -> bool:
@@ -150,7 +150,7 @@ def glue(config: GlueConfig) -> GlueTable:
     tasks = config.chosen_tasks()
     groups = [cells_of(config.for_task(task), task, config.output / task.name) for task in tasks]
     scores = iter(run_cells([cell for group in groups for cell in group], workers_for(config)))
-    lines = [line_of(group, [next(scores) for _ in group], config.ensemble) for group in groups]
+    lines = [line_of(group, [next(scores) for _ in group]) for group in groups]
     lines += earlier_lines(config.output, tasks)
     if not config.keeps_models:
         for group in groups:
@@ -186,7 +186,7 @@ def absent(lines: list[Line]) -> list[str]:
     return [f"the mean is without {', '.join(missing)}"] if missing else []
 
 
-def line_of(cells: list[Cell], scores: list[Score], is_ensemble: bool) -> Line:
+def line_of(cells: list[Cell], scores: list[Score]) -> Line:
     """The line of a task."""
     task = cells[0].task
     medians, spreads = over_seeds(scores)
@@ -199,7 +199,7 @@ def line_of(cells: list[Cell], scores: list[Score], is_ensemble: bool) -> Line:
         seeds=len(scores),
         seconds=sum(score.seconds for score in scores),
         measures=medians,
-        ensemble=ensemble(cells) if is_ensemble else {},
+        ensemble=ensemble(cells) if cells[0].config.ensemble else {},
         truncated=scores[0].truncated,
     )
 

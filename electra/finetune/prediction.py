@@ -22,7 +22,7 @@ from electra.finetune.labels import SEPARATOR
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import confusion
 from electra.finetune.tasks import Examples, Task, stream_examples, telling_line
-from electra.finetune.tuning import Measures
+from electra.finetune.tuning import ONE_TOGETHER, Measures
 from electra.model.encoder import check_length
 from electra.model.storage import CONFIG, read_json, tokenizer_beside
 from electra.text.files import PARTIAL
@@ -121,7 +121,7 @@ class Answers:
     """Fine-tuned models of one task that answer together."""
 
     def __init__(self, config: AnswerConfig) -> None:
-        self.folders = seed_models(config.model) if config.ensemble else [best_model(config.model)]
+        self.folders = several_models(config.model) if config.ensemble else [best_model(config.model)]
         loaded = [load_finetuned(folder) for folder in self.folders]
         self.device = choose_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
@@ -159,6 +159,15 @@ class Answers:
         return found
 
 
+def several_models(output: Path) -> list[Path]:
+    """The models of all seeds, which have to be more than one."""
+    models = seed_models(output)
+    if len(models) == 1:
+        more = "fine-tune more --seeds (electra glue keeps their models with --keeps-models)"
+        raise ConfigError(f"there is one model in {output}, and {ONE_TOGETHER}; leave --ensemble out, or {more}")
+    return models
+
+
 def predict(config: PredictConfig) -> Predicted:
     """Write a row for every row of a file; the output is there whole or not at all."""
     if config.output.exists() and config.output.samefile(config.input):
@@ -179,7 +188,7 @@ def answers_of(task: Task, logits: NDArray) -> Iterator[dict[str, Any]]:
     words = task.words(reading.answer(logits, task))
     for word, certainties in zip(words, reading.certainty(logits).tolist(), strict=True):
         named = {f"p({name})": round(value, 4) for name, value in zip(task.labels, certainties, strict=False)}
-        yield {"prediction": word} | named
+        yield {"prediction": float(f"{word:.6g}") if isinstance(word, float) else word} | named
 
 
 def joined(row: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Tables: files of rows with named columns, read one row at a time, so that a file may have any length.
 
-.csv has a header and may quote fields, which may then span lines. .tsv has no quoting, as in GLUE's files: a quotation
+.csv has a header and may quote fields, which may then span lines; the header tells whether commas, semicolons or tabs
+stand between them. .tsv has no quoting, as in GLUE's files: a quotation
 mark is a character. In .jsonl each line is an object. Row numbers stand for line numbers in .parquet and hub data.
 """
 
@@ -8,6 +9,7 @@ import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +18,7 @@ from electra.text.corpus import LONGEST
 from electra.text.files import TextFile, named, needs, opened, opened_parquet
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
+SEPARATORS = (",", ";", "\t")  # of a .csv; spreadsheets write the second where a comma is the decimal sign
 MARK = "\ufeff"  # some programs begin UTF-8 files with it
 
 
@@ -74,16 +77,35 @@ def text_lines(name: str, stream: BinaryIO) -> Iterator[str]:
 def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     """The fields of each record of a .csv, and the line it begins on."""
     csv.field_size_limit(LONGEST)  # the library's own is 128 kB, which one unclosed quotation mark soon reaches
-    reader = csv.reader(lines, strict=True)
     line = 1
     try:
+        blank, header = first_line(lines)
+        reader = csv.reader(chain(blank, [header], lines), delimiter=separator_of(header), strict=True)
         for fields in reader:
             if fields:
                 yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
-        advice = "a field with a comma, line end or quotation mark stands in quotation marks, and those in it twice"
+        advice = (
+            "a field with the separator, a line end or quotation mark stands in quotation marks, and those in it twice"
+        )
         raise DataError(f"{name}, line {line}: {error}; {advice}") from None
+
+
+def first_line(lines: Iterator[str]) -> tuple[list[str], str]:
+    """The first line that is not blank, and the blank ones before it."""
+    blank: list[str] = []
+    for line in lines:
+        if line.strip():
+            return blank, line
+        blank.append(line)
+    return blank, ""
+
+
+def separator_of(header: str) -> str:
+    """What stands between the fields of a .csv: the only one of the separators that divides its header, or a comma."""
+    dividing = [separator for separator in SEPARATORS if len(next(csv.reader([header], delimiter=separator))) > 1]
+    return dividing[0] if len(dividing) == 1 else SEPARATORS[0]
 
 
 def tsv_records(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:

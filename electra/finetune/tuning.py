@@ -33,6 +33,7 @@ LOGITS = "logits.safetensors"
 MODEL = "model"
 MEASURED_ROWS = 128
 """Rows that are measured at once."""
+ONE_TOGETHER = "an ensemble of one is the model itself"
 OFTEN_SAVED = 2000
 """Steps between checkpoints: small tasks are over before."""
 
@@ -91,6 +92,8 @@ class TuningConfig:
             raise ConfigError(f"layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
         if self.length < 8:
             raise ConfigError(f"length is {self.length}; it must be at least 8")
+        if self.ensemble and self.seeds == 1:
+            raise ConfigError(f"{ONE_TOGETHER}; give --seeds 2 or more, or leave --ensemble out")
 
     def trainer(self, encoder: EncoderConfig, steps_an_epoch: int) -> TrainerConfig:
         """How the trainer goes about it."""

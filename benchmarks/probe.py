@@ -1,0 +1,89 @@
+"""How good are pre-trained models, with no look at any dev set: fine-tune them on slices of GLUE's training files.
+
+    python benchmarks/probe.py --data glue/ --model runs/a runs/b [--tasks qnli sst2 rte] [--seeds 3] [--json]
+
+A dev set that decided which model is kept is no fair measure of it any more; these rows may decide. All models learn
+from the same --rows rows and are measured on the same --held-out others, of small tasks at most a fifth of the rows.
+Settings are those of `electra finetune`, but for the epochs. The table has the median over seeds of each task's first
+metric and the standard deviation. Compare models by it, not with published scores: there are fewer rows and epochs,
+and the rows of SST-2 are phrases, some of them parts of others.
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from electra.finetune.cells import cells_of, run_cells, workers_for
+from electra.finetune.finetuning import over_seeds
+from electra.finetune.glue import markdown
+from electra.finetune.tasks import Task, glue_task, split_rows
+from electra.finetune.tuning import TuningConfig
+
+SEED = 0  # decides which rows are taken
+MOST_HELD_OUT = 0.2  # of the rows of a task
+
+Found = dict[str, float]  # "median" and "spread" over seeds
+
+
+def sliced(task: Task, rows: int, held_out: int, folder: Path) -> Task:
+    """The task with some of its training rows to learn from and others to measure on, the same ones every time."""
+    found = [row.values for row in split_rows(task, "train")]
+    order = np.random.default_rng(SEED).permutation(len(found))
+    dev = min(held_out, int(MOST_HELD_OUT * len(found)))
+    files = {}
+    for split, places in {"train": order[dev : dev + rows], "dev": order[:dev]}.items():
+        files[split] = folder / f"{task.name}-{split}.jsonl"
+        files[split].write_text("".join(json.dumps(found[place]) + "\n" for place in places))
+    return replace(task, splits={split: str(file) for split, file in files.items()})
+
+
+def probe(config: TuningConfig, task: Task) -> Found:
+    """What a model reaches on a task."""
+    scores = run_cells(cells_of(config, task, config.output), workers_for(config))
+    medians, spreads = over_seeds(scores)
+    return {"median": medians["dev"][task.metrics[0]], "spread": spreads["dev"][task.metrics[0]]}
+
+
+def table(found: dict[str, dict[str, Found]], tasks: list[Task]) -> str:
+    """Models below each other, tasks beside each other."""
+    cells = [["model", *(f"{task.name} ({task.metrics[0]})" for task in tasks)]]
+    for model, scores in found.items():
+        cells.append([model, *(f"{100 * one['median']:.2f} ± {100 * one['spread']:.2f}" for one in scores.values())])
+    return markdown(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, help="the folder of GLUE, or hub:glue")
+    parser.add_argument(
+        "--model", nargs="+", type=Path, required=True, help="runs, model folders, Hugging Face folders"
+    )
+    parser.add_argument("--tasks", nargs="+", default=["qnli", "sst2"])
+    parser.add_argument("--rows", type=int, default=8000, help="to learn from")
+    parser.add_argument("--held-out", type=int, default=2000, help="other training rows, to measure on")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    found: dict[str, dict[str, Found]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole = [glue_task(task, arguments.data) for task in arguments.tasks]
+        tasks = [sliced(task, arguments.rows, arguments.held_out, folder) for task in whole]
+        for number, model in enumerate(arguments.model):
+            settings = {"epochs": arguments.epochs, "seeds": arguments.seeds, "length": arguments.length}
+            output = folder / str(number)
+            found[str(model)] = {
+                task.name: probe(TuningConfig(model=model, output=output / task.name, **settings), task)
+                for task in tasks
+            }
+    print(json.dumps(found) if arguments.json else table(found, tasks))
+
+
+if __name__ == "__main__":
+    main()
