@@ -4,7 +4,7 @@
     python benchmarks/pretrain.py --follow 200 [--data shards/] [--settings small:128x128]
 
 A step is forward, backward, clipping and the optimizer, over batches that come from shards; without --data, of made-up
-words. Ours is the trainer of `electra pretrain`: with --plain, and fast (as a GPU does it; a CPU with --compile). Peers are
+words. Ours is the trainer of `electra pretrain`: with --plain, and fast (on a CPU: with --compile). The peers are
 ElectraForMaskedLM and ElectraForPreTraining with one set of embeddings, autocast and fused AdamW: `eager` as people
 write it (vocabulary logits of every token, a mask of ones), `compiled` the fastest of its kind (torch.compile, logits
 of masked rows only, no mask). Ours also keeps attention within the documents of a row, which the peers do not. All
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import product
