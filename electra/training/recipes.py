@@ -50,7 +50,7 @@ BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {
     },
     "fast": {
         "tiny": {"learning_rate": 3e-3, "batch_size": 64, "length": 64, "steps": 10_000, "mask_fraction": 0.3},
-        "small": {"learning_rate": 5e-4, "batch_size": 256, "length": 128, "steps": 50_000},
+        "small": {"learning_rate": 1.5e-3, "batch_size": 256, "length": 128, "steps": 50_000},
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
         "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},
     },
