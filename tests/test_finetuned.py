@@ -1,7 +1,10 @@
 """Fine-tuned models: equal to a linear head over transformers' encoder, and at home in their folders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from conftest import WIDE, saved_discriminator
 from made import write_rows
 from peers import peer
 from transformers import BertConfig, BertModel, ElectraModel
@@ -35,6 +38,17 @@ def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
     labels = torch.tensor([0, 2, 1])
     loss = READINGS["classification"].loss(logits, labels).mean()
     assert abs(loss - torch.nn.functional.cross_entropy(expected, labels)) < 1e-6
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, 0.3), (0.0, 0.0), (0.2, 0.2)])
+def test_dropout_is_the_pre_trained_models_own_unless_given(tmp_path, shards, wanted, found):
+    config = replace(WIDE, dropout=0.3, attention_dropout=0.3)
+    folder = saved_discriminator(config, tmp_path / "model", shards / "tokenizer")
+    rows = write_rows(tmp_path / "rows.jsonl", "classification", 40, seed=0)
+    tuning = TuningConfig(model=folder, output=tmp_path, dropout=wanted, length=32)
+    lesson = TuningLesson(tuning, own_task(train=rows, text="text", label="label"), seed=1, cache=tmp_path / "tokens")
+    layer = lesson.model.encoder.layers[0]
+    assert (layer.dropout.p, layer.attention.dropout, lesson.model.head.dropout.p) == (found, found, found)
 
 
 def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):

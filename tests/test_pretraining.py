@@ -17,11 +17,12 @@ from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.huggingface import folded
 from electra.model.storage import load_model, save_model
+from electra.text.batches import BatchesConfig, validation_batches
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import read_lines
-from electra.training.pretraining import PretrainingLesson, plan, pretrain, unigram, waves
+from electra.training.pretraining import PretrainingLesson, held_out_batches, plan, pretrain, unigram, waves
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
 from electra.training.trainer import Trainer
 
@@ -445,3 +446,14 @@ def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
     assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step-000000010"]
     monkeypatch.undo()
     assert pretrain(replace(config, resume=True)).step == 20
+
+
+def test_held_out_rows_come_from_all_over_the_held_out_text(settings_of_run, shards):
+    config = settings_of_run(evaluation_rows=32, length=8)
+    form = BatchesConfig(length=config.length, batch_size=32, form="dense")
+    everything = list(validation_batches(open_shards(shards), form))
+    assert len(everything) > 3
+    few = held_out_batches(config, open_shards(shards), torch.device("cpu"))
+    two = held_out_batches(replace(config, evaluation_rows=64), open_shards(shards), torch.device("cpu"))
+    assert [len(few), len(two)] == [1, 2]
+    assert torch.equal(two[1].input_ids, everything[len(everything) // 2].input_ids)

@@ -61,8 +61,9 @@ class TuningConfig:
     """Over which share of the steps (from 1 on: how many steps) the learning rate rises; then it falls to 0."""
     weight_decay: float | None = None
     """0, as the paper has it; with --faithful 0.01, as the released code."""
-    dropout: float = 0.1
-    """Of the encoder and before the head, whatever it was in pre-training."""
+    dropout: float | None = None
+    """Of the encoder and before the head; as in pre-training unless given: a model that never met dropout falls apart
+    under it."""
     length: int = 128
     """Longer texts are cut, the longer of a pair first; how many is reported."""
     seeds: int = 1

@@ -186,7 +186,7 @@ class PretrainingLesson:
         self.objective = OBJECTIVES[config.objective]
         self.batches = Batches(shards, batches_config(config), device=device)
         self.stream: Iterator[Batch] | None = None
-        self.held_out = list(held_out_batches(config, shards, device))
+        self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
         if self.is_fast:
@@ -267,14 +267,13 @@ def batches_config(config: PretrainConfig) -> BatchesConfig:
     return BatchesConfig(**{field.name: getattr(config, field.name) for field in fields(BatchesConfig)})
 
 
-def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> Iterator[Batch]:
-    """Held-out rows in one form for all runs: dense, no longer than 128 tokens."""
+def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
+    """Held-out rows in one form for all runs: dense, no longer than 128 tokens, from all over the held-out text."""
     size = min(32, config.evaluation_rows)
     form = BatchesConfig(length=min(128, config.length), batch_size=size, form="dense")
-    for number, batch in enumerate(validation_batches(shards, form, device=device)):
-        if number * size >= config.evaluation_rows:
-            return
-        yield batch
+    batches = list(validation_batches(shards, form, device=device))
+    wanted = min(len(batches), -(-config.evaluation_rows // size))
+    return [batches[number * len(batches) // wanted] for number in range(wanted)]
 
 
 def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Tensor:
