@@ -20,6 +20,7 @@ def result_of(monkeypatch, capsys):
     """Run a benchmark with --json, as from a shell."""
 
     def run(name: str, *arguments: Any) -> Any:
+        monkeypatch.syspath_prepend(BENCHMARKS)  # as Python does for a script's own folder
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments), "--json"])
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
         return json.loads(capsys.readouterr().out)
