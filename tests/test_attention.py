@@ -100,3 +100,9 @@ def test_short_rows_know_each_tokens_document():
     assert reach_of(PADDING, None, kernel="short rows").documents.tolist() == [[0] * 6, [0] * 4 + [-1] * 2]
     assert reach_of(None, None, kernel="short rows").documents is None
     assert within(reach, 2, 6, torch.device("cpu")).window == 2
+
+
+def test_with_a_bound_on_documents_their_starts_are_as_many_in_every_batch():
+    documents = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 2]])
+    assert starts_of(documents, most=3).tolist() == [0, 2, 4, 4, 8, 8, 8, 9, 11, 12]
+    assert starts_of(documents, most=3).unique().tolist() == starts_of(documents).tolist()

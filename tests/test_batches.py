@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from electra.errors import ConfigError, DataError
 from electra.text import batches as batches_module
 from electra.text.batches import Batches, BatchesConfig, Position, prefetched, validation_batches
-from electra.text.packing import Permutation, cut_documents
+from electra.text.packing import Permutation, cut_documents, most_documents
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.text.tokenizer import TokenizerConfig, train_tokenizer
@@ -130,6 +130,19 @@ def test_one_paper_row_in_ten_is_single_and_one_in_twenty_short(tmp_path):
     is_full = rows.lengths == 10  # 800 words are 80 full rows
     assert 0.04 < 1 - is_full.mean() < 0.06
     assert 0.09 < (rows.firsts == rows.lengths)[is_full].mean() < 0.11
+
+
+def documents_in(begins: list[int], start: int, width: int) -> int:
+    """How many documents `width` tokens from `start` on belong to, counted one by one."""
+    places = [place % begins[-1] for place in range(start, start + width)]
+    return len({sum(begin <= place for begin in begins) for place in places})
+
+
+@pytest.mark.parametrize("begins", [[0, 9], [0, 1, 2, 9], [0, 4, 5, 6, 12], [0, 3, 4, 5]])
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_no_row_has_more_documents_than_the_most(begins, width):
+    found = max(documents_in(begins, start, width) for start in range(begins[-1]))
+    assert found <= most_documents(np.array(begins), width) <= found + 1
 
 
 def test_documents_are_cut_from_their_beginning():

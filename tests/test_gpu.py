@@ -32,7 +32,7 @@ def on_gpu(batch: Batch) -> Batch:
     return replace(batch, **{name: value.cuda() for name, value in tensors.items()})
 
 
-@pytest.mark.parametrize("kernel", ["documents", "short rows"])
+@pytest.mark.parametrize("kernel", ["documents", "documents, bounded", "short rows"])
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, kernel, style):
@@ -48,7 +48,8 @@ def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, k
     weights = torch.randn(6, 120, 256, device="cuda")
 
     def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
-        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)
+        encoder.most_documents = 20 if "bounded" in kernel else None
+        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel.removesuffix(", bounded"))
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             hidden = encoder(ids, attention_mask, None, documents).float()

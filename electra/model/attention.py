@@ -34,7 +34,9 @@ class Reach:
     turns: Tensor | None = None  # [2, L, 1, K/2] cosines and sines by which positions turn queries and keys
 
 
-def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, kernel: Kernel) -> Reach:
+def reach_of(
+    attention_mask: Tensor | None, documents: Tensor | None, *, kernel: Kernel, most_documents: int | None = None
+) -> Reach:
     """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither."""
     if documents is None and attention_mask is None:
         return Reach("short rows" if kernel == "short rows" else "mask")
@@ -48,7 +50,7 @@ def reach_of(attention_mask: Tensor | None, documents: Tensor | None, *, kernel:
     if kernel == "short rows":
         return Reach(kernel, documents=documents.int())
     if kernel == "documents":
-        return Reach(kernel, starts=starts_of(documents))
+        return Reach(kernel, starts=starts_of(documents, most_documents))
     return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])
 
 
@@ -80,12 +82,22 @@ def turned(vectors: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(vectors.dtype)
 
 
-def starts_of(documents: Tensor) -> Tensor:
-    """Where documents start in the flattened batch, and its end; a row always starts a new one."""
+def starts_of(documents: Tensor, most: int | None = None) -> Tensor:
+    """Where documents start in the flattened batch, and its end; a row always starts a new one.
+
+    If rows have at most so many documents, the list has one length whatever they hold: rows with fewer have empty ones
+    at their end.
+    """
+    rows, length = documents.shape
     is_start = torch.ones_like(documents, dtype=torch.bool)  # [B, L]
     is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    end = torch.tensor([documents.numel()], device=documents.device)
-    return torch.cat([is_start.flatten().nonzero().squeeze(1), end]).int()
+    end = torch.full((1,), documents.numel(), device=documents.device)
+    if most is None:
+        return torch.cat([is_start.flatten().nonzero().squeeze(1), end]).int()
+    place = torch.arange(length, device=documents.device)
+    starts = torch.where(is_start, place, length).sort(1)[0][:, :most]  # [B, S]
+    begins = torch.arange(rows, device=documents.device)[:, None] * length
+    return torch.cat([(begins + starts).flatten(), end]).int()
 
 
 def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
@@ -119,14 +131,14 @@ def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor
     return mixed.unflatten(0, (B, L))
 
 
-def kernel_for(weight: Tensor, length: int, head_width: int, dropout: float) -> Kernel:
+def kernel_for(weight: Tensor, length: int, head_width: int, dropout: float, has_bound: bool) -> Kernel:
     """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision.
 
-    Document by document there is no dropout, and no compiled graph: the list of documents has another length in every
-    batch.
+    Document by document there is no dropout; a compiled graph also needs a bound on the documents of a row, without
+    which their list has another length in every batch.
     """
     if not weight.is_cuda or precision_at(weight) not in HALVES:
         return "mask"
     if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"
-    return "mask" if dropout > 0 or torch.compiler.is_compiling() else "documents"
+    return "mask" if dropout > 0 or (torch.compiler.is_compiling() and not has_bound) else "documents"

@@ -325,6 +325,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layer_of(config, number) for number in range(config.layers))
         self.final_norm = norm(config, config.width) if config.is_modern() else nn.Identity()
         self.recomputes_layers = False  # gradient checkpointing: less memory, a third more work
+        self.most_documents: int | None = None  # in a row, where that is known: compiled steps need no mask then
         initialize(self, config.initial_std)
         if config.is_modern():
             calm(self.layers)
@@ -355,7 +356,8 @@ class Encoder(nn.Module):
     def reaches(self, input_ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> dict[bool, Reach]:
         """How far tokens see in layers that are global (True) and in those that are not."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device
-        reach = reach_of(attention_mask, documents, kernel=self.kernel(length))
+        kernel, most = self.kernel(length), self.most_documents
+        reach = reach_of(attention_mask, documents, kernel=kernel, most_documents=most)
         if not config.is_modern():
             return {True: reach}
         width = config.width // config.heads
@@ -373,7 +375,7 @@ class Encoder(nn.Module):
         """How this device attends in rows of `length` tokens."""
         config, weight = self.config, next(self.layers.parameters())
         dropout = config.attention_dropout if self.training else 0.0
-        return kernel_for(weight, length, config.width // config.heads, dropout)
+        return kernel_for(weight, length, config.width // config.heads, dropout, self.most_documents is not None)
 
 
 def project_of(config: EncoderConfig) -> nn.Module:

@@ -115,6 +115,13 @@ def document_begins(shards: Shards, split: Split) -> NDArray:
     return np.concatenate(ends)
 
 
+def most_documents(begins: NDArray, width: int) -> int:
+    """The most documents that `width` tokens in a row of a ring can belong to; `begins` are [N + 1] as above."""
+    around = np.concatenate([begins[:-1], begins[:-1] + begins[-1]])
+    begun = np.searchsorted(around, around[: len(begins) - 1] + width) - np.arange(len(begins) - 1)
+    return min(width, int(begun.max(initial=0)) + 1)  # and one that began before
+
+
 @dataclass(frozen=True)
 class Permutation:
     """A random order of `size` numbers that is computed, not stored: a Feistel network over the next power of four."""

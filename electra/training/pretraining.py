@@ -33,6 +33,7 @@ from electra.objective.measures import measure
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
 from electra.text.batches import Batch, Batches, BatchesConfig, Position, validation_batches
 from electra.text.files import is_used
+from electra.text.packing import document_begins, most_documents
 from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.text.vocabulary import Vocabulary
 from electra.training.checkpoint import checkpoint_folders, model_folder, read_state, remove_drafts
@@ -178,11 +179,11 @@ class PretrainingLesson:
         self.phase, self.shards, self.device = phase, shards, device
         self.config = config = phase.config
         self.model = Electra(phase.model).to(device)
-        for module in self.model.modules():
-            if isinstance(module, Encoder):
-                module.recomputes_layers = config.recompute
         self.working = WorkingCopy(self.model, choose_precision(config.precision, device))
         self.is_fast = device.type == "cuda" and not config.plain
+        most = most_documents(document_begins(shards, "train"), config.length) if config.form == "dense" else None
+        for encoder in (module for module in self.working.model.modules() if isinstance(module, Encoder)):
+            encoder.recomputes_layers, encoder.most_documents = config.recompute, most
         self.objective = OBJECTIVES[config.objective]
         self.batches = Batches(shards, batches_config(config), device=device)
         self.stream: Iterator[Batch] | None = None
