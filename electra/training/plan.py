@@ -92,17 +92,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """Print the result as JSON."""
 
     FREE: ClassVar = {  # what may differ when a run is resumed: nothing that changes the weights
-        *("data", "output", "resume", "json", "dry_run", "device", "plain", "compile", "recompute"),
-        *(
-            "micro_batches",
-            "resident",
-            "log_every",
-            "evaluate_every",
-            "save_every",
-            "keep",
-            "most_skipped",
-            "evaluation_rows",
-        ),
+        *("data", "output", "resume", "json", "dry_run", "device", "plain", "compile", "recompute", "micro_batches"),
+        *("resident", "log_every", "evaluate_every", "save_every", "keep", "most_skipped", "evaluation_rows"),
     }
 
     def __post_init__(self) -> None:
