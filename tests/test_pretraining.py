@@ -16,11 +16,11 @@ from kills import killed
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.huggingface import folded
-from electra.model.storage import load_model, save_model
+from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.text.batches import BatchesConfig, validation_batches
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
 from electra.training.journal import read_lines
 from electra.training.pretraining import PretrainingLesson, held_out_batches, plan, pretrain, unigram, waves
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
@@ -158,6 +158,18 @@ def test_resumed_equals_unbroken_whatever_the_optimizer(settings_of_run):
         shutil.rmtree(checkpoint_folders(part.output)[-1])  # as if it had been killed between step 10 and 20
         pretrain(replace(part, resume=True))
         assert weights(part.output) == weights(whole.output)
+
+
+def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
+    unbroken, broken = (settings_of_run(name, optimizer="adam", steps=20) for name in ("unbroken", "broken"))
+    for run in (unbroken, broken):
+        pretrain(run)
+    first, last = checkpoint_folders(broken.output)
+    shutil.rmtree(last)
+    kept = {name: it for name, it in read_tensors(first / TRAINING).items() if not name.endswith("/step")}
+    write_tensors(first / TRAINING, kept)
+    pretrain(replace(broken, resume=True))
+    assert weights(broken.output) == weights(unbroken.output)
 
 
 def test_a_generator_may_start_at_the_frequencies_of_tokens(settings_of_run):
