@@ -100,3 +100,10 @@ def test_short_rows_know_each_tokens_document():
     assert reach_of(PADDING, None, kernel="short rows").documents.tolist() == [[0] * 6, [0] * 4 + [-1] * 2]
     assert reach_of(None, None, kernel="short rows").documents is None
     assert within(reach, 2, 6, torch.device("cpu")).window == 2
+
+
+@pytest.mark.parametrize(("attention_mask", "documents"), [(PADDING, None), (None, DOCUMENTS), (PADDING, DOCUMENTS)])
+def test_short_rows_have_their_documents_row_by_row_in_memory(attention_mask, documents):
+    """The kernel reads them there; what lies column by column would be taken for others."""
+    attention_mask, documents = (None if it is None else it.T.contiguous().T for it in (attention_mask, documents))
+    assert reach_of(attention_mask, documents, kernel="short rows").documents.is_contiguous()
