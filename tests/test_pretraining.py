@@ -22,7 +22,15 @@ from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
 from electra.training.journal import read_lines
-from electra.training.pretraining import PretrainingLesson, held_out_batches, plan, pretrain, unigram, waves
+from electra.training.pretraining import (
+    PretrainingLesson,
+    held_out_batches,
+    plan,
+    pretrain,
+    require_compiler,
+    unigram,
+    waves,
+)
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
 from electra.training.trainer import Trainer
 
@@ -441,6 +449,25 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
         pretrain(settings_of_run(data=tmp_path / "all"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "sentence"),
+    [
+        (
+            "cpu",
+            {"compile": True},
+            r"compiling needs a C\+\+ compiler \(g\+\+\), which is not here; leave out --compile",
+        ),
+        ("cuda", {}, r"compiling needs Triton and a C compiler \(gcc\), which is not here; add --plain"),
+        ("cuda", {"plain": True, "compile": True}, "which is not here; leave out --compile"),
+    ],
+)
+def test_without_a_compiler_nothing_is_compiled(settings_of_run, monkeypatch, device, flags, sentence):
+    monkeypatch.setattr("electra.training.pretraining.can_compile", lambda device: False)
+    with pytest.raises(ConfigError, match=sentence):
+        require_compiler(settings_of_run(**flags), torch.device(device))
+    require_compiler(settings_of_run(plain=True), torch.device(device))
 
 
 def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):

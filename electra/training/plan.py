@@ -77,7 +77,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """On a GPU: start at once, and go on more slowly. Otherwise the first steps take a minute: they are compiled
     (torch.compile) and recorded (CUDA graphs)."""
     compile: bool = False
-    """On a CPU: compile the model, too, which takes a minute and gains little."""
+    """Compile where it is not done anyway, on a CPU or with --plain: that takes a minute, and gains little on a CPU."""
     recompute: bool = False
     """Gradient checkpointing: keep less for the backward pass and compute it again; less memory, a third more time."""
     device: Device = "auto"
