@@ -106,3 +106,10 @@ def test_with_a_bound_on_documents_their_starts_are_as_many_in_every_batch():
     documents = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 2]])
     assert starts_of(documents, most=3).tolist() == [0, 2, 4, 4, 8, 8, 8, 9, 11, 12]
     assert starts_of(documents, most=3).unique().tolist() == starts_of(documents).tolist()
+
+
+@pytest.mark.parametrize(("attention_mask", "documents"), [(PADDING, None), (None, DOCUMENTS), (PADDING, DOCUMENTS)])
+def test_short_rows_have_their_documents_row_by_row_in_memory(attention_mask, documents):
+    """The kernel reads them there; what lies column by column would be taken for others."""
+    attention_mask, documents = (None if it is None else it.T.contiguous().T for it in (attention_mask, documents))
+    assert reach_of(attention_mask, documents, kernel="short rows").documents.is_contiguous()

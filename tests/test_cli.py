@@ -155,7 +155,7 @@ def test_an_interrupted_command_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == "electra: interrupted\n"
 
 
-@pytest.mark.parametrize(("given", "size", "rate"), [((), "small", "0.0005"), (("--size", "base"), "base", "0.0002")])
+@pytest.mark.parametrize(("given", "size", "rate"), [((), "small", "0.0015"), (("--size", "base"), "base", "0.0002")])
 def test_help_says_which_size_its_defaults_are_for(capsys, given, size, rate):
     _, out, _ = outcome(capsys, "pretrain", *given, "--help")
     explained = words_of(out)

@@ -15,12 +15,17 @@ from electra.finetune.tasks import Task, glue_task, split_rows
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
+@pytest.fixture(autouse=True)
+def neighbours(monkeypatch):
+    """Benchmarks import each other, as Python lets scripts of one folder do."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
 @pytest.fixture
 def result_of(monkeypatch, capsys):
     """Run a benchmark with --json, as from a shell."""
 
     def run(name: str, *arguments: Any) -> Any:
-        monkeypatch.syspath_prepend(BENCHMARKS)  # as Python does for a script's own folder
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments), "--json"])
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
         return json.loads(capsys.readouterr().out)

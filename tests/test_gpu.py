@@ -25,6 +25,9 @@ from electra.training.pretraining import pretrain
 from electra.training.trainer import Budget, Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+COMPILED = pytest.mark.filterwarnings(  # the compiler advises TF32, and looks at gradients that are not kept
+    "ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor"
+)
 
 
 def on_gpu(batch: Batch) -> Batch:
@@ -147,9 +150,7 @@ def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
         )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor"
-)  # advice that the compiler gives for fp32
+@COMPILED
 def test_the_compiled_joint_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
     electra, batch, settings = make_pair().cuda(), on_gpu(make_batch()), Settings(vocabulary=vocabulary)
     eager = total(replaced_token_detection(electra, batch, settings))
@@ -163,7 +164,7 @@ def difference(one, other) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor")
+@COMPILED
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings_of_run, style):
     waves = {} if style == "classic" else {"starts_with_waves": False}
@@ -181,7 +182,7 @@ def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings
     torch.testing.assert_close(found[1].mean(0), found[0].mean(0), rtol=0.01, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor")
+@COMPILED
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
 def test_compiled_and_recorded_steps_are_the_plain_ones(settings_of_run, optimizer):
     same = {"device": "cuda", "precision": "fp32", "steps": 12, "optimizer": optimizer, "micro_batches": 2}
@@ -191,7 +192,7 @@ def test_compiled_and_recorded_steps_are_the_plain_ones(settings_of_run, optimiz
     assert difference(plain, fast) < 1e-3  # Muon works in bf16
 
 
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor")
+@COMPILED
 def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(settings_of_run):
     runs = [
         settings_of_run(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")

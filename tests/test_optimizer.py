@@ -74,6 +74,40 @@ def test_muon_makes_the_updates_of_torchs(shape):
         assert (mine - other).norm() < 0.02 * (other - before).norm()
 
 
+def test_momenta_that_muon_keeps_together_are_each_matrixs_own():
+    """Whoever has a gradient: matrices moved together end as those moved alone."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(3, 6, 4), torch.randn(4, 3, 6, 4)
+    together, alone = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    optimizers = [Muon([{"params": some}], lr=0.1, momentum=0.9) for some in (together, *([one] for one in alone))]
+    for moved, step in zip([(0, 1), (0,), (0, 2), (0, 1, 2)], gradients, strict=True):
+        for number in range(3):
+            for matrix in (together[number], alone[number]):
+                matrix.grad = step[number].clone() if number in moved else None
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
+def test_the_device_may_scale_gradients_and_leave_a_step_out(make_pair, name):
+    """As recorded steps have it: gradients divided by a scale, and no step where one is not finite."""
+    plain, scaled = make_pair(), make_pair()
+    both = [
+        build_optimizers(electra, OptimizerConfig(optimizer=name, learning_rate=0.01)) for electra in (plain, scaled)
+    ]
+    for number, is_wanted in enumerate([True, False, True]):
+        for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
+            ours.grad = torch.linspace(-1, 1 + number, ours.numel()).view_as(ours)
+            theirs.grad = 4 * ours.grad if is_wanted else torch.full_like(ours, float("nan"))
+        for optimizer in both[1]:
+            optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(not is_wanted)), torch.tensor(4.0)
+        for optimizer in (*both[0], *both[1]) if is_wanted else both[1]:
+            optimizer.step()
+    for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(theirs, ours)
+
+
 def test_muon_moves_along_orthogonal_matrices():
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonal(torch.randn(4, 30, 20)))

@@ -16,13 +16,21 @@ from kills import killed
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.huggingface import folded
-from electra.model.storage import load_model, save_model
+from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.text.batches import BatchesConfig, validation_batches
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
 from electra.training.journal import read_lines
-from electra.training.pretraining import PretrainingLesson, held_out_batches, plan, pretrain, unigram, waves
+from electra.training.pretraining import (
+    PretrainingLesson,
+    held_out_batches,
+    plan,
+    pretrain,
+    require_compiler,
+    unigram,
+    waves,
+)
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
 from electra.training.trainer import Trainer
 
@@ -158,6 +166,18 @@ def test_resumed_equals_unbroken_whatever_the_optimizer(settings_of_run):
         shutil.rmtree(checkpoint_folders(part.output)[-1])  # as if it had been killed between step 10 and 20
         pretrain(replace(part, resume=True))
         assert weights(part.output) == weights(whole.output)
+
+
+def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
+    unbroken, broken = (settings_of_run(name, optimizer="adam", steps=20) for name in ("unbroken", "broken"))
+    for run in (unbroken, broken):
+        pretrain(run)
+    first, last = checkpoint_folders(broken.output)
+    shutil.rmtree(last)
+    kept = {name: it for name, it in read_tensors(first / TRAINING).items() if not name.endswith("/step")}
+    write_tensors(first / TRAINING, kept)
+    pretrain(replace(broken, resume=True))
+    assert weights(broken.output) == weights(unbroken.output)
 
 
 def test_a_generator_may_start_at_the_frequencies_of_tokens(settings_of_run):
@@ -429,6 +449,25 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
         pretrain(settings_of_run(data=tmp_path / "all"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "sentence"),
+    [
+        (
+            "cpu",
+            {"compile": True},
+            r"compiling needs a C\+\+ compiler \(g\+\+\), which is not here; leave out --compile",
+        ),
+        ("cuda", {}, r"compiling needs Triton and a C compiler \(gcc\), which is not here; add --plain"),
+        ("cuda", {"plain": True, "compile": True}, "which is not here; leave out --compile"),
+    ],
+)
+def test_without_a_compiler_nothing_is_compiled(settings_of_run, monkeypatch, device, flags, sentence):
+    monkeypatch.setattr("electra.training.pretraining.can_compile", lambda device: False)
+    with pytest.raises(ConfigError, match=sentence):
+        require_compiler(settings_of_run(**flags), torch.device(device))
+    require_compiler(settings_of_run(plain=True), torch.device(device))
 
 
 def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):

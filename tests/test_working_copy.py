@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import WIDE
+from conftest import MODERN, WIDE
 from torch import nn
 
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.electra import SHARING, Electra, ElectraConfig
 from electra.model.storage import read_tensors, write_tensors
 from electra.objective.losses import total
 from electra.objective.objectives import Settings, replaced_token_detection
@@ -23,10 +23,12 @@ def test_in_fp32_a_model_works_itself():
     assert WorkingCopy(model, torch.float32).model is model
 
 
-def test_gradients_are_those_of_autocast(electra, make_batch, vocabulary):
-    batch, settings = make_batch(), Settings(vocabulary=vocabulary)
+@pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
+@pytest.mark.parametrize("sharing", SHARING)
+def test_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, sharing, size):
+    electra, batch, settings = make_pair(sharing, size=size), make_batch(), Settings(vocabulary=vocabulary)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = total(replaced_token_detection(electra.eval(), batch, settings))
+        loss = total(replaced_token_detection(electra, batch, settings))
     loss.backward()
     expected = {name: parameter.grad for name, parameter in electra.named_parameters()}
     electra.zero_grad()

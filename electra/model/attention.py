@@ -48,7 +48,7 @@ def reach_of(
         documents = rows.masked_fill(~attention_mask.bool(), -1)
     assert documents is not None
     if kernel == "short rows":
-        return Reach(kernel, documents=documents.int())
+        return Reach(kernel, documents=documents.int().contiguous())  # our kernel reads them row by row
     if kernel == "documents":
         return Reach(kernel, starts=starts_of(documents, most_documents))
     return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])

@@ -31,7 +31,9 @@ class GeneratorHead(nn.Module):
         transformed = self.norm(gelu_of(self.dense, hidden))
         if projection is not None:
             transformed = transformed @ projection  # [..., E]
-        table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(self.bias, (0, padding))
+        bias: Tensor = self.bias
+        if padding:  # padding by nothing would copy the table
+            table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(bias, (0, padding))
         return functional.linear(transformed, table, bias)
 
 

@@ -1,11 +1,19 @@
 """Where kernels of our own run, and in what precision products are made."""
 
+import os
+import shutil
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None
+
+def has_compiler() -> bool:
+    """Whether there is a C compiler: Triton joins kernels to Python by one, on the machine they run on."""
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
+HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None and has_compiler()
 HALVES = (torch.bfloat16, torch.float16)
 
 

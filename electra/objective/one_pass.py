@@ -59,15 +59,16 @@ def forward_kernel(
         highest = tl.maximum(tl.max(found, 1), -1e30)
         sums = tl.sum(tl.exp(found - highest[:, None]), 1)
         noisy = highest + tl.log(sums) + gumbel(block_keys + 2 * row, place * BLOCKS + block)  # impossible: −inf
-        winner = tl.max(noisy, 0)
-        chosen = tl.where(winner > best, start + tl.argmax(noisy, 0), chosen)
-        best = tl.maximum(best, winner)
+        found_best = tl.max(noisy, 0)
+        chosen = tl.where(found_best > best, start + tl.argmax(noisy, 0), chosen)
+        best = tl.maximum(best, found_best)
         higher = tl.maximum(top, tl.max(highest, 0))
         total = total * tl.exp(top - higher) + tl.sum(sums * tl.exp(highest - higher), 0)
         top = higher
     noisy = read_entries(logits, chosen * BLOCK + within, V) + gumbel(token_keys + 2 * row, place * BLOCK + within)
     whole = top + tl.log(total)
-    tl.store(sampled + guess, (chosen * BLOCK + tl.argmax(noisy, 0)).to(tl.int64))
+    winner = tl.minimum(chosen * BLOCK + tl.argmax(noisy, 0), V - 1)  # of logits that are no numbers, too, an entry
+    tl.store(sampled + guess, winner.to(tl.int64))
     tl.store(losses + guess, whole - tl.load(logits + tl.load(originals + guess)).to(tl.float32))
     tl.store(totals + guess, whole)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from electra.training.machine import (
+    COMPILERS,
     can_compile,
     choose_device,
     choose_precision,
@@ -58,7 +59,7 @@ def examine(config: DoctorConfig) -> Diagnosis:
         "memory": f"{memory_bytes(device) / 1e9:.0f} GB",
         "speed": f"{measured_flops(device, precision) / 1e12:.2f} TFLOP/s in a plain matrix product",
         "threads": str(torch.get_num_threads()),
-        "--compile": "works" if can_compile(device) else "needs a C++ compiler (g++)",
+        "compiling": "works" if can_compile(device) else f"needs {COMPILERS[device.type]}",
     }
     return Diagnosis(environment(), uses, {name: extra(*row) for name, row in EXTRAS.items()})
 

@@ -122,7 +122,7 @@ def restore_optimizers(
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         remembered = {
-            index: memories.pop(names[id(parameter)])
+            index: optimizer.state.get(parameter, {}) | memories.pop(names[id(parameter)])  # older ones remember less
             for index, parameter in enumerate(parameters)
             if names[id(parameter)] in memories
         }

@@ -13,9 +13,15 @@ import torch
 
 import electra
 from electra.errors import ConfigError
+from electra.model.kernels import HAS_TRITON
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
+
+COMPILERS = {
+    "cpu": "a C++ compiler (g++)",
+    "cuda": "Triton and a C compiler (gcc)",
+}  # by device: what torch.compile needs
 
 PEAKS = {  # dense bf16 operations a second, from the makers' datasheets
     "H200": 989e12,
@@ -44,8 +50,8 @@ def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile works: for the CPU it needs a C++ compiler."""
-    return device.type == "cuda" or shutil.which("g++") is not None
+    """Whether torch.compile finds the compiler that a device needs."""
+    return HAS_TRITON if device.type == "cuda" else shutil.which("g++") is not None
 
 
 def peak_flops(device: torch.device) -> float | None:

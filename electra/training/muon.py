@@ -21,11 +21,11 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.found_inf: Tensor | None = None  # [] 1 where a step is to move nothing,
-        self.grad_scale: Tensor | None = (
-            None  # [] what gradients are divided by: both as torch's fused optimizers have it
+        self.found_inf: Tensor | None = (
+            None  # [] 1 where a step is to move nothing; as torch's fused optimizers have it
         )
-        self.together: dict[Tensor, Tensor] = {}  # the momenta of matrices of one shape, by the first of them
+        self.grad_scale: Tensor | None = None  # [] what gradients are divided by; the same
+        self.together: dict[tuple[Tensor, ...], Tensor] = {}  # the momenta of matrices of one shape
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
@@ -54,13 +54,15 @@ class Muon(torch.optim.Optimizer):
 
     def momenta(self, parameters: list[Tensor]) -> Tensor:
         """The momenta of matrices of one shape [N, rows, columns]; each matrix remembers its part."""
-        known, first = self.together.get(parameters[0]), self.state[parameters[0]].get("momentum")
-        if known is not None and first is not None and known.data_ptr() == first.data_ptr():
-            return known
-        parts = [self.state[parameter].get("momentum", torch.zeros_like(parameter)) for parameter in parameters]
-        stacked = self.together[parameters[0]] = torch.stack(parts)
-        for parameter, part in zip(parameters, stacked.unbind(), strict=True):
-            self.state[parameter]["momentum"] = part
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+        parts = [self.state[parameter]["momentum"] for parameter in parameters]
+        stacked = self.together.get(tuple(parameters))
+        if stacked is None or any(part.data_ptr() != own.data_ptr() for part, own in zip(parts, stacked, strict=True)):
+            stacked = self.together[tuple(parameters)] = torch.stack(parts)
+            for parameter, own in zip(parameters, stacked.unbind(), strict=True):
+                self.state[parameter]["momentum"] = own
         return stacked
 
 

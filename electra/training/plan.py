@@ -77,7 +77,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """On a GPU: start at once, and go on more slowly. Otherwise the first steps take a minute: they are compiled
     (torch.compile) and recorded (CUDA graphs)."""
     compile: bool = False
-    """On a CPU: compile the model, too, which takes a minute and gains little."""
+    """Compile where it is not done anyway, on a CPU or with --plain: that takes a minute, and gains little on a CPU."""
     recompute: bool = False
     """Gradient checkpointing: keep less for the backward pass and compute it again; less memory, a third more time."""
     device: Device = "auto"
@@ -92,17 +92,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """Print the result as JSON."""
 
     FREE: ClassVar = {  # what may differ when a run is resumed: nothing that changes the weights
-        *("data", "output", "resume", "json", "dry_run", "device", "plain", "compile", "recompute"),
-        *(
-            "micro_batches",
-            "resident",
-            "log_every",
-            "evaluate_every",
-            "save_every",
-            "keep",
-            "most_skipped",
-            "evaluation_rows",
-        ),
+        *("data", "output", "resume", "json", "dry_run", "device", "plain", "compile", "recompute", "micro_batches"),
+        *("resident", "log_every", "evaluate_every", "save_every", "keep", "most_skipped", "evaluation_rows"),
     }
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate, together
 from electra.training.initial import Start, has_own_segments
 from electra.training.machine import (
+    COMPILERS,
     can_compile,
     choose_device,
     choose_precision,
@@ -57,8 +58,7 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     """Train a pair on shards; everything it leaves is in the run folder."""
     shards = open_shards(config.data)
     device = choose_device(config.device)
-    if config.compile and not can_compile(device):
-        raise ConfigError("--compile needs a C++ compiler on the CPU, and there is no g++; leave it out")
+    require_compiler(config, device)
     phases = plan(config, shards)
     if config.dry_run:
         return estimate_run(phases, shards, device)
@@ -75,6 +75,18 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
             break
     draw_curves(config.output)
     return outcome
+
+
+def is_fast(config: PretrainConfig, device: torch.device) -> bool:
+    """Whether steps are compiled and recorded: on a GPU, unless they are to be plain."""
+    return device.type == "cuda" and not config.plain
+
+
+def require_compiler(config: PretrainConfig, device: torch.device) -> None:
+    """Refuse to compile where there is nothing to do it with."""
+    if (is_fast(config, device) or config.compile) and not can_compile(device):
+        advice = "add --plain" if is_fast(config, device) else "leave out --compile"
+        raise ConfigError(f"compiling needs {COMPILERS[device.type]}, which is not here; {advice}")
 
 
 def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Start | None) -> Outcome:
@@ -180,7 +192,7 @@ class PretrainingLesson:
         self.config = config = phase.config
         self.model = Electra(phase.model).to(device)
         self.working = WorkingCopy(self.model, choose_precision(config.precision, device))
-        self.is_fast = device.type == "cuda" and not config.plain
+        self.is_fast = is_fast(config, device)
         most = most_documents(document_begins(shards, "train"), config.length) if config.form == "dense" else None
         for encoder in (module for module in self.working.model.modules() if isinstance(module, Encoder)):
             encoder.recomputes_layers, encoder.most_documents = config.recompute, most
