@@ -145,3 +145,12 @@ def test_a_model_is_evaluated_on_the_official_files(settings, tmp_path):
     assert found.measures == table.lines[0].measures["dev"]
     with pytest.raises(DataError, match=r"test.tsv has no column 'label' with labels to measure by"):
         evaluate(EvaluateConfig(model=model, input=data / "test.tsv"))
+
+
+@pytest.mark.parametrize(("is_there", "said"), [(True, "has none of GLUE's folders"), (False, "is no folder")])
+def test_a_folder_without_glue_and_no_folder_are_told_apart(encoder_folder, tmp_path, is_there, said):
+    data = tmp_path / "glue"
+    if is_there:
+        data.mkdir()
+    with pytest.raises(DataError, match=said):
+        GlueConfig(model=encoder_folder, data=str(data), output=tmp_path / "tuned").chosen_tasks()

@@ -236,7 +236,7 @@ def test_micro_batches_do_not_change_what_is_learnt(settings_of_run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_says_where_and_exits(settings_of_run, monkeypatch, number):
+def test_a_signal_saves_says_where_and_exits(settings_of_run, monkeypatch, capfd, number):
     take_step = Trainer.take_step
 
     def step_then_signal(self):
@@ -248,6 +248,7 @@ def test_a_signal_saves_says_where_and_exits(settings_of_run, monkeypatch, numbe
     outcome = pretrain(settings_of_run())
     assert (outcome.step, outcome.signal, outcome.exit_code) == (7, number, 128 + number)
     assert outcome.checkpoint.endswith("step-000000007")
+    assert "stopping after this step" in capfd.readouterr().err
     assert f"stopped by {signal.Signals(number).name}, go on with --resume" in str(outcome)
     monkeypatch.undo()
     assert pretrain(settings_of_run(resume=True)).step == 20

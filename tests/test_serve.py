@@ -13,7 +13,7 @@ import electra
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
-from electra.serve.command import colored
+from electra.serve.command import Shown, colored
 from electra.serve.doctor import EXTRAS, extra
 from electra.serve.model import Detected
 from electra.training.machine import commit
@@ -68,6 +68,10 @@ def test_a_text_longer_than_the_positions_is_cut_and_it_says_so(run):
     assert len(found.tokens) == 512
     assert found.is_truncated
     assert "cut to the model's positions" in colored(found)
+
+
+def test_where_nothing_looks_replaced_the_likeliest_is_named():
+    assert str(Shown(["the", "cat"], [0.1, 0.4])) == "the cat\n(no token looks replaced; the likeliest is cat, 0.40)"
 
 
 def test_suspicious_tokens_are_marked():

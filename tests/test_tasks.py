@@ -262,6 +262,11 @@ def test_a_file_of_dev_rows_leaves_the_training_rows_alone(own, tmp_path):
     ("content", "settings", "message"),
     [
         ("t,y\na,1\n", {}, "every label is '1'; there must be two classes"),
+        (
+            "t,y\n" + "".join(f'a,"0,{n}"\n' for n in range(30)),
+            {},
+            "there are 30 different labels in 30 rows, '0,0' and '0,1'",
+        ),
         ("t,y\na,1\n\nb,\n", {}, "line 4: the label is empty"),
         ("t,z\na,1\n", {}, "line 2: there is no column 'y'; the columns are 't', 'z'"),
         ("t,y\na,0.5\nb,nan\n", {}, "line 3: the score is 'nan'; it must be a number"),

@@ -60,7 +60,8 @@ class GlueConfig(TuningConfig):
         if ALL in names or not names:
             names = [name for name, task in TASKS.items() if task.uses is None and has_rows(task, "train", self.data)]
         if not names:
-            raise DataError(f"{self.data} has none of GLUE's folders; it is the folder of the official download")
+            found = "has none of GLUE's folders" if Path(self.data).is_dir() else "is no folder"
+            raise DataError(f"{self.data} {found}; give that of the official download, or hub:NAME")
         for name in names:
             if name in TASKS and TASKS[name].uses:
                 raise ConfigError(f"{name} has no training rows; it is answered along with {TASKS[name].uses}")

@@ -87,6 +87,11 @@ def learn_classes(names: list[str]) -> dict[str, Any]:
     labels = in_order(set(names))
     if len(labels) < 2:
         raise DataError(f"every label is {labels[0]!r}; there must be two classes at least to tell apart")
+    if len(labels) > MOST_CLASSES and len(labels) > len(names) / 2:
+        raise DataError(
+            f"there are {len(labels):,} different labels in {len(names):,} rows, {labels[0]!r} and {labels[1]!r} among "
+            f"them; classes are shared by many rows, and scores are numbers with a decimal point"
+        )
     return {
         "labels": labels,
         "metrics": ("accuracy", "f1", "matthews") if len(labels) == 2 else ("accuracy", "macro_f1"),

@@ -212,7 +212,10 @@ def cell(task: Task, name: str, row: Row) -> Any:
     column = task.column(name, row.values)
     if column is None:
         present = ", ".join(map(repr, row.values))
-        raise DataError(f"there is no column {name!r}; the columns are {present}; --text, --text-b, --label name them")
+        raise DataError(
+            f"there is no column {name!r}; the columns are {present}; a fine-tuning names its own by "
+            "--text, --text-b and --label"
+        )
     return row.values[column]
 
 

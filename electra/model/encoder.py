@@ -404,7 +404,7 @@ def check_length(length: int, config: EncoderConfig) -> None:
     if length > config.positions:
         raise ConfigError(
             f"a row of {length} tokens is longer than the model's {config.positions} positions; "
-            f"shorten rows to {config.positions} or build the model with --positions {length}"
+            f"shorten rows to {config.positions} (--length), or pre-train a model with --positions {length}"
         )
 
 

@@ -60,7 +60,9 @@ class Shown(Detected):
     """Verdicts as a line of text, suspicious tokens marked."""
 
     def __str__(self) -> str:
-        return colored(self)
+        highest = max(zip(self.replaced, self.tokens, strict=True), default=(0.0, ""))
+        quiet = f"\n(no token looks replaced; the likeliest is {highest[1]}, {highest[0]:.2f})"
+        return colored(self) + (quiet if highest[0] < SUSPICIOUS else "")
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,10 @@ def embed(config: EmbedConfig) -> Embedded:
     return Embedded(load(config.model, config.device).embed(config.text, config.pooling)[0].tolist())
 
 
-def colored(detected: Detected, threshold: float = 0.5) -> str:
+SUSPICIOUS = 0.5  # the verdict from which on a token counts as replaced
+
+
+def colored(detected: Detected, threshold: float = SUSPICIOUS) -> str:
     """Tokens side by side, suspicious ones red and with their verdict (red on a terminal only)."""
     line = Text()
     for token, verdict in zip(detected.tokens, detected.replaced, strict=True):

@@ -60,6 +60,8 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     device = choose_device(config.device)
     require_compiler(config, device)
     phases = plan(config, shards)
+    if device.type == "cpu" and config.size != "tiny" and not config.dry_run:
+        print(f"no GPU: a step of the {config.size} size takes seconds here; --size tiny is for CPUs", file=sys.stderr)
     if config.dry_run:
         return estimate_run(phases, shards, device)
     record = run_record(config, phases, shards)

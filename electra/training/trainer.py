@@ -1,6 +1,8 @@
 """The loop: one step, then named questions. It knows nothing of masks, tasks or vocabularies."""
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,7 +186,7 @@ class Trainer:
         """Steps, until the budget is spent or a signal asks to stop."""
         self.journal = Journal(self.run, self.place.step)
         self.step = self.recorded_step() if self.records else self.compute
-        with stop_signals() as asked, Bar(self.is_quiet) as self.bar:
+        with stop_signals(self.is_quiet) as asked, Bar(self.is_quiet) as self.bar:
             begin = f"from step {self.place.step:,} on" if self.place.step else "from the start"
             self.bar.say(f"training {begin}, a line every {self.config.log_every} steps")
             while not self.is_over() and not asked:
@@ -352,7 +354,7 @@ class Trainer:
         numbers |= {"skipped": place.skipped, "tokens_per_second": speed} | self.lesson.rates(speed)
         self.journal.write("train", place.step, numbers)
         shown = "  ".join(f"{name} {number:.3f}" for name, number in losses.items() if name != "gradient_norm")
-        self.bar.describe(f"step {place.step:,}  {shown}  {speed:,.0f} tokens/s")
+        self.bar.describe(f"step {place.step:,} ({self.share():.0%})  {shown}  {speed:,.0f} tokens/s")
         self.window = Window()
 
     def evaluate(self) -> None:
@@ -388,7 +390,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals(is_quiet: bool = False) -> Iterator[list[int]]:
     """A list that SIGTERM and SIGINT are put into as they come; a second SIGINT interrupts at once."""
     asked: list[int] = []
 
@@ -396,6 +398,10 @@ def stop_signals() -> Iterator[list[int]]:
         if asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         asked.append(number)
+        if not is_quiet:
+            os.write(
+                sys.stderr.fileno(), b"stopping after this step, and saving\n"
+            )  # print might be interrupted itself
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
