@@ -406,7 +406,9 @@ def test_without_a_terminal_progress_is_lines(settings_of_run, capsys):
 
 def test_the_last_measures_are_said_once(settings_of_run, capsys):
     pretrain(settings_of_run(evaluate_every=10))
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "mlm_loss" in line] == ["step 10"]
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "mlm_loss" in line] == [
+        "step 10, measured"
+    ]
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(settings_of_run, tmp_path):

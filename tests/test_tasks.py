@@ -138,7 +138,7 @@ def test_what_glue_lacks_is_named(glue):
         glue_task("mrcp", glue)
     with pytest.raises(ConfigError, match=r"none of nowhere/CoLA/train.tsv, .*; the data of GLUE is .* or hub:glue"):
         glue_task("cola", "nowhere")
-    with pytest.raises(DataError, match=r"there is no .*CoLA/dev.tsv, the dev rows of task cola"):
+    with pytest.raises(DataError, match=r"there is no .*CoLA/dev.tsv, which should hold the dev rows"):
         read_examples(glue_task("cola", glue), "dev")
     with pytest.raises(ConfigError, match="task cola has no split 'dev_mismatched'; it has train, dev, test"):
         read_examples(glue_task("cola", glue), "dev_mismatched")

@@ -59,10 +59,13 @@ def cells_of(config: TuningConfig, task: Task, folder: Path) -> list[Cell]:
     return [Cell(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
 
 
+CONTENT = "content "
+
+
 def content_of(file: Path) -> str:
     """A short name for what is in a file."""
     with file.open("rb") as stream:
-        return "content " + hashlib.file_digest(stream, "sha256").hexdigest()[:8]
+        return CONTENT + hashlib.file_digest(stream, "sha256").hexdigest()[:8]
 
 
 def claim(folder: Path, record: dict[str, Any]) -> None:
@@ -86,9 +89,21 @@ def is_claim(record: dict[str, Any]) -> bool:
 def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Refuse settings that differ from those a folder was begun with."""
     differing = [name for name in now if before.get(name) != now[name]]
+    if "splits" in differing and "name" in differing:
+        differing.remove("name")  # a task of one's own is called after its file
     if differing:
-        told = "; ".join(f"{name} was {before.get(name)} and is now {now[name]}" for name in differing)
+        told = "; ".join(difference(name, before.get(name), now[name]) for name in differing)
         raise ConfigError(f"{folder} was begun with other settings: {told}; use the same, or choose another --output")
+
+
+def difference(name: str, before: Any, now: Any) -> str:
+    """What is other than before, in words."""
+    if str(before).startswith(CONTENT) and str(now).startswith(CONTENT):
+        return f"what is in {name} has changed since"
+    if name == "splits":
+        old, new = (", ".join(f"--{split} {file}" for split, file in files.items()) for files in (before, now))
+        return f"the rows were {old} and are now {new}"
+    return f"{name} was {before} and is now {now}"
 
 
 def encoder_folder(path: Path) -> Path:

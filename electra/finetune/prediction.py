@@ -67,7 +67,7 @@ class PredictConfig(AnswerConfig):
     """Write what a fine-tuned model says of each row of a file: the row, its prediction, and how sure the model is."""
 
     output: Path
-    """The file to write: .csv, .tsv or .jsonl."""
+    """The file to write: .csv, .tsv or .jsonl; one of that name is replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)

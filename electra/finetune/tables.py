@@ -145,7 +145,8 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{name}, line {number}: not valid JSON ({error}); each line must be an object") from None
+            told = getattr(error, "msg", error)  # without its own count of lines, which starts anew at each
+            raise DataError(f"{name}, line {number}: not valid JSON ({told}); each line must be an object") from None
         if not isinstance(values, dict):
             raise DataError(f"{name}, line {number}: a {type(values).__name__}; each line must be an object")
         yield Row(number, values)

@@ -164,9 +164,7 @@ def split_rows(task: Task, split: str) -> Iterator[Row]:
         rows = hub_rows(source)
         return (with_name_of_class(task, row) for row in rows) if task.is_numbered else rows
     if not Path(source).exists():
-        raise DataError(
-            f"there is no {source}, the {split} rows of task {task.name}; put it there, or choose other data"
-        )
+        raise DataError(f"there is no {source}, which should hold the {split} rows; put it there, or choose other data")
     is_test = split.startswith(TEST)  # a test row left out would shift the predictions below it
     return read_rows(Path(source), columns=task.columns, skips_broken=task.skips_broken and not is_test)
 

@@ -363,7 +363,7 @@ class Trainer:
         self.journal.write("validation", self.place.step, self.measures)
         if not self.is_over():  # the last ones are in the outcome
             shown = ", ".join(f"{name} {number:.3f}" for name, number in self.measures.items())
-            self.bar.say(f"step {self.place.step:,}: {shown}")
+            self.bar.say(f"step {self.place.step:,}, measured: {shown}")
         self.measured_step = self.place.step
 
     def save(self) -> Path:
