@@ -126,9 +126,7 @@ def test_other_rows_and_other_tasks_are_refused(own, tmp_path):
     with pytest.raises(ConfigError, match=r"what is in .*rows.csv has changed since"):
         finetune(own())
     (tmp_path / "others.csv").write_text("text,label\n" + "the cat sat .,a\nthe dog ran .,b\n" * 10)
-    with pytest.raises(
-        ConfigError, match=r"the rows were --train .*rows.csv.* and are now --train .*others.csv"
-    ):
+    with pytest.raises(ConfigError, match=r"the rows were --train .*rows.csv.* and are now --train .*others.csv"):
         finetune(own(train=tmp_path / "others.csv"))
 
 
