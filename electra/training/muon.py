@@ -21,10 +21,8 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.found_inf: Tensor | None = (
-            None  # [] 1 where a step is to move nothing; as torch's fused optimizers have it
-        )
-        self.grad_scale: Tensor | None = None  # [] what gradients are divided by; the same
+        self.found_inf: Tensor | None = None  # [] 1 where a step is to move nothing
+        self.grad_scale: Tensor | None = None  # [] what gradients are divided by; both as torch's fused optimizers ask
         self.together: dict[tuple[Tensor, ...], Tensor] = {}  # the momenta of matrices of one shape
 
     @torch.no_grad()
