@@ -13,7 +13,7 @@ from torch.nn import functional
 from electra.finetune import tuning
 from electra.finetune.finetuning import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
-from electra.model.encoder import Encoder, EncoderConfig
+from electra.model.encoder import ClassicLayer, Encoder, EncoderConfig
 from electra.objective.losses import total
 from electra.objective.masking import MaskingConfig, mask
 from electra.objective.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
@@ -50,14 +50,15 @@ def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, k
     is_token = torch.ones_like(ids).bool() if attention_mask is None else attention_mask
     weights = torch.randn(6, 120, 256, device="cuda")
 
-    def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, ...]:
         encoder.most_documents = 20 if "bounded" in kernel else None
         monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel.removesuffix(", bounded"))
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             hidden = encoder(ids, attention_mask, None, documents).float()
         (hidden * weights)[is_token].sum().backward()
-        return hidden.detach()[is_token], encoder.layers[0].attention.qkv.weight.grad.clone()
+        qkv = encoder.layers[0].attention.qkv
+        return hidden.detach()[is_token], *(parameter.grad.clone() for parameter in qkv.parameters())
 
     exact, by_mask, by_kernel = (
         outcome(torch.float32, "mask"),
@@ -86,7 +87,7 @@ def test_dropout_of_short_rows_leaves_the_mean_and_has_its_own_gradient():
     seed, grown = torch.tensor(7, device="cuda", dtype=torch.int32), torch.randn(64, 100, 2, 32, device="cuda")
 
     def attend(qkv: torch.Tensor, seed: torch.Tensor | None = seed) -> torch.Tensor:
-        return attend_in_short_rows(qkv, None, None, seed, -1, 0.0 if seed is None else 0.3)
+        return attend_in_short_rows(qkv, None, None, None, seed, -1, 0.0 if seed is None else 0.3)
 
     ones = torch.cat([qkv[:, :, :2], torch.ones_like(qkv[:, :, 2:])], dim=2)
     assert attend(ones).mean().item() == pytest.approx(1, abs=0.01)
@@ -115,6 +116,37 @@ def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
         outcomes.append((activated.float(), inputs[0].grad.float(), inputs[1].grad.float()))
     for ours, exact in zip(*outcomes, strict=True):
         assert (ours - exact).norm() < 0.005 * exact.norm()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("width", [64, 192, 768])
+def test_a_layer_finished_at_once_is_as_exact_as_step_by_step(monkeypatch, width, dropout):
+    torch.manual_seed(0)
+    layer = ClassicLayer(EncoderConfig(width=width, feedforward=4 * width, dropout=dropout)).cuda()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=1 if parameter.dim() == 1 else width**-0.5)
+    mixed, residual, grown = torch.randn(3, 37, 11, width, device="cuda").bfloat16().float()
+
+    def outcome(dtype: torch.dtype, is_at_once: bool) -> list[torch.Tensor]:
+        inputs = [each.to(dtype, copy=True).requires_grad_() for each in (mixed, residual)]
+        monkeypatch.setattr(layer.attention, "mix", lambda hidden, reach: inputs[0])
+        monkeypatch.setattr(encoder_module, "is_for_kernels", lambda tensor: is_at_once)
+        layer.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            hidden = layer(inputs[1], None)
+        (hidden * grown).sum().backward()
+        gradients = [each.grad for each in [*inputs, *layer.parameters()] if each.grad is not None]
+        return [hidden.detach().float(), *(gradient.float().clone() for gradient in gradients)]
+
+    if dropout:  # its noise is its own: the mean over many is what can be compared
+        layer.zero_grad()
+        means = [sum(outcome(torch.bfloat16, way)[0] for _ in range(200)) / 200 for way in (True, False)]
+        assert (means[0] - means[1]).norm() < 0.1 * means[1].norm()
+        return
+    exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
+    assert len(exact) == len(found) == 1 + 2 + 12 - 2  # qkv is not part of it
+    for truth, rounded, ours in zip(exact, plain, found, strict=True):
+        assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
 
 
 def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra.model.column_sums import column_sums
+
 ROWS, COLUMNS = 16, 128  # of a tile
 TILES = 8  # down which one program goes in the backward pass
 
@@ -59,15 +61,31 @@ def backward_kernel(
     tl.store(sums + tl.program_id(0).to(tl.int64) * C + column, total, mask=column < C)
 
 
-@torch.library.custom_op("electra::biased_gelu", mutates_args=())
-def biased_gelu(product: Tensor, bias: Tensor) -> Tensor:
+def gelu_of_sum(product: Tensor, bias: Tensor) -> Tensor:
     """GELU of `product` [..., C] plus `bias` [C]."""
-    product = product.contiguous()
     activated, C = torch.empty_like(product), product.shape[-1]
     N = product.numel() // C
     grid = (triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS))
     forward_kernel[grid](product, bias, activated, N, C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return activated
+
+
+def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
+    gradient, C = torch.empty_like(product), product.shape[-1]
+    N = product.numel() // C
+    grid = (triton.cdiv(N, ROWS * TILES), triton.cdiv(C, COLUMNS))
+    parts = torch.empty(grid[0], C, device=product.device)
+    backward_kernel[grid](
+        product, bias, grown, gradient, parts, N, C, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES, num_warps=4
+    )
+    return gradient, parts
+
+
+@torch.library.custom_op("electra::biased_gelu", mutates_args=())
+def biased_gelu(product: Tensor, bias: Tensor) -> Tensor:
+    """The same, as an operation with a gradient."""
+    return gelu_of_sum(product.contiguous(), bias)
 
 
 @biased_gelu.register_fake
@@ -77,16 +95,9 @@ def _(product, bias):
 
 @torch.library.custom_op("electra::gradient_of_biased_gelu", mutates_args=())
 def gradient_of_biased_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of product and bias from that of the activation, `grown` [..., C]."""
-    product, grown = product.contiguous(), grown.contiguous()
-    gradient, C = torch.empty_like(product), product.shape[-1]
-    N = product.numel() // C
-    grid = (triton.cdiv(N, ROWS * TILES), triton.cdiv(C, COLUMNS))
-    sums = torch.empty(grid[0], C, device=product.device)
-    backward_kernel[grid](
-        product, bias, grown, gradient, sums, N, C, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES, num_warps=4
-    )
-    return gradient, sums.sum(0).to(bias.dtype)
+    """The same, as an operation."""
+    gradient, parts = gradients_of_gelu(product.contiguous(), bias, grown.contiguous())
+    return gradient, column_sums(parts).to(bias.dtype)
 
 
 @gradient_of_biased_gelu.register_fake

@@ -20,9 +20,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.activation import gelu_of
 from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
-from electra.model.kernels import precision_at
+from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
+
+if HAS_TRITON:
+    from electra.model.after_attention import finished
 
 Style = Literal["classic", "modern"]
 
@@ -171,10 +173,10 @@ class TokenEmbeddings(nn.Module):
         self.token = nn.Embedding(config.vocabulary, config.embedding_width, padding_idx=config.pad_id)
         self.base: TokenEmbeddings | None = None
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         return self.summed(input_ids, segment_ids)  # [B, L, E]
 
-    def summed(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+    def summed(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The embeddings of each token, added up, and to the base's."""
         own = self.looked_up(input_ids, segment_ids)
         if self.base is None:
@@ -187,7 +189,7 @@ class TokenEmbeddings(nn.Module):
         """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
         return self.token.weight if self.base is None else self.base.token_table().detach() + self.token.weight
 
-    def looked_up(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+    def looked_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The sum of what the own tables have."""
         return self.token(input_ids)
 
@@ -206,13 +208,14 @@ class Embeddings(TokenEmbeddings):
         self.norm = Norm(config.embedding_width, config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         return self.dropout(self.norm(self.summed(input_ids, segment_ids)))  # [B, L, E]
 
-    def looked_up(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+    def looked_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The three embeddings of each token, added in the order that `transformers` adds them."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        return self.token(input_ids) + self.segment(segment_ids) + self.position(positions)
+        segment = self.segment.weight[0] if segment_ids is None else self.segment(segment_ids)
+        return self.token(input_ids) + segment + self.position(positions)
 
 
 def disentangled(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
@@ -238,9 +241,14 @@ class Attention(nn.Module):
         self.output = linear(config, config.width, config.width)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
-        mixed = attend(qkv, reach, self.dropout if self.training else 0.0)  # [B, L, H, K]
-        return self.output(mixed.flatten(2))  # [B, L, D]
+        return self.output(self.mix(hidden, reach))  # [B, L, D]
+
+    def mix(self, hidden: Tensor, reach: Reach) -> Tensor:
+        """What each token takes from those it looks at: [B, L, D]."""
+        bias = self.qkv.bias if reach.kernel == "short rows" else None
+        qkv = self.qkv(hidden) if bias is None else functional.linear(hidden, self.qkv.weight, bias.detach())
+        qkv = qkv.unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
+        return attend(qkv, reach, self.dropout if self.training else 0.0, bias).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -252,7 +260,7 @@ class FeedForward(nn.Module):
         self.narrow = nn.Linear(config.feedforward, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.narrow(gelu_of(self.widen, hidden))
+        return self.narrow(functional.gelu(self.widen(hidden)))
 
 
 class GatedFeedForward(nn.Module):
@@ -281,8 +289,21 @@ class ClassicLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, reach)))
+        mixed = self.attention.mix(hidden, reach)
+        if is_for_kernels(hidden):
+            return self.finish_at_once(mixed, hidden)
+        hidden = self.attention_norm(hidden + self.dropout(self.attention.output(mixed)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
+
+    def finish_at_once(self, mixed: Tensor, hidden: Tensor) -> Tensor:
+        """The same, as one operation."""
+        widen, narrow, dropout = (
+            self.feedforward.widen,
+            self.feedforward.narrow,
+            self.dropout.p if self.training else 0.0,
+        )
+        norms = self.attention_norm, self.feedforward_norm
+        return finished(mixed, hidden, self.attention.output, norms[0], widen, narrow, norms[1], dropout)
 
 
 class ModernLayer(nn.Module):
@@ -342,7 +363,6 @@ class Encoder(nn.Module):
         Leave out what all rows have alike: no padding, segment A, one document a row.
         """
         check_length(input_ids.shape[1], self.config)
-        segment_ids = torch.zeros_like(input_ids) if segment_ids is None else segment_ids
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
         reaches = self.reaches(input_ids, attention_mask, documents)
         for number, layer in enumerate(self.layers):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra.model.column_sums import column_sums
+
 LONGEST = 128  # tokens whose scores one program can hold
 WIDTHS = (32, 64, 128)  # of a head
 
@@ -41,12 +43,13 @@ def read_halves(base, turns, place, half, L, stride: tl.constexpr, K: tl.constex
 def write_halves(
     base, turns, place, half, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr, first, second, dtype
 ):
-    """The inverse of `read_halves`: turned back by the same angles."""
+    """The inverse of `read_halves`: turned back by the same angles. Also their sums over the places, each [K/2]."""
     if HAS_TURNS:
         cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
         first, second = first * cosine + second * sine, second * cosine - first * sine
     write(base, place, half, L, stride, first.to(dtype))
     write(base + K // 2, place, half, L, stride, second.to(dtype))
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
@@ -97,11 +100,12 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    qkv, documents, turns, seed, grown, gradient, L, window, scale, dropout,
+    qkv, documents, turns, seed, grown, gradient, sums, L, window, scale, dropout,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K])."""
+    """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K]), and its sums over rows."""
     program = tl.program_id(0)
     row, head = (program // H).to(tl.int64), program % H
     place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
@@ -112,6 +116,7 @@ def backward_kernel(
     v = read(values, place, column, L, 3 * H * K)
     dk1, dk2 = tl.zeros([BLOCK, K // 2], tl.float32), tl.zeros([BLOCK, K // 2], tl.float32)
     dv = tl.zeros([BLOCK, K], tl.float32)
+    of_q1, of_q2 = tl.zeros([K // 2], tl.float32), tl.zeros([K // 2], tl.float32)  # sums over the row
     for start in tl.static_range(0, BLOCK, PART):
         at = start + tl.arange(0, PART)
         q1, q2 = read_halves(queries, turns, at, half, L, 3 * H * K, K, HAS_TURNS)
@@ -127,13 +132,22 @@ def backward_kernel(
             dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)
         ds = (weights * (back - tl.sum(weights * back, 1)[:, None]) * scale).to(v.dtype)
         dk1, dk2 = tl.dot(tl.trans(ds), q1, dk1), tl.dot(tl.trans(ds), q2, dk2)
-        write_halves(target, turns, at, half, L, 3 * H * K, K, HAS_TURNS, tl.dot(ds, k1), tl.dot(ds, k2), v.dtype)
-    write_halves(target + H * K, turns, place, half, L, 3 * H * K, K, HAS_TURNS, dk1, dk2, v.dtype)
+        dq1, dq2 = tl.dot(ds, k1), tl.dot(ds, k2)
+        sum1, sum2 = write_halves(target, turns, at, half, L, 3 * H * K, K, HAS_TURNS, dq1, dq2, v.dtype)
+        of_q1, of_q2 = of_q1 + sum1, of_q2 + sum2
+    of_k1, of_k2 = write_halves(target + H * K, turns, place, half, L, 3 * H * K, K, HAS_TURNS, dk1, dk2, v.dtype)
     write(target + 2 * H * K, place, column, L, 3 * H * K, dv.to(v.dtype))
+    if HAS_BIAS:
+        sums += row * 3 * H * K + head * K
+        tl.store(sums + half, of_q1)
+        tl.store(sums + K // 2 + half, of_q2)
+        tl.store(sums + H * K + half, of_k1)
+        tl.store(sums + H * K + K // 2 + half, of_k2)
+        tl.store(sums + 2 * H * K + column, tl.sum(dv, 0))
 
 
 def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
-           dropout: float, *ends: Tensor) -> None:  # fmt: skip
+           dropout: float, *ends: Tensor, **others: bool) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
     block = max(16, triton.next_power_of_2(L))
@@ -142,18 +156,20 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
         *ends, L, window, K**-0.5, dropout,
         H=H, K=K, BLOCK=block, PART=min(64, block), HAS_DOCUMENTS=documents is not None,
         HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=seed is not None,
-        num_warps=4, num_stages=1,
+        num_warps=4, num_stages=1, **others,
     )  # fmt: skip
 
 
 @torch.library.custom_op("electra::attend_in_short_rows", mutates_args=())
 def attend_in_short_rows(
-    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int, dropout: float
-) -> Tensor:
+    qkv: Tensor, bias: Tensor | None, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
+    dropout: float,
+) -> Tensor:  # fmt: skip
     """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys: [B, L, H, K].
 
     Tokens see those of their number in `documents` [B, L] int32, at most `window` away unless that is negative; `turns`
-    [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights.
+    [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights. A `bias` [3 · H · K] is
+    in `qkv` already; it only gets its gradient here.
     """
     qkv = qkv.contiguous()
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
@@ -162,36 +178,39 @@ def attend_in_short_rows(
 
 
 @attend_in_short_rows.register_fake
-def _(qkv, documents, turns, seed, window, dropout):
+def _(qkv, bias, documents, turns, seed, window, dropout):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
 
 
-@torch.library.custom_op("electra::gradient_in_short_rows", mutates_args=())
-def gradient_in_short_rows(
+@torch.library.custom_op("electra::gradients_in_short_rows", mutates_args=())
+def gradients_in_short_rows(
     qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, grown: Tensor, window: int,
-    dropout: float,
-) -> Tensor:  # fmt: skip
-    """The gradient [B, L, 3, H, K] of `qkv` from that of the mixed values, `grown` [B, L, H, K]."""
+    dropout: float, has_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of `qkv` [B, L, 3, H, K] and of a bias in it [3 · H · K] from that of the mixed values, `grown`."""
     qkv, grown = qkv.contiguous(), grown.contiguous()
     gradient = torch.empty_like(qkv)
-    launch(backward_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient)
-    return gradient
+    sums = torch.empty(qkv.shape[0] if has_bias else 0, qkv[0, 0].numel(), device=qkv.device)
+    launch(backward_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient, sums, HAS_BIAS=has_bias)
+    return gradient, column_sums(sums) if has_bias else sums.flatten()
 
 
-@gradient_in_short_rows.register_fake
-def _(qkv, documents, turns, seed, grown, window, dropout):
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+@gradients_in_short_rows.register_fake
+def _(qkv, documents, turns, seed, grown, window, dropout, has_bias):
+    sums = qkv.new_empty(qkv[0, 0].numel() if has_bias else 0, dtype=torch.float32)
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format), sums
 
 
 def remember(ctx, inputs, output) -> None:
-    qkv, documents, turns, seed, ctx.window, ctx.dropout = inputs
+    qkv, bias, documents, turns, seed, ctx.window, ctx.dropout = inputs
+    ctx.bias_precision = None if bias is None else bias.dtype
     ctx.save_for_backward(qkv, documents, turns, seed)
 
 
 def backward(ctx, grown: Tensor):
-    qkv, documents, turns, seed = ctx.saved_tensors
-    gradient = gradient_in_short_rows(qkv, documents, turns, seed, grown, ctx.window, ctx.dropout)
-    return gradient, None, None, None, None, None
+    has_bias = ctx.bias_precision is not None
+    gradient, of_bias = gradients_in_short_rows(*ctx.saved_tensors, grown, ctx.window, ctx.dropout, has_bias)
+    return gradient, of_bias.to(ctx.bias_precision) if has_bias else None, None, None, None, None, None
 
 
 attend_in_short_rows.register_autograd(backward, setup_context=remember)

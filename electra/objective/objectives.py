@@ -125,9 +125,11 @@ def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses
 
 def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
-    masked = mask_text(batch, electra, settings)
-    guesses = electra.the_generator()(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
-    return {"generator": mlm_loss(guesses, masked)}
+    generator, masked = electra.the_generator(), mask_text(batch, electra, settings)
+    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    if goes_in_one_pass(hidden, settings):
+        return in_one_pass(generator, hidden, masked, batch, settings).losses
+    return {"generator": mlm_loss(generator.guess(hidden), masked)}
 
 
 def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:

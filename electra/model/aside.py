@@ -1,0 +1,34 @@
+"""Work that nothing waits for yet, on a stream beside the one that goes on."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def stream_beside(main: int, device: int) -> torch.cuda.Stream:
+    """The stream that goes with another, by that one's number."""
+    return torch.cuda.Stream(device)
+
+
+class Aside:
+    """Runs things beside the current stream, after all that was put on it so far.
+
+    Gradients of weights are needed at the end of a step only, and those of hidden states at once: small kernels of the
+    one fill what the other leaves free. Nothing that is read aside may be written, or freed, before `join`.
+    """
+
+    def __init__(self) -> None:
+        self.main = torch.cuda.current_stream()
+        self.stream = stream_beside(self.main.stream_id, self.main.device_index)
+
+    def __call__(self, act: Callable[..., Any], *given: Any) -> Any:
+        self.stream.wait_stream(self.main)
+        with torch.cuda.stream(self.stream):
+            return act(*given)
+
+    def join(self) -> None:
+        """What comes next on the current stream waits for what was put aside."""
+        self.main.wait_stream(self.stream)

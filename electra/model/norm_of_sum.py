@@ -1,0 +1,124 @@
+"""LayerNorm of a sum, a bias and dropout included, in one kernel, and all its gradients in another.
+
+A post-norm layer adds what it found to what was there and normalises; gradients of the norm's weights and of the bias
+are sums over all tokens. Here each tensor is read and written once, and nothing but the layer's own product is kept.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 4096  # of a tile
+MOST_PROGRAMS = 1024  # of the backward pass: each leaves its share of what is summed over all tokens
+
+
+@triton.jit
+def kept(seed, place, dropout):
+    """What dropout multiplies a product by: 0, or what makes up for the zeros."""
+    return tl.where(tl.rand(tl.load(seed), place) < dropout, 0.0, 1.0 / (1.0 - dropout))
+
+
+@triton.jit
+def normalised(
+    product, bias, residual, seed, row, column, N, epsilon, dropout, D: tl.constexpr, HAS_DROPOUT: tl.constexpr
+):
+    """The sum, normalised [ROWS, WIDTH], and one over its standard deviation."""
+    place = row[:, None] * D + column[None, :]
+    is_there = (row < N)[:, None] & (column < D)[None, :]
+    added = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32)
+    added += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    if HAS_DROPOUT:
+        added = added * kept(seed, place, dropout)
+    total = added + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
+    centred = tl.where((column < D)[None, :], total - (tl.sum(total, 1) / D)[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + epsilon)
+    return centred * scale[:, None], scale
+
+
+@triton.jit
+def forward_kernel(
+    product, bias, residual, weight, offset, seed, hidden, N, epsilon, dropout,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """hidden [N, D]; one program for some rows."""
+    row, column = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
+    plain, _ = normalised(product, bias, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
+    stretched = plain * tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    stretched += tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    is_there = (row < N)[:, None] & (column < D)[None, :]
+    tl.store(hidden + row[:, None] * D + column[None, :], stretched.to(hidden.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def backward_kernel(
+    product, bias, residual, weight, seed, grown, of_residual, of_product, sums, N, epsilon, dropout,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Gradients [N, D] of residual and, with dropout, of product; of weight, offset and bias each program's share."""
+    column = tl.arange(0, WIDTH)
+    stretch = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
+    of_weight, of_offset = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    of_bias = tl.zeros([WIDTH], tl.float32)
+    for tile in range(TILES):
+        row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        plain, scale = normalised(product, bias, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
+        place = row[:, None] * D + column[None, :]
+        is_there = (row < N)[:, None] & (column < D)[None, :]
+        back = tl.load(grown + place, mask=is_there, other=0.0).to(tl.float32)
+        pull = back * stretch[None, :]
+        along, level = tl.sum(pull * plain, 1) / D, tl.sum(pull, 1) / D
+        change = (pull - level[:, None] - plain * along[:, None]) * scale[:, None]
+        change = tl.where(is_there, change, 0.0)
+        tl.store(of_residual + place, change.to(of_residual.dtype.element_ty), mask=is_there)
+        if HAS_DROPOUT:
+            change = change * kept(seed, place, dropout)
+            tl.store(of_product + place, change.to(of_product.dtype.element_ty), mask=is_there)
+        of_weight += tl.sum(back * plain, 0)
+        of_offset += tl.sum(back, 0)
+        of_bias += tl.sum(change, 0)
+    target = sums + tl.program_id(0).to(tl.int64) * 3 * D + column
+    tl.store(target, of_weight, mask=column < D)
+    tl.store(target + D, of_offset, mask=column < D)
+    tl.store(target + 2 * D, of_bias, mask=column < D)
+
+
+def shape_of(product: Tensor) -> tuple[int, int, int, int]:
+    """N, D, the next power of two, and the rows of a tile."""
+    N, D = product.shape
+    width = triton.next_power_of_2(D)
+    return N, D, width, max(1, ELEMENTS // width)
+
+
+def norm_of_sum(
+    product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, offset: Tensor, epsilon: float,
+    seed: Tensor | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """LayerNorm of `residual` [N, D] plus what dropout leaves of `product` [N, D] and `bias` [D]."""
+    N, D, width, rows = shape_of(product)
+    hidden = torch.empty_like(product)
+    forward_kernel[(triton.cdiv(N, rows),)](
+        product, bias, residual, weight, offset, product if seed is None else seed, hidden, N, epsilon, dropout,
+        D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=4,
+    )  # fmt: skip
+    return hidden
+
+
+def gradients_of_norm_of_sum(
+    product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, grown: Tensor, epsilon: float,
+    seed: Tensor | None = None, dropout: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients [N, D] of residual and product, one tensor without dropout, and those of weight, offset and bias as
+    parts [programs, 3 · D] to sum."""
+    N, D, width, rows = shape_of(product)
+    of_residual = torch.empty_like(product)
+    of_product = of_residual if seed is None else torch.empty_like(product)
+    tiles = triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS)
+    programs = triton.cdiv(N, rows * tiles)
+    parts = torch.empty(programs, 3 * D, device=product.device)
+    backward_kernel[(programs,)](
+        product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,
+        N, epsilon, dropout,
+        D=D, WIDTH=width, ROWS=rows, TILES=tiles, HAS_DROPOUT=seed is not None, num_warps=4,
+    )  # fmt: skip
+    return of_residual, of_product, parts
