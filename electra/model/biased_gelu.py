@@ -12,14 +12,15 @@ from torch import Tensor
 from electra.model.column_sums import column_sums
 
 ROWS, COLUMNS = 16, 128  # of a tile
-TILES = 8  # down which one program goes in the backward pass
+MOST_PROGRAMS = 1024  # of the backward pass; each leaves its share of what is summed over all tokens
 
 
 @triton.jit
 def share_below(number):
     """Φ, the share of a normal distribution that lies below each number, and exp(−x²/2)."""
     bell = tl.exp(-0.5 * number * number)
-    nearness = 1.0 / (1.0 + 0.231641888 * tl.abs(number))
+    distance = 1.0 + 0.231641888 * tl.abs(number)
+    nearness = tl.rsqrt(distance * distance)  # one over it, in one instruction
     polynomial = 1.061405429 * nearness - 1.453152027
     polynomial = polynomial * nearness + 1.421413741
     polynomial = polynomial * nearness - 0.284496736
@@ -42,23 +43,21 @@ def forward_kernel(product, bias, activated, N, C, ROWS: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def backward_kernel(
-    product, bias, grown, gradient, sums, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr
-):
+def backward_kernel(product, bias, grown, gradient, sums, N, C, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradient [N, C] of product, and its sums over the rows of each program [programs, C]."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     added = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    for tile in range(TILES):
-        row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # tiles are added up before their rows are: threads need not meet
+    for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
+        row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         place = row[:, None] * C + column[None, :]
         is_there = (row < N)[:, None] & (column < C)[None, :]
         number = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32) + added[None, :]
         share, bell = share_below(number)
         back = tl.load(grown + place, mask=is_there, other=0.0).to(tl.float32) * (share + 0.3989422804 * number * bell)
-        total += tl.sum(back, 0)
+        total += back
         tl.store(gradient + place, back.to(gradient.dtype.element_ty), mask=is_there)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * C + column, total, mask=column < C)
+    tl.store(sums + tl.program_id(0).to(tl.int64) * C + column, tl.sum(total, 0), mask=column < C)
 
 
 def gelu_of_sum(product: Tensor, bias: Tensor) -> Tensor:
@@ -73,11 +72,12 @@ def gelu_of_sum(product: Tensor, bias: Tensor) -> Tensor:
 def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
     gradient, C = torch.empty_like(product), product.shape[-1]
-    N = product.numel() // C
-    grid = (triton.cdiv(N, ROWS * TILES), triton.cdiv(C, COLUMNS))
-    parts = torch.empty(grid[0], C, device=product.device)
-    backward_kernel[grid](
-        product, bias, grown, gradient, parts, N, C, ROWS=ROWS, COLUMNS=COLUMNS, TILES=TILES, num_warps=4
+    N, columns = product.numel() // C, triton.cdiv(C, COLUMNS)
+    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // columns))
+    programs = triton.cdiv(N, ROWS * tiles)
+    parts = torch.empty(programs, C, device=product.device)
+    backward_kernel[(programs, columns)](
+        product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
     )
     return gradient, parts
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 4096  # of a tile
-MOST_PROGRAMS = 1024  # of the backward pass: each leaves its share of what is summed over all tokens
+ELEMENTS = 2048  # of a tile: four programs of four warps have their registers on a multiprocessor
+MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all tokens
 
 
 @triton.jit
@@ -21,13 +21,13 @@ def kept(seed, place, dropout):
 
 @triton.jit
 def normalised(
-    product, bias, residual, seed, row, column, N, epsilon, dropout, D: tl.constexpr, HAS_DROPOUT: tl.constexpr
+    product, offset, residual, seed, row, column, N, epsilon, dropout, D: tl.constexpr, HAS_DROPOUT: tl.constexpr
 ):
-    """The sum, normalised [ROWS, WIDTH], and one over its standard deviation."""
+    """The sum, normalised [ROWS, WIDTH], and one over its standard deviation; `offset` [WIDTH] is the bias."""
     place = row[:, None] * D + column[None, :]
     is_there = (row < N)[:, None] & (column < D)[None, :]
     added = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32)
-    added += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
+    added += offset[None, :]
     if HAS_DROPOUT:
         added = added * kept(seed, place, dropout)
     total = added + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
@@ -43,7 +43,8 @@ def forward_kernel(
 ):  # fmt: skip
     """hidden [N, D]; one program for some rows."""
     row, column = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
-    plain, _ = normalised(product, bias, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
+    added = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
+    plain, _ = normalised(product, added, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
     stretched = plain * tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     stretched += tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     is_there = (row < N)[:, None] & (column < D)[None, :]
@@ -52,17 +53,18 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    product, bias, residual, weight, seed, grown, of_residual, of_product, sums, N, epsilon, dropout,
-    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+    product, bias, residual, weight, seed, grown, of_residual, of_product, sums, N, tiles, epsilon, dropout,
+    D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients [N, D] of residual and, with dropout, of product; of weight, offset and bias each program's share."""
     column = tl.arange(0, WIDTH)
+    added = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
     stretch = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
-    of_weight, of_offset = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    of_bias = tl.zeros([WIDTH], tl.float32)
-    for tile in range(TILES):
-        row = ((tl.program_id(0) * TILES + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        plain, scale = normalised(product, bias, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
+    of_weight, of_offset = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
+    of_bias = tl.zeros([ROWS, WIDTH], tl.float32)  # tiles are added up before their rows are: threads need not meet
+    for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
+        row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        plain, scale = normalised(product, added, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
         place = row[:, None] * D + column[None, :]
         is_there = (row < N)[:, None] & (column < D)[None, :]
         back = tl.load(grown + place, mask=is_there, other=0.0).to(tl.float32)
@@ -74,13 +76,13 @@ def backward_kernel(
         if HAS_DROPOUT:
             change = change * kept(seed, place, dropout)
             tl.store(of_product + place, change.to(of_product.dtype.element_ty), mask=is_there)
-        of_weight += tl.sum(back * plain, 0)
-        of_offset += tl.sum(back, 0)
-        of_bias += tl.sum(change, 0)
+        of_weight += back * plain
+        of_offset += back
+        of_bias += change
     target = sums + tl.program_id(0).to(tl.int64) * 3 * D + column
-    tl.store(target, of_weight, mask=column < D)
-    tl.store(target + D, of_offset, mask=column < D)
-    tl.store(target + 2 * D, of_bias, mask=column < D)
+    tl.store(target, tl.sum(of_weight, 0), mask=column < D)
+    tl.store(target + D, tl.sum(of_offset, 0), mask=column < D)
+    tl.store(target + 2 * D, tl.sum(of_bias, 0), mask=column < D)
 
 
 def shape_of(product: Tensor) -> tuple[int, int, int, int]:
@@ -118,7 +120,6 @@ def gradients_of_norm_of_sum(
     parts = torch.empty(programs, 3 * D, device=product.device)
     backward_kernel[(programs,)](
         product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,
-        N, epsilon, dropout,
-        D=D, WIDTH=width, ROWS=rows, TILES=tiles, HAS_DROPOUT=seed is not None, num_warps=4,
+        N, tiles, epsilon, dropout, D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=4,
     )  # fmt: skip
     return of_residual, of_product, parts
