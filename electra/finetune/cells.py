@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from electra.errors import ConfigError, DataError, TrainingError
+from electra.finetune.sharing import can_share, shared_gpu, workers_on
 from electra.finetune.tasks import HUB, Task
 from electra.finetune.tuning import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
 from electra.model.storage import CONFIG, WEIGHTS, read_json, write_json
@@ -145,10 +146,11 @@ def advice_on(output: Path, finished: list[Path]) -> str:
 
 
 def workers_for(config: TuningConfig) -> int:
-    """How many cells are run side by side: on a GPU one loads and measures while another trains."""
+    """How many cells are run side by side: on a GPU one loads and measures while others train."""
     if config.workers is not None:
         return config.workers
-    return 2 if choose_device(config.device).type == "cuda" else 1
+    device = choose_device(config.device)
+    return workers_on(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 1
 
 
 def run_cells(cells: list[Cell], workers: int) -> list[Score]:
@@ -166,8 +168,10 @@ def finished(cells: list[Cell], workers: int) -> Iterator[tuple[Cell, Score]]:
     if workers <= 1:
         yield from ((cell, cell.run()) for cell in cells)
         return
+    is_shared = choose_device(cells[0].config.device).type == "cuda" and can_share()
     with (
         exit_on_sigterm(),
+        shared_gpu() if is_shared else nullcontext(),
         ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), settle, (workers,)) as pool,
         stopping(pool),
     ):

@@ -74,7 +74,8 @@ class TuningConfig:
     """As the released code did it: Adam without bias correction, the decay already running during the warm-up, weight
     decay, and one layer too many in the layer-wise decay."""
     workers: int | None = None
-    """Seeds and tasks that are run side by side, each in a process of its own; 2 on a GPU, 1 on a CPU."""
+    """Seeds and tasks that are run side by side, each in a process of its own. Unless given: 1 on a CPU; on a GPU 2, or
+    up to 8 where NVIDIA's MPS lets them use it at the same time, which is started for them."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
     precision: Precision = "auto"
