@@ -13,6 +13,7 @@ from torch.nn import functional
 from electra.finetune import tuning
 from electra.finetune.finetuning import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
+from electra.model.attention import reach_of
 from electra.model.encoder import ClassicLayer, Encoder, EncoderConfig
 from electra.objective.losses import total
 from electra.objective.masking import MaskingConfig, mask
@@ -80,14 +81,14 @@ def test_kernels_are_for_half_precision_and_short_rows_may_have_dropout():
 
 
 def test_dropout_of_short_rows_leaves_the_mean_and_has_its_own_gradient():
-    from electra.model.short_rows import attend_in_short_rows
+    from electra.model.gpu.short_rows import attend_in_short_rows
 
     torch.manual_seed(0)
     qkv = torch.randn(64, 100, 3, 2, 32, device="cuda")
     seed, grown = torch.tensor(7, device="cuda", dtype=torch.int32), torch.randn(64, 100, 2, 32, device="cuda")
 
     def attend(qkv: torch.Tensor, seed: torch.Tensor | None = seed) -> torch.Tensor:
-        return attend_in_short_rows(qkv, None, None, None, seed, -1, 0.0 if seed is None else 0.3)
+        return attend_in_short_rows(qkv, None, None, seed, -1, 0.0 if seed is None else 0.3)
 
     ones = torch.cat([qkv[:, :, :2], torch.ones_like(qkv[:, :, 2:])], dim=2)
     assert attend(ones).mean().item() == pytest.approx(1, abs=0.01)
@@ -103,7 +104,7 @@ def test_dropout_of_short_rows_leaves_the_mean_and_has_its_own_gradient():
 
 
 def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
-    from electra.model.biased_gelu import biased_gelu
+    from electra.model.gpu.biased_gelu import biased_gelu
 
     torch.manual_seed(0)
     product, grown = (2 * torch.randn(37, 11, 200, device="cuda") for _ in range(2))
@@ -118,35 +119,46 @@ def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
         assert (ours - exact).norm() < 0.005 * exact.norm()
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("kernel", ["short rows", "mask"])
 @pytest.mark.parametrize("width", [64, 192, 768])
-def test_a_layer_finished_at_once_is_as_exact_as_step_by_step(monkeypatch, width, dropout):
-    torch.manual_seed(0)
-    layer = ClassicLayer(EncoderConfig(width=width, feedforward=4 * width, dropout=dropout)).cuda()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=1 if parameter.dim() == 1 else width**-0.5)
-    mixed, residual, grown = torch.randn(3, 37, 11, width, device="cuda").bfloat16().float()
+def test_a_layer_at_once_is_as_exact_as_step_by_step(monkeypatch, width, kernel):
+    layer, hidden, grown, documents = made_layer(width)
 
     def outcome(dtype: torch.dtype, is_at_once: bool) -> list[torch.Tensor]:
-        inputs = [each.to(dtype, copy=True).requires_grad_() for each in (mixed, residual)]
-        monkeypatch.setattr(layer.attention, "mix", lambda hidden, reach: inputs[0])
+        given = hidden.to(dtype, copy=True).requires_grad_()
         monkeypatch.setattr(encoder_module, "is_for_kernels", lambda tensor: is_at_once)
         layer.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            hidden = layer(inputs[1], None)
-        (hidden * grown).sum().backward()
-        gradients = [each.grad for each in [*inputs, *layer.parameters()] if each.grad is not None]
-        return [hidden.detach().float(), *(gradient.float().clone() for gradient in gradients)]
+            found = layer(given, reach_of(None, documents, kernel=kernel if is_at_once else "mask"))
+        (found * grown).sum().backward()
+        return [each.float().clone() for each in (found.detach(), given.grad, *(p.grad for p in layer.parameters()))]
 
-    if dropout:  # its noise is its own: the mean over many is what can be compared
-        layer.zero_grad()
-        means = [sum(outcome(torch.bfloat16, way)[0] for _ in range(200)) / 200 for way in (True, False)]
-        assert (means[0] - means[1]).norm() < 0.1 * means[1].norm()
-        return
     exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
-    assert len(exact) == len(found) == 1 + 2 + 12 - 2  # qkv is not part of it
     for truth, rounded, ours in zip(exact, plain, found, strict=True):
         assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
+
+
+@pytest.mark.parametrize("kernel", ["short rows", "mask"])
+def test_dropout_of_a_layer_at_once_leaves_the_mean_of_the_layer_step_by_step(monkeypatch, kernel):
+    layer, hidden, _, documents = made_layer(64, dropout=0.2)
+    means = []
+    for is_at_once in (True, False):
+        monkeypatch.setattr(encoder_module, "is_for_kernels", lambda tensor, answer=is_at_once: answer)
+        reach = reach_of(None, documents, kernel=kernel if is_at_once else "mask")
+        with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+            means.append(torch.stack([layer(hidden.bfloat16(), reach).float() for _ in range(400)]).mean(0))
+    assert (means[0] - means[1]).norm() < 0.1 * means[1].norm()
+
+
+def made_layer(width: int, dropout: float = 0.0) -> tuple[ClassicLayer, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer whose parameters all matter, hidden states and the gradient of what comes of them, and documents."""
+    torch.manual_seed(0)
+    rates = {"dropout": dropout, "attention_dropout": dropout}
+    layer = ClassicLayer(EncoderConfig(width=width, heads=width // 64, feedforward=4 * width, **rates)).cuda()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=1 if parameter.dim() == 1 else width**-0.5)
+    hidden, grown = torch.randn(2, 37, 110, width, device="cuda").bfloat16().float()
+    return layer, hidden, grown, (torch.rand(37, 110, device="cuda") < 0.03).cumsum(1)
 
 
 def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):

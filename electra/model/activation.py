@@ -6,7 +6,7 @@ from torch.nn import functional
 from electra.model.kernels import HAS_TRITON, is_for_kernels
 
 if HAS_TRITON:
-    from electra.model.biased_gelu import biased_gelu
+    from electra.model.gpu.biased_gelu import biased_gelu
 
 
 def gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from electra.model.kernels import HALVES, HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
-    from electra.model import short_rows
+    from electra.model.gpu import short_rows
 
 Kernel = Literal["mask", "documents", "short rows"]
 """How attention keeps to its reach: by a mask of all pairs, document by document, or with whole rows at hand."""
@@ -100,13 +100,10 @@ def starts_of(documents: Tensor, most: int | None = None) -> Tensor:
     return torch.cat([(begins + starts).flatten(), end]).int()
 
 
-def attend(qkv: Tensor, reach: Reach, dropout: float, bias: Tensor | None = None) -> Tensor:
-    """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys, as far as `reach` allows.
-
-    In short rows a `bias` [3 · H · K] that was added to `qkv` as a constant gets its gradient here.
-    """
+def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
+    """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys, as far as `reach` allows."""
     if reach.kernel == "short rows":
-        return attend_in_short_rows(qkv, bias, reach, dropout)
+        return attend_in_short_rows(qkv, reach, dropout)
     query, key, value = qkv.unbind(2)  # each [B, L, H, K]
     if reach.turns is not None:
         query, key = turned(query, reach.turns), turned(key, reach.turns)
@@ -117,11 +114,11 @@ def attend(qkv: Tensor, reach: Reach, dropout: float, bias: Tensor | None = None
     return mixed.transpose(1, 2)  # [B, L, H, K]
 
 
-def attend_in_short_rows(qkv: Tensor, bias: Tensor | None, reach: Reach, dropout: float) -> Tensor:
+def attend_in_short_rows(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
     """Attention with whole rows at hand; [B, L, H, K] of `qkv` [B, L, 3, H, K]."""
     turns = None if reach.turns is None else reach.turns.squeeze(2)
     seed = torch.randint(2**31, (), device=qkv.device, dtype=torch.int32) if dropout else None
-    return short_rows.attend_in_short_rows(qkv, bias, reach.documents, turns, seed, reach.window, dropout)
+    return short_rows.attend_in_short_rows(qkv, reach.documents, turns, seed, reach.window, dropout)
 
 
 def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int) -> Tensor:

@@ -24,7 +24,7 @@ from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of,
 from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
-    from electra.model.after_attention import finished
+    from electra.model.gpu import classic_layer
 
 Style = Literal["classic", "modern"]
 
@@ -245,10 +245,8 @@ class Attention(nn.Module):
 
     def mix(self, hidden: Tensor, reach: Reach) -> Tensor:
         """What each token takes from those it looks at: [B, L, D]."""
-        bias = self.qkv.bias if reach.kernel == "short rows" else None
-        qkv = self.qkv(hidden) if bias is None else functional.linear(hidden, self.qkv.weight, bias.detach())
-        qkv = qkv.unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
-        return attend(qkv, reach, self.dropout if self.training else 0.0, bias).flatten(2)
+        qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
+        return attend(qkv, reach, self.dropout if self.training else 0.0).flatten(2)
 
 
 class FeedForward(nn.Module):
@@ -289,21 +287,23 @@ class ClassicLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        mixed = self.attention.mix(hidden, reach)
         if is_for_kernels(hidden):
-            return self.finish_at_once(mixed, hidden)
-        hidden = self.attention_norm(hidden + self.dropout(self.attention.output(mixed)))
+            return self.at_once(hidden, reach)
+        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, reach)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
-    def finish_at_once(self, mixed: Tensor, hidden: Tensor) -> Tensor:
-        """The same, as one operation."""
-        widen, narrow, dropout = (
-            self.feedforward.widen,
-            self.feedforward.narrow,
-            self.dropout.p if self.training else 0.0,
-        )
-        norms = self.attention_norm, self.feedforward_norm
-        return finished(mixed, hidden, self.attention.output, norms[0], widen, narrow, norms[1], dropout)
+    def at_once(self, hidden: Tensor, reach: Reach) -> Tensor:
+        """The same as one operation, or two in long rows."""
+        precision, epsilon = precision_at(hidden), self.attention_norm.eps
+        named = self.named_parameters()  # those of products in the precision of these
+        parameters = [each if "norm" in name else each.to(precision) for name, each in named]
+        hidden, dropout = hidden.to(precision), self.dropout.p if self.training else 0.0
+        if reach.kernel != "short rows":
+            mixed = self.attention.mix(hidden, reach).to(precision)
+            return classic_layer.rest_of_layer(mixed, hidden, parameters, dropout, epsilon)
+        heads, attention_dropout = self.attention.heads, self.attention.dropout if self.training else 0.0
+        rates = attention_dropout, dropout, epsilon
+        return classic_layer.layer_in_short_rows(hidden, parameters, reach.documents, heads, *rates)
 
 
 class ModernLayer(nn.Module):

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.column_sums import column_sums
-
 LONGEST = 128  # tokens whose scores one program can hold
 WIDTHS = (32, 64, 128)  # of a head
 
@@ -160,57 +158,66 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
     )  # fmt: skip
 
 
-@torch.library.custom_op("electra::attend_in_short_rows", mutates_args=())
-def attend_in_short_rows(
-    qkv: Tensor, bias: Tensor | None, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
-    dropout: float,
-) -> Tensor:  # fmt: skip
+def mix(
+    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int, dropout: float
+) -> Tensor:
     """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys: [B, L, H, K].
 
     Tokens see those of their number in `documents` [B, L] int32, at most `window` away unless that is negative; `turns`
-    [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights. A `bias` [3 · H · K] is
-    in `qkv` already; it only gets its gradient here.
+    [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights.
     """
-    qkv = qkv.contiguous()
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
     launch(forward_kernel, qkv, documents, turns, seed, window, dropout, mixed)
     return mixed
 
 
+def gradients_of_mix(
+    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, grown: Tensor, window: int,
+    dropout: float, has_bias: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of `qkv` from that of the mixed values, `grown` [B, L, H, K]; that of a bias in it as parts
+    [B, 3 · H · K] to sum."""
+    gradient = torch.empty_like(qkv)
+    parts = torch.empty(qkv.shape[0] if has_bias else 0, qkv[0, 0].numel(), device=qkv.device)
+    launch(backward_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient, parts, HAS_BIAS=has_bias)
+    return gradient, parts
+
+
+@torch.library.custom_op("electra::attend_in_short_rows", mutates_args=())
+def attend_in_short_rows(
+    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int, dropout: float
+) -> Tensor:
+    """`mix`, as an operation with a gradient."""
+    return mix(qkv.contiguous(), documents, turns, seed, window, dropout)
+
+
 @attend_in_short_rows.register_fake
-def _(qkv, bias, documents, turns, seed, window, dropout):
+def _(qkv, documents, turns, seed, window, dropout):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
 
 
-@torch.library.custom_op("electra::gradients_in_short_rows", mutates_args=())
-def gradients_in_short_rows(
+@torch.library.custom_op("electra::gradient_in_short_rows", mutates_args=())
+def gradient_in_short_rows(
     qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, grown: Tensor, window: int,
-    dropout: float, has_bias: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of `qkv` [B, L, 3, H, K] and of a bias in it [3 · H · K] from that of the mixed values, `grown`."""
-    qkv, grown = qkv.contiguous(), grown.contiguous()
-    gradient = torch.empty_like(qkv)
-    sums = torch.empty(qkv.shape[0] if has_bias else 0, qkv[0, 0].numel(), device=qkv.device)
-    launch(backward_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient, sums, HAS_BIAS=has_bias)
-    return gradient, column_sums(sums) if has_bias else sums.flatten()
+    dropout: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of `qkv`, as an operation."""
+    return gradients_of_mix(qkv.contiguous(), documents, turns, seed, grown.contiguous(), window, dropout)[0]
 
 
-@gradients_in_short_rows.register_fake
-def _(qkv, documents, turns, seed, grown, window, dropout, has_bias):
-    sums = qkv.new_empty(qkv[0, 0].numel() if has_bias else 0, dtype=torch.float32)
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format), sums
+@gradient_in_short_rows.register_fake
+def _(qkv, documents, turns, seed, grown, window, dropout):
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
 def remember(ctx, inputs, output) -> None:
-    qkv, bias, documents, turns, seed, ctx.window, ctx.dropout = inputs
-    ctx.bias_precision = None if bias is None else bias.dtype
+    qkv, documents, turns, seed, ctx.window, ctx.dropout = inputs
     ctx.save_for_backward(qkv, documents, turns, seed)
 
 
 def backward(ctx, grown: Tensor):
-    has_bias = ctx.bias_precision is not None
-    gradient, of_bias = gradients_in_short_rows(*ctx.saved_tensors, grown, ctx.window, ctx.dropout, has_bias)
-    return gradient, of_bias.to(ctx.bias_precision) if has_bias else None, None, None, None, None, None
+    gradient = gradient_in_short_rows(*ctx.saved_tensors, grown, ctx.window, ctx.dropout)
+    return gradient, None, None, None, None, None
 
 
 attend_in_short_rows.register_autograd(backward, setup_context=remember)

@@ -17,14 +17,16 @@ class Aside:
     """Runs things beside the current stream, after all that was put on it so far.
 
     Gradients of weights are needed at the end of a step only, and those of hidden states at once: small kernels of the
-    one fill what the other leaves free. Nothing that is read aside may be written, or freed, before `join`.
+    one fill what the other leaves free. Nothing that is read aside may be written before `join`; it is held until then.
     """
 
     def __init__(self) -> None:
         self.main = torch.cuda.current_stream()
         self.stream = stream_beside(self.main.stream_id, self.main.device_index)
+        self.held: list[Any] = []
 
     def __call__(self, act: Callable[..., Any], *given: Any) -> Any:
+        self.held.append(given)
         self.stream.wait_stream(self.main)
         with torch.cuda.stream(self.stream):
             return act(*given)
@@ -32,3 +34,4 @@ class Aside:
     def join(self) -> None:
         """What comes next on the current stream waits for what was put aside."""
         self.main.wait_stream(self.stream)
+        self.held.clear()

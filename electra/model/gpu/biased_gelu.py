@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.column_sums import column_sums
+from electra.model.gpu.column_sums import column_sums
 
 ROWS, COLUMNS = 16, 128  # of a tile
 MOST_PROGRAMS = 1024  # of the backward pass; each leaves its share of what is summed over all tokens
@@ -97,7 +97,7 @@ def _(product, bias):
 def gradient_of_biased_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
     """The same, as an operation."""
     gradient, parts = gradients_of_gelu(product.contiguous(), bias, grown.contiguous())
-    return gradient, column_sums(parts).to(bias.dtype)
+    return gradient, column_sums(parts, bias.dtype)
 
 
 @gradient_of_biased_gelu.register_fake
