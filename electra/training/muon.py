@@ -6,6 +6,7 @@ slow on a CPU. The updates here are the same but for rounding.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,23 @@ class Muon(torch.optim.Optimizer):
         self.found_inf: Tensor | None = None  # [] 1 where a step is to move nothing
         self.grad_scale: Tensor | None = None  # [] what gradients are divided by; both as torch's fused optimizers ask
         self.together: dict[tuple[Tensor, ...], Tensor] = {}  # the momenta of matrices of one shape
+        self.streams: list[torch.cuda.Stream] = []  # one for each shape, on a GPU
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
-        for group in self.param_groups:
-            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_shape[parameter.shape].append(parameter)
-            for alike in by_shape.values():
-                self.update(alike, group)
+        updates = [partial(self.update, alike, group) for group in self.param_groups for alike in of_one_shape(group)]
+        if not self.param_groups[0]["params"][0].is_cuda:
+            for update in updates:
+                update()
+            return
+        main = torch.cuda.current_stream()
+        self.streams += [torch.cuda.Stream() for _ in updates[len(self.streams) :]]
+        for update, stream in zip(updates, self.streams, strict=False):  # small kernels, which fill a GPU together only
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                update()
+        for stream in self.streams[: len(updates)]:
+            main.wait_stream(stream)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonal(μm + (1 − μ)g) + wd θ), for matrices of one shape."""
@@ -62,6 +70,15 @@ class Muon(torch.optim.Optimizer):
             for parameter, own in zip(parameters, stacked.unbind(), strict=True):
                 self.state[parameter]["momentum"] = own
         return stacked
+
+
+def of_one_shape(group: dict[str, Any]) -> Iterable[list[Tensor]]:
+    """The matrices of a group that have gradients, by shape."""
+    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            by_shape[parameter.shape].append(parameter)
+    return by_shape.values()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
