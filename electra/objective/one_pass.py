@@ -42,7 +42,7 @@ def read_entries(logits, entry, V):
 
 
 @triton.jit
-def forward_kernel(
+def score_kernel(
     logits, originals, block_keys, token_keys, losses, sampled, totals, V, stride, places,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(logits, originals, totals, grown, gradient, V, stride, ENTRIES: tl.constexpr):
+def gradient_of_score_kernel(logits, originals, totals, grown, gradient, V, stride, ENTRIES: tl.constexpr):
     """(softmax − what stood there) · the loss's gradient; one program for each guess and part of the vocabulary."""
     guess = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
@@ -94,7 +94,7 @@ def score_and_sample(
     logits = logits.contiguous()
     losses, totals = (torch.empty(originals.shape, device=logits.device) for _ in range(2))
     sampled = torch.empty_like(originals)
-    forward_kernel[(originals.numel(),)](
+    score_kernel[(originals.numel(),)](
         logits, originals, block_keys, token_keys, losses, sampled, totals, vocabulary, logits.shape[2],
         originals.shape[1], BLOCKS=triton.cdiv(vocabulary, BLOCK), BLOCK=BLOCK, AT_ONCE=BLOCKS_AT_ONCE, num_warps=4,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def gradient_of_scores(logits: Tensor, originals: Tensor, totals: Tensor, grown:
     """The gradient of logits from that of their losses, `grown` [B, M]."""
     logits, stride, entries = logits.contiguous(), logits.shape[2], 4096
     gradient = torch.empty_like(logits)
-    backward_kernel[(originals.numel(), triton.cdiv(stride, entries))](
+    gradient_of_score_kernel[(originals.numel(), triton.cdiv(stride, entries))](
         logits, originals, totals, grown.contiguous(), gradient, vocabulary, stride, ENTRIES=entries, num_warps=4
     )
     return gradient

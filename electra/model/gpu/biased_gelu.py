@@ -30,7 +30,7 @@ def share_below(number):
 
 
 @triton.jit
-def forward_kernel(product, bias, activated, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gelu_kernel(product, bias, activated, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """GELU of product [N, C] plus bias [C]; one program for each tile."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -43,7 +43,9 @@ def forward_kernel(product, bias, activated, N, C, ROWS: tl.constexpr, COLUMNS: 
 
 
 @triton.jit
-def backward_kernel(product, bias, grown, gradient, sums, N, C, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gradient_of_gelu_kernel(
+    product, bias, grown, gradient, sums, N, C, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """The gradient [N, C] of product, and its sums over the rows of each program [programs, C]."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     added = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
@@ -65,7 +67,7 @@ def gelu_of_sum(product: Tensor, bias: Tensor) -> Tensor:
     activated, C = torch.empty_like(product), product.shape[-1]
     N = product.numel() // C
     grid = (triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS))
-    forward_kernel[grid](product, bias, activated, N, C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+    gelu_kernel[grid](product, bias, activated, N, C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return activated
 
 
@@ -76,7 +78,7 @@ def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Ten
     tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // columns))
     programs = triton.cdiv(N, ROWS * tiles)
     parts = torch.empty(programs, C, device=product.device)
-    backward_kernel[(programs, columns)](
+    gradient_of_gelu_kernel[(programs, columns)](
         product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
     )
     return gradient, parts

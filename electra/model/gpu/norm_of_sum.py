@@ -37,7 +37,7 @@ def normalised(
 
 
 @triton.jit
-def forward_kernel(
+def norm_kernel(
     product, bias, residual, weight, offset, seed, hidden, N, epsilon, dropout,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def gradient_of_norm_kernel(
     product, bias, residual, weight, seed, grown, of_residual, of_product, sums, N, tiles, epsilon, dropout,
     D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def norm_of_sum(
     """LayerNorm of `residual` [N, D] plus what dropout leaves of `product` [N, D] and `bias` [D]."""
     N, D, width, rows = shape_of(product)
     hidden = torch.empty_like(product)
-    forward_kernel[(triton.cdiv(N, rows),)](
+    norm_kernel[(triton.cdiv(N, rows),)](
         product, bias, residual, weight, offset, product if seed is None else seed, hidden, N, epsilon, dropout,
         D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=4,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def gradients_of_norm_of_sum(
     tiles = triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS)
     programs = triton.cdiv(N, rows * tiles)
     parts = torch.empty(programs, 3 * D, device=product.device)
-    backward_kernel[(programs,)](
+    gradient_of_norm_kernel[(programs,)](
         product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,
         N, tiles, epsilon, dropout, D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=4,
     )  # fmt: skip

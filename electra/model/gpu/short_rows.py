@@ -73,7 +73,7 @@ def kept(seed, program, at, place, dropout, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def mix_kernel(
     qkv, documents, turns, seed, mixed, L, window, scale, dropout,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -97,7 +97,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def gradient_of_mix_kernel(
     qkv, documents, turns, seed, grown, gradient, sums, L, window, scale, dropout,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -167,7 +167,7 @@ def mix(
     [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights.
     """
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
-    launch(forward_kernel, qkv, documents, turns, seed, window, dropout, mixed)
+    launch(mix_kernel, qkv, documents, turns, seed, window, dropout, mixed)
     return mixed
 
 
@@ -179,7 +179,9 @@ def gradients_of_mix(
     [B, 3 · H · K] to sum."""
     gradient = torch.empty_like(qkv)
     parts = torch.empty(qkv.shape[0] if has_bias else 0, qkv[0, 0].numel(), device=qkv.device)
-    launch(backward_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient, parts, HAS_BIAS=has_bias)
+    launch(
+        gradient_of_mix_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient, parts, HAS_BIAS=has_bias
+    )
     return gradient, parts
 
 
