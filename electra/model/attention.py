@@ -108,7 +108,7 @@ def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
     if reach.turns is not None:
         query, key = turned(query, reach.turns), turned(key, reach.turns)
     if reach.starts is not None:
-        return attend_by_document(query, key, value, reach.starts, reach.window)
+        return attend_by_document(query, key, value, reach.starts, reach.window, dropout)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, H, L, K]
     mixed = scaled_dot_product_attention(query, key, value, attn_mask=reach.mask, dropout_p=dropout)
     return mixed.transpose(1, 2)  # [B, L, H, K]
@@ -121,24 +121,30 @@ def attend_in_short_rows(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
     return short_rows.attend_in_short_rows(qkv, reach.documents, turns, seed, reach.window, dropout)
 
 
-def attend_by_document(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int) -> Tensor:
+def attend_by_document(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, window: int, dropout: float
+) -> Tensor:
     """Attention within each document of the flattened batch, without a mask; [B, L, H, K] as `query`."""
     B, L = query.shape[:2]
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)  # [B * L, H, K]
     text = (query, key, value, starts, starts, L, L)
-    mixed = varlen_attn(*text) if window < 0 else varlen_attn(*text, window_size=(window, window))
+    if dropout:  # which `varlen_attn` has not, but what it calls
+        sides = {"window_size_left": window, "window_size_right": window} if window >= 0 else {}
+        mixed, *_ = torch.ops.aten._flash_attention_forward(*text, dropout, False, False, **sides)
+    else:
+        mixed = varlen_attn(*text) if window < 0 else varlen_attn(*text, window_size=(window, window))
     assert isinstance(mixed, Tensor)
     return mixed.unflatten(0, (B, L))
 
 
-def kernel_for(weight: Tensor, length: int, head_width: int, dropout: float, has_bound: bool) -> Kernel:
+def kernel_for(weight: Tensor, length: int, head_width: int, has_bound: bool) -> Kernel:
     """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision.
 
-    Document by document there is no dropout; a compiled graph also needs a bound on the documents of a row, without
-    which their list has another length in every batch.
+    A compiled graph also needs a bound on the documents of a row, without which their list has another length in every
+    batch.
     """
     if not weight.is_cuda or precision_at(weight) not in HALVES:
         return "mask"
     if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"
-    return "mask" if dropout > 0 or (torch.compiler.is_compiling() and not has_bound) else "documents"
+    return "mask" if torch.compiler.is_compiling() and not has_bound else "documents"

@@ -394,8 +394,7 @@ class Encoder(nn.Module):
     def kernel(self, length: int) -> Kernel:
         """How this device attends in rows of `length` tokens."""
         config, weight = self.config, next(self.layers.parameters())
-        dropout = config.attention_dropout if self.training else 0.0
-        return kernel_for(weight, length, config.width // config.heads, dropout, self.most_documents is not None)
+        return kernel_for(weight, length, config.width // config.heads, self.most_documents is not None)
 
 
 def project_of(config: EncoderConfig) -> nn.Module:
