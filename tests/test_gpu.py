@@ -103,6 +103,21 @@ def test_dropout_of_short_rows_leaves_the_mean_and_has_its_own_gradient():
     assert (qkv.grad * way).sum().item() == pytest.approx(risen.item(), rel=0.05)
 
 
+def test_gelu_and_a_gate_in_one_kernel_are_those_of_torch():
+    from electra.model.gpu.gated_gelu import gated_gelu
+
+    torch.manual_seed(0)
+    product, grown = 2 * torch.randn(37, 11, 400, device="cuda"), torch.randn(37, 11, 200, device="cuda")
+    outcomes = []
+    for way in (gated_gelu, lambda both: functional.gelu(both[..., :200]) * both[..., 200:]):
+        inputs = product.clone().requires_grad_()
+        found = way(inputs)
+        found.backward(grown)
+        outcomes.append((found.detach(), inputs.grad))
+    for ours, exact in zip(*outcomes, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+
+
 def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
     from electra.model.gpu.biased_gelu import biased_gelu
 

@@ -1,4 +1,4 @@
-"""GELU behind a linear layer."""
+"""GELU behind a linear layer, and with a gate."""
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -7,6 +7,7 @@ from electra.model.kernels import HAS_TRITON, is_for_kernels
 
 if HAS_TRITON:
     from electra.model.gpu.biased_gelu import biased_gelu
+    from electra.model.gpu.gated_gelu import gated_gelu
 
 
 def gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:
@@ -14,3 +15,11 @@ def gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:
     if linear.bias is None or not is_for_kernels(hidden):
         return functional.gelu(linear(hidden))
     return biased_gelu(functional.linear(hidden, linear.weight), linear.bias)
+
+
+def gated_gelu_of(product: Tensor) -> Tensor:
+    """GELU of the first half of `product` [..., 2 · F] times the second: [..., F]."""
+    if is_for_kernels(product):
+        return gated_gelu(product)
+    wide, gate = product.chunk(2, dim=-1)
+    return functional.gelu(wide) * gate

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
+from electra.model.activation import gated_gelu_of
 from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
 from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
 
@@ -271,8 +272,7 @@ class GatedFeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide, gate = self.widen(hidden).chunk(2, dim=-1)  # each [B, L, feedforward]
-        return self.narrow(self.dropout(functional.gelu(wide) * gate))
+        return self.narrow(self.dropout(gated_gelu_of(self.widen(hidden))))
 
 
 class ClassicLayer(nn.Module):
