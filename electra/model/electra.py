@@ -46,9 +46,13 @@ class Generator(nn.Module):
         hidden = self.encoder(*text)
         return hidden if at is None else hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
 
-    def guess(self, hidden: Tensor, padding: int = 0) -> Tensor:
-        """Logits [..., V] of hidden states [..., D], and as much `padding` behind them."""
-        return self.head(hidden, self.encoder.embeddings.token_table(), self.encoder.tied_projection(), padding)
+    def guess(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D]."""
+        return self.head(hidden, self.encoder.embeddings.token_table(), self.encoder.tied_projection())
+
+    def transform(self, hidden: Tensor) -> Tensor:
+        """What of hidden states [..., D] is compared with the token table: [..., E]."""
+        return self.head.transformed(hidden, self.encoder.tied_projection())
 
 
 class Discriminator(nn.Module):

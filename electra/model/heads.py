@@ -23,18 +23,16 @@ class GeneratorHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
         initialize(self, config.initial_std)
 
-    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None, padding: int = 0) -> Tensor:
+    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
         """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
 
-        So is a modern encoder's `projection` [D, E]. Logits of `padding` behind the vocabulary mean nothing; products
-        of round sizes are faster."""
+        So is a modern encoder's `projection` [D, E]."""
+        return functional.linear(self.transformed(hidden, projection), table, self.bias)
+
+    def transformed(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
+        """What is compared with the entries of the table: [..., E]."""
         transformed = self.norm(gelu_of(self.dense, hidden))
-        if projection is not None:
-            transformed = transformed @ projection  # [..., E]
-        bias: Tensor = self.bias
-        if padding:  # padding by nothing would copy the table
-            table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(bias, (0, padding))
-        return functional.linear(transformed, table, bias)
+        return transformed if projection is None else transformed @ projection
 
 
 class DiscriminatorHead(nn.Module):

@@ -108,8 +108,9 @@ def replace_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled)
-    guesses = electra.the_corrector()(corrupted.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
-    return filled.losses | {"corrector": mlm_loss(guesses, masked)}
+    corrector = electra.the_corrector()
+    hidden = corrector.read(corrupted.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    return filled.losses | {"corrector": guessing_loss(corrector, hidden, masked, batch, settings)}
 
 
 def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
@@ -127,9 +128,7 @@ def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings)
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
     generator, masked = electra.the_generator(), mask_text(batch, electra, settings)
     hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
-    if goes_in_one_pass(hidden, settings):
-        return in_one_pass(generator, hidden, masked, batch, settings).losses
-    return {"generator": mlm_loss(generator.guess(hidden), masked)}
+    return {"generator": guessing_loss(generator, hidden, masked, batch, settings)}
 
 
 def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
@@ -240,6 +239,13 @@ def guess_and_sample(generator: Generator, masked: Masked, batch: Batch, setting
     return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
 
 
+def guessing_loss(generator: Generator, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Loss:
+    """What is lost by guesses from hidden states [B, M, D], of which no sample is wanted."""
+    if goes_in_one_pass(hidden, settings):  # the sample costs next to nothing
+        return in_one_pass(generator, hidden, masked, batch, settings).losses["generator"]
+    return mlm_loss(generator.guess(hidden), masked)
+
+
 def goes_in_one_pass(hidden: Tensor, settings: Settings) -> bool:
     """Whether loss and samples can be had together: on a GPU in half precision, from one distribution."""
     return is_for_kernels(hidden) and settings.temperature == 1 and not settings.disallow_correct
@@ -247,10 +253,9 @@ def goes_in_one_pass(hidden: Tensor, settings: Settings) -> bool:
 
 def in_one_pass(generator: Generator, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Filled:
     """The same, with the logits read once."""
-    size = settings.vocabulary.size
-    logits = generator.guess(hidden, padding=-size % one_pass.ALIGNED)  # [B, M, V and more]
+    states, table = generator.transform(hidden), generator.encoder.embeddings.token_table()
     keys = (row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING)
-    losses, sampled, _ = one_pass.score_and_sample(logits, masked.originals, *keys, size)
+    losses, sampled = one_pass.scored(states, table, generator.head.bias, masked.originals, *keys)
     return Filled(sampled, {"generator": mean_over(losses, masked.weights)})
 
 

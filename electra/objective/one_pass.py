@@ -1,18 +1,24 @@
 """The loss of guesses and samples of them in one pass over the vocabulary, on a GPU.
 
 Logits over the vocabulary are the largest thing in a step. Here they are read once, for the softmax, the loss and the
-draw alike, and their gradient is written once; the plain way reads and writes them half a dozen times.
+draw alike, and their gradient is written once, and added up for the bias on the way; the plain way reads and writes
+them half a dozen times.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional
 
+from electra.model.gpu.aside import Aside
+from electra.model.gpu.column_sums import column_sums
 from electra.objective.randomness import BLOCK
 
 ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster
 BLOCKS_AT_ONCE = 16
+ROWS, COLUMNS = 8, 512  # of a tile of the gradient
+MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all guesses
 
 
 @triton.jit
@@ -74,63 +80,101 @@ def score_kernel(
 
 
 @triton.jit
-def gradient_of_score_kernel(logits, originals, totals, grown, gradient, V, stride, ENTRIES: tl.constexpr):
-    """(softmax − what stood there) · the loss's gradient; one program for each guess and part of the vocabulary."""
-    guess = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
-    share = tl.exp(read_entries(logits + guess * stride, entry, V) - tl.load(totals + guess))  # 0 behind the end
-    share = tl.where(entry == tl.load(originals + guess), share - 1.0, share) * tl.load(grown + guess)
-    tl.store(gradient + guess * stride + entry, share.to(gradient.dtype.element_ty), mask=entry < stride)
+def gradient_of_score_kernel(
+    logits, originals, totals, grown, gradient, sums, N, V, stride, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """(softmax − what stood there) · the loss's gradient [N, stride], and its sums over each program's guesses."""
+    entry = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
+        guess = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        place, is_guess = guess[:, None] * stride + entry[None, :], guess < N
+        is_there = is_guess[:, None] & (entry < stride)[None, :]
+        found = tl.load(logits + place, mask=is_there, other=0.0).to(tl.float32)
+        share = tl.exp(found - tl.load(totals + guess, mask=is_guess, other=0.0)[:, None])
+        original = tl.load(originals + guess, mask=is_guess, other=-1)
+        share = tl.where(entry[None, :] == original[:, None], share - 1.0, share)
+        share = share * tl.load(grown + guess, mask=is_guess, other=0.0)[:, None]
+        share = tl.where((entry < V)[None, :], share, 0.0)
+        tl.store(gradient + place, share.to(gradient.dtype.element_ty), mask=is_there)
+        total += share
+    tl.store(sums + tl.program_id(0).to(tl.int64) * stride + entry, tl.sum(total, 0), mask=entry < stride)
 
 
 @torch.library.custom_op("electra::score_and_sample", mutates_args=())
 def score_and_sample(
-    logits: Tensor, originals: Tensor, block_keys: Tensor, token_keys: Tensor, vocabulary: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `logits` [B, M, V and more]: the losses of `originals` [B, M], samples [B, M], logarithms of the sums [B, M].
+    states: Tensor, table: Tensor, bias: Tensor, originals: Tensor, block_keys: Tensor, token_keys: Tensor,
+    vocabulary: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The losses of `originals` [B, M] and samples [B, M], from `states` [B · M, E] and a `table` [V and more, E].
 
-    A sample is drawn by Gumbel noise of each row's keys [B, 2]: first a block of the vocabulary, then a token in it.
+    Also the logits [B · M, V and more] and the logarithms of their sums [B, M]. A sample is drawn by Gumbel noise of
+    each row's keys [B, 2]: first a block of the vocabulary, then a token in it.
     """
-    logits = logits.contiguous()
+    logits = torch.addmm(bias.to(states.dtype), states, table.T)
     losses, totals = (torch.empty(originals.shape, device=logits.device) for _ in range(2))
     sampled = torch.empty_like(originals)
     score_kernel[(originals.numel(),)](
-        logits, originals, block_keys, token_keys, losses, sampled, totals, vocabulary, logits.shape[2],
+        logits, originals, block_keys, token_keys, losses, sampled, totals, vocabulary, logits.shape[1],
         originals.shape[1], BLOCKS=triton.cdiv(vocabulary, BLOCK), BLOCK=BLOCK, AT_ONCE=BLOCKS_AT_ONCE, num_warps=4,
     )  # fmt: skip
-    return losses, sampled, totals
+    return losses, sampled, logits, totals
 
 
 @score_and_sample.register_fake
-def _(logits, originals, block_keys, token_keys, vocabulary):
-    losses = logits.new_empty(originals.shape, dtype=torch.float32)
-    return losses, torch.empty_like(originals), torch.empty_like(losses)
+def _(states, table, bias, originals, block_keys, token_keys, vocabulary):
+    losses = states.new_empty(originals.shape, dtype=torch.float32)
+    logits = states.new_empty(states.shape[0], table.shape[0])
+    return losses, torch.empty_like(originals), logits, torch.empty_like(losses)
 
 
-@torch.library.custom_op("electra::gradient_of_scores", mutates_args=())
-def gradient_of_scores(logits: Tensor, originals: Tensor, totals: Tensor, grown: Tensor, vocabulary: int) -> Tensor:
-    """The gradient of logits from that of their losses, `grown` [B, M]."""
-    logits, stride, entries = logits.contiguous(), logits.shape[2], 4096
-    gradient = torch.empty_like(logits)
-    gradient_of_score_kernel[(originals.numel(), triton.cdiv(stride, entries))](
-        logits, originals, totals, grown.contiguous(), gradient, vocabulary, stride, ENTRIES=entries, num_warps=4
-    )
-    return gradient
+@torch.library.custom_op("electra::gradients_of_scores", mutates_args=())
+def gradients_of_scores(
+    states: Tensor, table: Tensor, originals: Tensor, logits: Tensor, totals: Tensor, grown: Tensor, vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of states, table and bias from that of the losses, `grown` [B, M]."""
+    (N, stride), gradient, aside = logits.shape, torch.empty_like(logits), Aside()
+    columns = triton.cdiv(stride, COLUMNS)
+    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // columns))
+    programs = triton.cdiv(N, ROWS * tiles)
+    parts = torch.empty(programs, stride, device=logits.device)
+    gradient_of_score_kernel[(programs, columns)](
+        logits, originals, totals, grown.contiguous(), gradient, parts, N, vocabulary, stride, tiles,
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    of_table, of_bias = aside(torch.mm, gradient.T, states), aside(column_sums, parts, torch.float32)
+    of_states = gradient @ table
+    aside.join()
+    return of_states, of_table, of_bias
 
 
-@gradient_of_scores.register_fake
-def _(logits, originals, totals, grown, vocabulary):
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+@gradients_of_scores.register_fake
+def _(states, table, originals, logits, totals, grown, vocabulary):
+    of_bias = states.new_empty(table.shape[0], dtype=torch.float32)
+    return torch.empty_like(states), torch.empty_like(table), of_bias
 
 
 def remember(ctx, inputs, output) -> None:
-    logits, originals, _, _, ctx.vocabulary = inputs
-    ctx.save_for_backward(logits, originals, output[2])
-    ctx.mark_non_differentiable(output[1], output[2])
+    states, table, _, originals, _, _, ctx.vocabulary = inputs
+    _, *others = output
+    ctx.mark_non_differentiable(*others)
+    ctx.save_for_backward(states, table, originals, *others[1:])
 
 
 def backward(ctx, grown: Tensor, *_: Tensor):
-    return gradient_of_scores(*ctx.saved_tensors, grown, ctx.vocabulary), None, None, None, None
+    return *gradients_of_scores(*ctx.saved_tensors, grown, ctx.vocabulary), None, None, None, None
 
 
 score_and_sample.register_autograd(backward, setup_context=remember)
+
+
+def scored(
+    states: Tensor, table: Tensor, bias: Tensor, originals: Tensor, block_keys: Tensor, token_keys: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Losses of `originals` [B, M], and samples [B, M], by guesses from `states` [B, M, E]."""
+    size, table = len(table), table.to(states.dtype)
+    if padding := -size % ALIGNED:  # padding by nothing would copy the table
+        table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(bias, (0, padding))
+    flat = states.flatten(0, 1).contiguous()
+    losses, sampled, *_ = score_and_sample(flat, table, bias, originals, block_keys, token_keys, size)
+    return losses, sampled
