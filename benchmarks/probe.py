@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from electra.finetune.cells import cells_of, run_cells, workers_for
+from electra.finetune.cells import cells_of, run_cells
 from electra.finetune.finetuning import over_seeds
 from electra.finetune.glue import markdown
 from electra.finetune.tasks import Task, glue_task, split_rows
@@ -43,7 +43,7 @@ def sliced(task: Task, rows: int, held_out: int, folder: Path) -> Task:
 
 def probe(config: TuningConfig, task: Task) -> Found:
     """What a model reaches on a task."""
-    scores = run_cells(cells_of(config, task, config.output), workers_for(config))
+    scores = run_cells(cells_of(config, task, config.output), config.workers)
     medians, spreads = over_seeds(scores)
     return {"median": medians["dev"][task.metrics[0]], "spread": spreads["dev"][task.metrics[0]]}
 

@@ -8,7 +8,7 @@ from conftest import MODERN, WIDE
 from torch import nn
 
 from electra.errors import ConfigError
-from electra.model.encoder import Encoder, EncoderConfig
+from electra.model.encoder import ClassicLayer, Encoder, EncoderConfig
 from electra.model.heads import DiscriminatorHead
 
 TEXT = torch.tensor([[2, 11, 12, 3]])
@@ -186,3 +186,10 @@ def test_a_size_that_cannot_be_is_refused(settings, sentence):
 def test_a_row_longer_than_the_positions_is_refused(either):
     with pytest.raises(ConfigError, match="a row of 33 tokens is longer than the model's 32 positions"):
         either(torch.ones(1, 33, dtype=torch.long))
+
+
+def test_a_classic_layer_has_its_parameters_in_the_order_that_its_operation_takes_them():
+    """`gpu/classic_layer.py` gets them as a list."""
+    names = [name for name, _ in ClassicLayer(EncoderConfig()).named_parameters()]
+    modules = "attention.qkv attention.output attention_norm feedforward.widen feedforward.narrow feedforward_norm"
+    assert names == [f"{module}.{kind}" for module in modules.split() for kind in ("weight", "bias")]

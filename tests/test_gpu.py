@@ -153,22 +153,33 @@ def test_a_layer_at_once_is_as_exact_as_step_by_step(monkeypatch, width, kernel)
         assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
 
 
+@pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
 @pytest.mark.parametrize("kernel", ["short rows", "documents", "mask"])
-def test_dropout_of_a_layer_at_once_leaves_the_mean_of_the_layer_step_by_step(monkeypatch, kernel):
-    layer, hidden, _, documents = made_layer(64, dropout=0.2)
-    means = []
-    for is_at_once in (True, False):
-        monkeypatch.setattr(encoder_module, "is_for_kernels", lambda tensor, answer=is_at_once: answer)
-        reach = reach_of(None, documents, kernel=kernel if is_at_once else "mask")
-        with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
-            means.append(torch.stack([layer(hidden.bfloat16(), reach).float() for _ in range(400)]).mean(0))
-    assert (means[0] - means[1]).norm() < 0.1 * means[1].norm()
+def test_dropout_of_a_layer_at_once_drops_and_has_its_own_gradient(kernel, rates):
+    layer, hidden, grown, documents = made_layer(64, *rates)
+    reach, way = reach_of(None, documents, kernel=kernel), torch.randn_like(hidden)
+
+    def found(states: torch.Tensor, seed: int = 1) -> torch.Tensor:
+        torch.manual_seed(seed)
+        with torch.autocast("cuda", torch.bfloat16):
+            return layer(states.bfloat16(), reach).float()
+
+    assert torch.equal(found(hidden), found(hidden))
+    assert (found(hidden) - found(hidden, seed=2)).norm() > 0.05 * found(hidden).norm()
+    given = hidden.clone().requires_grad_()
+    (found(given) * grown).sum().backward()
+    with torch.no_grad():
+        risen = ((found(hidden + 0.05 * way) - found(hidden - 0.05 * way)) * grown).sum() / 0.1
+    slopes = torch.stack([(given.grad * way).sum(), risen])
+    assert (slopes[0] - slopes[1]).abs() < 0.1 * (given.grad.norm() + slopes.abs().max())
 
 
-def made_layer(width: int, dropout: float = 0.0) -> tuple[ClassicLayer, torch.Tensor, torch.Tensor, torch.Tensor]:
+def made_layer(
+    width: int, dropout: float = 0.0, attention_dropout: float = 0.0
+) -> tuple[ClassicLayer, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A layer whose parameters all matter, hidden states and the gradient of what comes of them, and documents."""
     torch.manual_seed(0)
-    rates = {"dropout": dropout, "attention_dropout": dropout}
+    rates = {"dropout": dropout, "attention_dropout": attention_dropout}
     layer = ClassicLayer(EncoderConfig(width=width, heads=width // 64, feedforward=4 * width, **rates)).cuda()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=1 if parameter.dim() == 1 else width**-0.5)

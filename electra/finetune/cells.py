@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.finetune.sharing import can_share, shared_gpu, workers_on
+from electra.finetune.sharing import shared_gpu
 from electra.finetune.tasks import HUB, Task
 from electra.finetune.tuning import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
 from electra.model.storage import CONFIG, WEIGHTS, read_json, write_json
@@ -27,6 +27,7 @@ from electra.training.checkpoint import model_folder
 from electra.training.machine import choose_device
 
 GO_ON = "the same command goes on from there"
+MEMORY = 16 * 2**30  # bytes: room for a base model with its optimizer and activations
 
 
 @dataclass(frozen=True)
@@ -145,38 +146,33 @@ def advice_on(output: Path, finished: list[Path]) -> str:
     return f"make one with: electra finetune --model {output} --output …"
 
 
-def workers_for(config: TuningConfig) -> int:
-    """How many cells are run side by side: on a GPU one loads and measures while others train."""
-    if config.workers is not None:
-        return config.workers
-    device = choose_device(config.device)
-    return workers_on(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 1
-
-
-def run_cells(cells: list[Cell], workers: int) -> list[Score]:
+def run_cells(cells: list[Cell], workers: int | None) -> list[Score]:
     """The scores of all cells, long ones begun first."""
     waiting = sorted((cell for cell in cells if not (cell.folder / RESULT).exists()), key=lambda cell: -cell.cost())
-    for number, (cell, score) in enumerate(finished(waiting, min(workers, len(waiting))), start=1):
+    for number, (cell, score) in enumerate(finished(waiting, workers), start=1):
         name, value = next(iter(score.measures["dev"].items()))
         told = f"{name} {100 * value:.1f}, {score.steps:,} steps in {score.seconds:.0f} s"
         print(f"{number} of {len(waiting)}: {cell.task.name}, seed {cell.seed}: {told}", file=sys.stderr, flush=True)
     return [cell.run() for cell in cells]
 
 
-def finished(cells: list[Cell], workers: int) -> Iterator[tuple[Cell, Score]]:
+def finished(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Score]]:
     """Cells as they end, with their scores."""
-    if workers <= 1:
+    is_on_gpu = bool(cells) and choose_device(cells[0].config.device).type == "cuda"
+    if len(cells) <= 1 or (workers or (2 if is_on_gpu else 1)) == 1:
         yield from ((cell, cell.run()) for cell in cells)
         return
-    is_shared = choose_device(cells[0].config.device).type == "cuda" and can_share()
-    with (
-        exit_on_sigterm(),
-        shared_gpu() if is_shared else nullcontext(),
-        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), settle, (workers,)) as pool,
-        stopping(pool),
-    ):
-        running = [pool.submit(run_cell, cell) for cell in cells]
-        yield from (cell.result() for cell in as_completed(running))
+    with exit_on_sigterm(), shared_gpu() if is_on_gpu else nullcontext(False) as is_shared:
+        count = min(workers or workers_on_gpu(is_shared), len(cells))
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(count, spawning, settle, (count,)) as pool, stopping(pool):
+            running = [pool.submit(run_cell, cell) for cell in cells]
+            yield from (cell.result() for cell in as_completed(running))
+
+
+def workers_on_gpu(is_shared: bool) -> int:
+    """How many cells are run side by side, unless the user says: one loads and measures while others train."""
+    return min(8, max(2, torch.cuda.mem_get_info()[0] // MEMORY)) if is_shared else 2
 
 
 @contextmanager

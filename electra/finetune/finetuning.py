@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import ConfigError
-from electra.finetune.cells import Cell, best_model, cells_of, run_cells, workers_for
+from electra.finetune.cells import Cell, best_model, cells_of, run_cells
 from electra.finetune.finetuned import READINGS
 from electra.finetune.labels import Kind
 from electra.finetune.metrics import METRICS
@@ -113,7 +113,7 @@ def finetune(config: FinetuneConfig) -> Finetuned:
     """Fine-tune every seed, and say what came of it."""
     task = config.the_task()
     cells = cells_of(config, task, config.output)
-    scores = run_cells(cells, workers_for(config))
+    scores = run_cells(cells, config.workers)
     median, spread = over_seeds(scores)
     return Finetuned(
         output=str(config.output),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from electra.errors import ConfigError, DataError
-from electra.finetune.cells import Cell, best_model, cells_of, run_cells, workers_for
+from electra.finetune.cells import Cell, best_model, cells_of, run_cells
 from electra.finetune.finetuned import READINGS
 from electra.finetune.finetuning import ensemble, mean_logits, over_seeds
 from electra.finetune.submission import entry, missing_files, write_submission
@@ -150,7 +150,7 @@ def glue(config: GlueConfig) -> GlueTable:
         raise ConfigError(f"there is no folder {config.submission.parent} to write {config.submission.name} into")
     tasks = config.chosen_tasks()
     groups = [cells_of(config.for_task(task), task, config.output / task.name) for task in tasks]
-    scores = iter(run_cells([cell for group in groups for cell in group], workers_for(config)))
+    scores = iter(run_cells([cell for group in groups for cell in group], config.workers))
     lines = [line_of(group, [next(scores) for _ in group]) for group in groups]
     lines += earlier_lines(config.output, tasks)
     if not config.keeps_models:

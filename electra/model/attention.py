@@ -128,7 +128,7 @@ def attend_by_document(
     B, L = query.shape[:2]
     query, key, value = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)  # [B * L, H, K]
     text = (query, key, value, starts, starts, L, L)
-    if dropout:  # which `varlen_attn` has not, but what it calls
+    if dropout:  # which `varlen_attn` has not, but what it calls (torch 2.11 to 2.13)
         sides = {"window_size_left": window, "window_size_right": window} if window >= 0 else {}
         mixed, *_ = torch.ops.aten._flash_attention_forward(*text, dropout, False, False, **sides)
     else:

@@ -276,7 +276,9 @@ class GatedFeedForward(nn.Module):
 
 
 class ClassicLayer(nn.Module):
-    """A post-norm Transformer layer: what is added is normalised with what it is added to."""
+    """A post-norm Transformer layer: what is added is normalised with what it is added to.
+
+    In half precision on a GPU it is one operation, and the modules inside are not called (so hooks on them are not)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -293,7 +295,7 @@ class ClassicLayer(nn.Module):
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
     def at_once(self, hidden: Tensor, reach: Reach) -> Tensor:
-        """The same as one operation, or two in long rows."""
+        """The same as one operation; where attention has no kernel of ours, all but attention."""
         precision, epsilon = precision_at(hidden), self.attention_norm.eps
         named = self.named_parameters()  # those of products in the precision of these
         parameters = [each if "norm" in name else each.to(precision) for name, each in named]

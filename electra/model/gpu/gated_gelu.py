@@ -32,9 +32,9 @@ def gated_kernel(product, activated, N, F, ROWS: tl.constexpr, COLUMNS: tl.const
 def gradient_of_gated_kernel(product, grown, gradient, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradient [N, 2 · F] of product from that of its activation, `grown` [N, F]."""
     number, gate, place, source, is_there = read_both(product, N, F, ROWS, COLUMNS)
-    share, bell = share_below(number)
+    share, slope = share_below(number)
     back = tl.load(grown + source, mask=is_there, other=0.0).to(tl.float32)
-    of_number = back * gate * (share + 0.3989422804 * number * bell)
+    of_number = back * gate * slope
     tl.store(gradient + place, of_number.to(gradient.dtype.element_ty), mask=is_there)
     tl.store(gradient + F + place, (back * number * share).to(gradient.dtype.element_ty), mask=is_there)
 

@@ -9,14 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra.model.gpu.dropout import factor_at
+
 ELEMENTS = 2048  # of a tile: four programs of four warps have their registers on a multiprocessor
 MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all tokens
-
-
-@triton.jit
-def kept(seed, place, dropout):
-    """What dropout multiplies a product by: 0, or what makes up for the zeros."""
-    return tl.where(tl.rand(tl.load(seed), place) < dropout, 0.0, 1.0 / (1.0 - dropout))
 
 
 @triton.jit
@@ -29,7 +25,7 @@ def normalised(
     added = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32)
     added += offset[None, :]
     if HAS_DROPOUT:
-        added = added * kept(seed, place, dropout)
+        added = added * factor_at(seed, place, dropout)
     total = added + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
     centred = tl.where((column < D)[None, :], total - (tl.sum(total, 1) / D)[:, None], 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + epsilon)
@@ -74,7 +70,7 @@ def gradient_of_norm_kernel(
         change = tl.where(is_there, change, 0.0)
         tl.store(of_residual + place, change.to(of_residual.dtype.element_ty), mask=is_there)
         if HAS_DROPOUT:
-            change = change * kept(seed, place, dropout)
+            change = change * factor_at(seed, place, dropout)
             tl.store(of_product + place, change.to(of_product.dtype.element_ty), mask=is_there)
         of_weight += back * plain
         of_offset += back
@@ -94,7 +90,7 @@ def shape_of(product: Tensor) -> tuple[int, int, int, int]:
 
 def norm_of_sum(
     product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, offset: Tensor, epsilon: float,
-    seed: Tensor | None = None, dropout: float = 0.0,
+    seed: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     """LayerNorm of `residual` [N, D] plus what dropout leaves of `product` [N, D] and `bias` [D]."""
     N, D, width, rows = shape_of(product)
@@ -108,7 +104,7 @@ def norm_of_sum(
 
 def gradients_of_norm_of_sum(
     product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, grown: Tensor, epsilon: float,
-    seed: Tensor | None = None, dropout: float = 0.0,
+    seed: Tensor | None, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients [N, D] of residual and product, one tensor without dropout, and those of weight, offset and bias as
     parts [programs, 3 · D] to sum."""

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra.model.gpu.dropout import factor_at
+
 LONGEST = 128  # tokens whose scores one program can hold
 WIDTHS = (32, 64, 128)  # of a head
 
@@ -67,9 +69,8 @@ def softmax_of(scores, documents, at, place, L, window, HAS_DOCUMENTS: tl.conste
 
 @triton.jit
 def kept(seed, program, at, place, dropout, BLOCK: tl.constexpr):
-    """What dropout multiplies weights by [PART, BLOCK]: 0, or what makes up for the zeros."""
-    number = (program * BLOCK + at[:, None]) * BLOCK + place[None, :]
-    return tl.where(tl.rand(tl.load(seed), number) < dropout, 0.0, 1.0 / (1.0 - dropout))
+    """What dropout multiplies the weights by with which tokens `at` listen to those at `place`: [PART, BLOCK]."""
+    return factor_at(seed, (program * BLOCK + at[:, None]) * BLOCK + place[None, :], dropout)
 
 
 @triton.jit
