@@ -1,5 +1,6 @@
 """Pre-training: it learns, it can be killed at any moment, and it says what is wrong in one sentence."""
 
+import itertools
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from electra.training.pretraining import (
     waves,
 )
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
-from electra.training.trainer import Trainer
+from electra.training.trainer import Budget, Trainer
 
 
 def weights(run: Path) -> bytes:
@@ -394,14 +396,30 @@ def test_resuming_a_finished_run_changes_nothing(settings_of_run):
     assert (config.output / "metrics.jsonl").read_bytes() == before
 
 
-def test_without_a_terminal_progress_is_lines(settings_of_run, capsys):
-    pretrain(settings_of_run())
-    assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if "tokens/s" in line] == [
-        "5",
-        "10",
-        "15",
-        "20",
-    ]
+@pytest.mark.parametrize(
+    ("seconds", "steps", "left"),
+    [
+        (0.1, [2], ["0.0 minutes"]),  # a fast machine does not flood the screen
+        (4.0, [2, 5, 8, 11, 14, 17, 20], ["1.2", "1.0", "0.8", "0.6", "0.4", "0.2", "0.0"]),
+        (900.0, list(range(2, 21)), ["4.5 hours", "4.2 hours"]),  # a slow one does not seem to stand still
+    ],
+)
+def test_without_a_terminal_progress_is_a_line_every_ten_seconds(
+    settings_of_run, monkeypatch, capsys, seconds, steps, left
+):
+    clock = SimpleNamespace(perf_counter=itertools.count(step=seconds).__next__)
+    monkeypatch.setattr("electra.training.trainer.time", clock)
+    config = settings_of_run()
+    pretrain(config)
+    shown = [line for line in capsys.readouterr().err.splitlines() if "tokens/s" in line]
+    assert [int(line.split()[1]) for line in shown] == steps
+    assert all(f"%, {time}" in line for line, time in zip(shown, left, strict=False))
+    assert [line["step"] for line in lines(config.output, "train")] == [5, 10, 15, 20]  # metrics are by steps
+
+
+def test_in_a_run_of_minutes_the_budget_says_how_many_are_left():
+    assert Budget(seconds=600).minutes_left(steps=50, seconds=120, pace=1.0) == 8
+    assert Budget(steps=110).minutes_left(steps=50, seconds=120, pace=2.0) == 2
 
 
 def test_the_last_measures_are_said_once(settings_of_run, capsys):
