@@ -396,6 +396,19 @@ def test_resuming_a_finished_run_changes_nothing(settings_of_run):
     assert (config.output / "metrics.jsonl").read_bytes() == before
 
 
+def test_resuming_a_finished_run_says_how_to_train_on_and_so_it_goes(settings_of_run, shards, tmp_path, capsys):
+    config = settings_of_run()
+    assert str(pretrain(config)).startswith("finished: 20 steps")
+    capsys.readouterr()
+    said = str(pretrain(replace(config, resume=True)))
+    assert "training" not in capsys.readouterr().err
+    assert said.startswith("was finished, its budget is spent: 20 steps")
+    assert said.endswith(f"to train its model on: a new --output with --init {config.output}")
+    command = f"pretrain --data {shards} --output {tmp_path}/more --init {config.output} --steps 2 --length 16"
+    main([*command.split(), "--batch-size", "8", "--evaluation-rows", "8"])
+    assert "finished: 2 steps" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("seconds", "steps", "left"),
     [

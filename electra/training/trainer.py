@@ -129,6 +129,7 @@ class Outcome:
     skipped: int
     measures: dict[str, float]
     signal: int = 0  # the one that ended it; 0: the budget is spent
+    was_finished: bool = False  # before it was resumed
 
     @property
     def exit_code(self) -> int:
@@ -136,11 +137,19 @@ class Outcome:
         return 128 + self.signal if self.signal else 0
 
     def __str__(self) -> str:
-        end = f"stopped by {signal.Signals(self.signal).name}, go on with --resume" if self.signal else "finished"
-        lines = [f"{end}: {self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"]
+        done = f"{self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
+        lines = [f"{self.end()}: {done}"]
         lines += [f"{self.skipped} steps were skipped: their loss was not finite"] if self.skipped else []
         lines += [f"  {name:<24}{number:.4f}" for name, number in self.measures.items()]
-        return "\n".join([*lines, f"checkpoint: {self.checkpoint}"])
+        lines += [f"checkpoint: {self.checkpoint}"]
+        lines += [f"to train its model on: a new --output with --init {self.run}"] if self.was_finished else []
+        return "\n".join(lines)
+
+    def end(self) -> str:
+        """Why there are no more steps."""
+        if self.signal:
+            return f"stopped by {signal.Signals(self.signal).name}, go on with --resume"
+        return "was finished, its budget is spent" if self.was_finished else "finished"
 
 
 class Trainer:
@@ -197,8 +206,9 @@ class Trainer:
         self.journal = Journal(self.run, self.place.step)
         self.step = self.recorded_step() if self.records else self.compute
         with stop_signals(self.is_quiet) as asked, Bar(self.is_quiet) as self.bar:
-            begin = f"from step {self.place.step:,} on" if self.place.step else "from the start"
-            self.bar.say(f"training {begin}")
+            if not self.is_over():
+                begin = f"step {self.place.step:,} on" if self.place.step else "the start"
+                self.bar.say(f"training from {begin}")
             while not self.is_over() and not asked:
                 self.take_step()
                 self.bar.move(self.share())
@@ -405,7 +415,8 @@ class Trainer:
         """How the run ended."""
         place = self.place
         numbers = (place.step, place.tokens, place.seconds, place.skipped)
-        return Outcome(str(self.run), str(checkpoint), *numbers, self.measures, signal)
+        was_finished = not signal and not self.is_warm  # no step was taken
+        return Outcome(str(self.run), str(checkpoint), *numbers, self.measures, signal, was_finished)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
