@@ -374,6 +374,46 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 
 
+@pytest.fixture
+def stopped_run(shards, tmp_path, monkeypatch) -> Path:
+    """A run of six steps that was stopped at the second; most of its settings are not its size's."""
+    size = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --generator-width 16"
+    rows = "--batch-size 4 --length 16 --evaluation-rows 8 --phases share=0.5 share=0.5,length=8"
+    take_step = Trainer.take_step
+
+    def step_then_signal(self):
+        take_step(self)
+        if self.place.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    with pytest.raises(SystemExit):
+        main(f"pretrain --data {shards} --output {tmp_path}/run --steps 6 --device cpu --json {size} {rows}".split())
+    monkeypatch.undo()
+    return tmp_path / "run"
+
+
+def test_a_resumed_run_takes_the_settings_that_are_not_given_from_its_folder(stopped_run, capsys):
+    capsys.readouterr()
+    main(f"pretrain --output {stopped_run} --resume --save-every 1".split())
+    assert capsys.readouterr().out.startswith("finished: 6 steps")  # whether it is JSON is up to each command
+    assert len(checkpoint_folders(stopped_run)) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "differing"),
+    [
+        ("--size base", "--size was tiny and is now base"),
+        ("--minutes 5", "--steps was 6 and is now None; --minutes was None and is now 5.0"),
+        ("--layers 2 --length 16", "--layers was 1 and is now 2"),
+    ],
+)
+def test_settings_that_are_given_to_a_resumed_run_must_be_its_own(stopped_run, capsys, flags, differing):
+    with pytest.raises(SystemExit):
+        main(f"pretrain --output {stopped_run} --resume {flags}".split())
+    assert f"begun with other settings: {differing}; resume with the same" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):
     config = settings_of_run(steps=None, tokens=20 * 8 * 16)
     pretrain(config)
