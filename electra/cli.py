@@ -8,30 +8,23 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
-import functools
 import importlib
 import inspect
 import io
 import json
-import operator
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType, NoneType
-from typing import Any, NoReturn, get_args, get_type_hints
+from types import ModuleType
+from typing import Any, NoReturn, get_type_hints
 
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    UnsupportedTypeAnnotationError,
-)
 
 from electra import __version__
+from electra.boxes import read_flags
 from electra.errors import ConfigError, DataError
 from electra.text.files import finite
 
@@ -135,38 +128,20 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
     """Flags, and before them the fields of a `--config` file, as the command's configuration."""
     file, flags = config_file(flags)
     refuse_unknown(name, configuration, flags)
-    fields = as_arguments(configuration, read_fields(file)) if file else []
-    flags = fields + flags  # the last of two equal flags wins
-    default = preset(configuration, flags) if hasattr(configuration, "preset") else None
+    before = as_arguments(configuration, read_fields(file)) if file else []
+    flags = before + flags  # the last of two equal flags wins
+    defaults = preset(configuration, flags) if hasattr(configuration, "preset") else {}
     described = f"{inspect.getdoc(configuration)}\n\n{FILE_OF_FLAGS}"
     said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said), OPTIONAL:
-            return tyro.cli(configuration, prog=f"electra {name}", description=described, args=flags, default=default)
-    except SystemExit as exit:
-        if not exit.code:  # --help
-            raise
-        with naming_flags(configuration):
+    with naming_flags(configuration):
+        try:
+            with contextlib.redirect_stderr(said):
+                fields = read_flags(configuration, defaults, prog=f"electra {name}", description=described, args=flags)
+        except SystemExit as exit:
+            if not exit.code:  # --help
+                raise
             raise ConfigError(one_sentence(said.getvalue())) from None
-
-
-OPTIONAL = ConstructorRegistry()
-
-
-@OPTIONAL.primitive_rule
-def given_as_itself(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | UnsupportedTypeAnnotationError | None:
-    """How tyro takes and shows a field `INT | None`: as INT, where it would have {None}|INT."""
-    if NoneType not in get_args(info.type):
-        return None
-    kind = functools.reduce(operator.or_, (kind for kind in get_args(info.type) if kind is not NoneType))
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, info.markers))
-    if isinstance(spec, UnsupportedTypeAnnotationError):
-        return spec
-    return dataclasses.replace(
-        spec,
-        is_instance=lambda value: value is None or spec.is_instance(value),
-        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),  # the default
-    )
+        return configuration(**fields)
 
 
 def refuse_unknown(name: str, configuration: type, arguments: list[str]) -> None:
@@ -208,22 +183,15 @@ def one_sentence(box: str) -> str:
     sections = [re.sub(r"^│? {9}.*$", "", section, flags=re.MULTILINE) for section in sections]  # a flag's help
     said = [" ".join(section.replace("│", " ").split()) for section in sections]
     sentence = "; ".join(part for part in said if part and not part.startswith(("For full", "Argument helptext")))
-    return re.sub(r"^Error parsing \w+Config: | Got errors: .*", "", sentence)
+    return re.sub(r" Got errors: .*", "", sentence)
 
 
-def preset(configuration: Any, flags: list[str]) -> Any:
+def preset(configuration: Any, flags: list[str]) -> dict[str, Any]:
     """Defaults that depend on some of the flags (a size, a recipe), so that --help shows them as they will be."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in flags_of(configuration):
         parser.add_argument(f"--{flag.name}", dest=flag.field, nargs="?", default=argparse.SUPPRESS)
-    given = vars(parser.parse_known_args(flags)[0])
-    required = {field.name: tyro.MISSING for field in dataclasses.fields(configuration) if is_required(field)}
-    return configuration(**required | configuration.preset(given))
-
-
-def is_required(field: dataclasses.Field) -> bool:
-    """Whether a field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    return configuration.preset(vars(parser.parse_known_args(flags)[0]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,7 +59,9 @@ def test_every_commands_help_explains_every_flag(capsys, command):
     for flag in flags_of(configuration_of(command)):
         if flag.is_positional:
             continue
-        words = re.search(rf" --{flag.name} (?:--no-\S+ )?(.*?) \((?:default|required)", explained.replace(",", ""))
+        words = re.search(
+            rf" --{flag.name} (?:--no-\S+ )?(.*?) \((?:default|required|optional)", explained.replace(",", "")
+        )
         assert words, flag.name
         assert len(words[1].split()) > 2, f"--{flag.name} is not explained: {words[1]}"
 
@@ -123,7 +125,21 @@ def test_a_flag_that_may_be_left_out_is_shown_as_what_it_takes(capsys):
         "--kind {classification,multi-label,regression} Told",
     ):
         assert shown in explained
-    assert "seen; 3, for rte and stsb 10. (default: None)" in explained
+    assert "seen; 3, for rte and stsb 10. (optional)" in explained
+
+
+def test_help_is_in_boxes_and_says_what_is_decided_by_size(capsys):
+    out = outcome(capsys, "pretrain", "--help")[1]
+    assert all(f" {box} options " in out for box in ("model", "objective", "masking", "optimizer", "batches"))
+    explained = words_of(out)
+    assert "--layers INT Layers of both encoders. (default: by size)" in explained
+    assert explained.index("--data PATH") < explained.index("--seed INT")  # a command's own flags come first
+    assert "None" not in explained
+
+
+def test_help_does_not_keep_the_line_breaks_of_the_source(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "LayerNorm (of the modern style" in outcome(capsys, "pretrain", "--help")[1]
 
 
 @pytest.mark.parametrize("library", ["tyro", "torch"])  # read before the command is known, and for it

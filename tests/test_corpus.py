@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from electra.errors import ConfigError, DataError
 from electra.text import corpus
 from electra.text.corpus import Corpus, CorpusConfig, Counts, is_validation
+from electra.text.files import say_skipped
 
 DOCUMENTS = ["One fish.\nTwo fish.", "Käse – 干酪", "red"]
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
@@ -54,6 +55,22 @@ def test_a_folder_is_read_in_the_order_of_names_and_other_files_are_left_alone(t
     (tmp_path / ".hidden.txt").write_text("nor this")
     assert read(tmp_path) == ["first", "second", "third"]
     assert read(tmp_path / "*.gz") == ["first", "second"]
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted_by_the_ends_of_their_names(tmp_path, capsys):
+    for name in ("a.txt", "b.txt.gz"):
+        (tmp_path / name).touch()
+    say_skipped(str(tmp_path))
+    assert capsys.readouterr().err == ""
+    for name in ("a.md", "b.md", "c.rst.gz", "LICENSE", ".hidden.md"):
+        (tmp_path / name).touch()
+    say_skipped(str(tmp_path))
+    said = capsys.readouterr().err
+    assert said.startswith(f"skipped in {tmp_path}: 2 .md, 1 ")
+    assert all(part in said for part in ("1 .rst.gz", "1 without an ending", "end in .txt, .jsonl, .parquet"))
+    say_skipped(f"{tmp_path}/*.txt")
+    say_skipped("hub:name")
+    assert capsys.readouterr().err == ""
 
 
 def test_documents_end_at_blank_lines_or_at_lines(tmp_path):

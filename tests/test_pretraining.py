@@ -1,5 +1,6 @@
 """Pre-training: it learns, it can be killed at any moment, and it says what is wrong in one sentence."""
 
+import itertools
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ from electra.training.pretraining import (
     waves,
 )
 from electra.training.recipes import BY_SIZE, RECIPES, settings_for
-from electra.training.trainer import Trainer
+from electra.training.trainer import Budget, Trainer
 
 
 def weights(run: Path) -> bytes:
@@ -372,6 +374,46 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 
 
+@pytest.fixture
+def stopped_run(shards, tmp_path, monkeypatch) -> Path:
+    """A run of six steps that was stopped at the second; most of its settings are not its size's."""
+    size = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --generator-width 16"
+    rows = "--batch-size 4 --length 16 --evaluation-rows 8 --phases share=0.5 share=0.5,length=8"
+    take_step = Trainer.take_step
+
+    def step_then_signal(self):
+        take_step(self)
+        if self.place.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    with pytest.raises(SystemExit):
+        main(f"pretrain --data {shards} --output {tmp_path}/run --steps 6 --device cpu --json {size} {rows}".split())
+    monkeypatch.undo()
+    return tmp_path / "run"
+
+
+def test_a_resumed_run_takes_the_settings_that_are_not_given_from_its_folder(stopped_run, capsys):
+    capsys.readouterr()
+    main(f"pretrain --output {stopped_run} --resume --save-every 1".split())
+    assert capsys.readouterr().out.startswith("finished: 6 steps")  # whether it is JSON is up to each command
+    assert len(checkpoint_folders(stopped_run)) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "differing"),
+    [
+        ("--size base", "--size was tiny and is now base"),
+        ("--minutes 5", "--steps was 6 and is now None; --minutes was None and is now 5.0"),
+        ("--layers 2 --length 16", "--layers was 1 and is now 2"),
+    ],
+)
+def test_settings_that_are_given_to_a_resumed_run_must_be_its_own(stopped_run, capsys, flags, differing):
+    with pytest.raises(SystemExit):
+        main(f"pretrain --output {stopped_run} --resume {flags}".split())
+    assert f"begun with other settings: {differing}; resume with the same" in capsys.readouterr().err
+
+
 def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):
     config = settings_of_run(steps=None, tokens=20 * 8 * 16)
     pretrain(config)
@@ -394,14 +436,43 @@ def test_resuming_a_finished_run_changes_nothing(settings_of_run):
     assert (config.output / "metrics.jsonl").read_bytes() == before
 
 
-def test_without_a_terminal_progress_is_lines(settings_of_run, capsys):
-    pretrain(settings_of_run())
-    assert [line.split()[1] for line in capsys.readouterr().err.splitlines() if "tokens/s" in line] == [
-        "5",
-        "10",
-        "15",
-        "20",
-    ]
+def test_resuming_a_finished_run_says_how_to_train_on_and_so_it_goes(settings_of_run, shards, tmp_path, capsys):
+    config = settings_of_run()
+    assert str(pretrain(config)).startswith("finished: 20 steps")
+    capsys.readouterr()
+    said = str(pretrain(replace(config, resume=True)))
+    assert "training" not in capsys.readouterr().err
+    assert said.startswith("was finished, its budget is spent: 20 steps")
+    assert said.endswith(f"to train its model on: a new --output with --init {config.output}")
+    command = f"pretrain --data {shards} --output {tmp_path}/more --init {config.output} --steps 2 --length 16"
+    main([*command.split(), "--batch-size", "8", "--evaluation-rows", "8"])
+    assert "finished: 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "left"),
+    [
+        (0.1, [2], ["0.0 minutes"]),  # a fast machine does not flood the screen
+        (4.0, [2, 5, 8, 11, 14, 17, 20], ["1.2", "1.0", "0.8", "0.6", "0.4", "0.2", "0.0"]),
+        (900.0, list(range(2, 21)), ["4.5 hours", "4.2 hours"]),  # a slow one does not seem to stand still
+    ],
+)
+def test_without_a_terminal_progress_is_a_line_every_ten_seconds(
+    settings_of_run, monkeypatch, capsys, seconds, steps, left
+):
+    clock = SimpleNamespace(perf_counter=itertools.count(step=seconds).__next__)
+    monkeypatch.setattr("electra.training.trainer.time", clock)
+    config = settings_of_run()
+    pretrain(config)
+    shown = [line for line in capsys.readouterr().err.splitlines() if "tokens/s" in line]
+    assert [int(line.split()[1]) for line in shown] == steps
+    assert all(f"%, {time}" in line for line, time in zip(shown, left, strict=False))
+    assert [line["step"] for line in lines(config.output, "train")] == [5, 10, 15, 20]  # metrics are by steps
+
+
+def test_in_a_run_of_minutes_the_budget_says_how_many_are_left():
+    assert Budget(seconds=600).minutes_left(steps=50, seconds=120, pace=1.0) == 8
+    assert Budget(steps=110).minutes_left(steps=50, seconds=120, pace=2.0) == 2
 
 
 def test_the_last_measures_are_said_once(settings_of_run, capsys):

@@ -27,7 +27,10 @@ def test_python_in_the_readme_runs(capsys, settings_of_run, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("line", re.findall(r"^    electra (.*?)(?: +#.*)?$", README, re.MULTILINE))
-def test_commands_in_the_readme_are_understood(line):
+def test_commands_in_the_readme_are_understood(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/config.json").write_text('{"pretraining": {"data": "shards"}}')  # a run that can be resumed
     name, *flags = shlex.split(line)
     module, configuration, *_ = COMMANDS[name]
     parse(name, getattr(importlib.import_module(module), configuration), flags)

@@ -17,7 +17,7 @@ from electra.errors import ConfigError, DataError
 from electra.text import corpus, files
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
-from electra.text.tokenizer import load_tokenizer, word_piece
+from electra.text.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer, word_piece
 
 TOKENS = [
     "[PAD]",
@@ -67,6 +67,14 @@ def fails(capsys, *arguments) -> str:
 
 def command(settings: ShardConfig) -> list[str]:
     return [*settings.command().split()[1:], "--workers", str(settings.workers)]
+
+
+def test_commands_that_read_a_folder_say_what_they_skip(text, capsys):
+    (text / "notes.md").write_text("not read")
+    shard(config(text))
+    train_tokenizer(TokenizerConfig(corpus=str(text), output=text.parent / "vocab", vocab_size=80))
+    said = f"skipped in {text}: 1 .md; "
+    assert [line.startswith(said) for line in capsys.readouterr().err.splitlines()] == [True, True]
 
 
 def test_documents_stand_end_to_end_and_end_with_a_separator(tmp_path, text):

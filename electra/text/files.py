@@ -11,8 +11,10 @@ import lzma
 import math
 import os
 import shutil
+import sys
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from electra.errors import ConfigError, DataError
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+MOST_TOLD = 5  # kinds of files that are named, where many are skipped
 PARTIAL = ".partial"
 """Ends the name of a file that is being written."""
 
@@ -41,8 +44,7 @@ def find_files(source: str) -> list[TextFile]:
     """The text files of a file name, a folder (with all folders in it) or a glob, in the order of their names."""
     path = Path(source)
     if path.is_dir():
-        visible = (found for found in path.rglob("*") if not hidden(found.relative_to(path)))
-        files = [file for found in visible if found.is_file() and (file := recognise(found))]
+        files = [file for found in files_below(path) if (file := recognise(found))]
     elif path.exists():
         files = [named(path)]
     else:
@@ -52,6 +54,11 @@ def find_files(source: str) -> list[TextFile]:
     return sorted(files, key=lambda file: str(file.path))
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files of a folder and of the folders in it, but for hidden ones."""
+    return (found for found in folder.rglob("*") if not hidden(found.relative_to(folder)) and found.is_file())
+
+
 def hidden(path: Path) -> bool:
     """Whether a name on the way to the file starts with a dot."""
     return any(part.startswith(".") for part in path.parts)
@@ -59,9 +66,28 @@ def hidden(path: Path) -> bool:
 
 def recognise(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
     """The file, if its name says that it has one of the formats."""
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
-    format = Path(path.name.removesuffix(compression)).suffix
+    format, compression = ending(path)
     return TextFile(path, format, compression) if format in formats else None
+
+
+def ending(path: Path) -> tuple[str, str]:
+    """What a name says of its file: its format and its compression, each of which may be empty."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    return Path(path.name.removesuffix(compression)).suffix, compression
+
+
+def say_skipped(source: str) -> None:
+    """Say on standard error which files of a folder are not read as text, if there are any."""
+    skipped = [found for found in files_below(Path(source)) if not recognise(found)]  # none unless it is a folder
+    if skipped:
+        counts = Counter("".join(ending(path)) or "without an ending" for path in skipped).most_common()
+        told = ", ".join(f"{count:,} {name}" for name, count in counts[:MOST_TOLD])
+        more = ", …" if len(counts) > MOST_TOLD else ""
+        print(
+            f"skipped in {source}: {told}{more}; the names of text files end in {allowed(FORMATS)}; "
+            f"rename those that are plain text to .txt",
+            file=sys.stderr,
+        )
 
 
 def named(path: Path, formats: tuple[str, ...] = FORMATS, what: str = "text files") -> TextFile:

@@ -24,7 +24,7 @@ import numpy as np
 from electra.errors import ConfigError, DataError
 from electra.text.corpus import Block, Corpus, CorpusConfig, Counts, documents_of, is_validation
 from electra.text.encoding import TextEncoder, encoder_for
-from electra.text.files import PARTIAL, write_whole
+from electra.text.files import PARTIAL, say_skipped, write_whole
 from electra.text.progress import meter
 from electra.text.shards import (
     INDEX,
@@ -137,6 +137,7 @@ def shard(config: ShardConfig) -> Sharded:
     """Make the shards that are missing or damaged, then the index."""
     began = monotonic()
     tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config)
+    say_skipped(config.corpus)
     units = cut_units(corpus, int(config.shard_megabytes * 1e6))
     first = next(units)  # raises if there is no text, before anything is written
     with claimed(config.output):

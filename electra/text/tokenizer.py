@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from electra.errors import ConfigError, DataError
 from electra.text.corpus import Corpus, CorpusConfig, Counts
-from electra.text.files import write_whole
+from electra.text.files import say_skipped, write_whole
 from electra.text.vocabulary import Vocabulary
 
 SPECIALS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -245,6 +245,7 @@ def train_tokenizer(config: TokenizerConfig) -> Learned:
     if config.output.exists() and any(config.output.iterdir()):
         raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to learn anew")
     corpus = Corpus(config)
+    say_skipped(config.corpus)
     known = characters(corpus, config)
     seen = Seen()
     learner = config.tokenizer(config.special_tokens())

@@ -7,6 +7,7 @@ import torch
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import EncoderConfig
 from electra.model.flops import TRAINING, flops, items_of
+from electra.training.journal import duration
 from electra.training.machine import measured_flops, memory_bytes
 from electra.training.trainer import Budget
 
@@ -42,14 +43,6 @@ class Estimate:
         if self.memory_bytes > self.available_bytes:
             lines.append("it may not fit: take the batch in pieces with --micro-batches, or use --recompute")
         return "\n".join(lines)
-
-
-def duration(minutes: float) -> str:
-    """Minutes in the unit that people would use."""
-    for unit, size in (("days", 24 * 60), ("hours", 60)):
-        if minutes > 2 * size:
-            return f"{minutes / size:.1f} {unit}"
-    return f"{minutes:.1f} minutes"
 
 
 def estimate(

@@ -17,7 +17,7 @@ from electra.model.huggingface import Tensors, architecture_of, encoder_config, 
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
 from electra.model.storage import CONFIG, load_model, model_config, read_json, tokenizer_beside
 from electra.text.shards import Shards
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.checkpoint import model_folder
 
 FRESH: Literal["fresh"] = "fresh"
 TABLES = ("token", "position", "segment")
@@ -98,17 +98,10 @@ class InitialConfig(ModelConfig):
 
 
 def initial_size(given: dict[str, Any]) -> dict[str, str]:
-    """Size and style of the model that flags say to go on from; of a run that is resumed, those it was begun with.
-
-    Nothing where there is none to read: the run will say so.
-    """
+    """Size and style of the model that flags say to go on from; nothing where none can be read: the run says so."""
     if not given.get("init") or "size" in given:
         return {}
-    run = Path(given.get("output") or ".")
     with suppress(DataError, KeyError):
-        if "resume" in given and checkpoint_folders(run):
-            settings = read_json(run / CONFIG)["pretraining"]
-            return {"size": settings["size"], "style": settings["style"]}
         encoder = encoder_size(Path(given["init"]))
         return {"size": size_as_wide(encoder), "style": encoder.style}
     return {}

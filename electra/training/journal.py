@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
 from electra.text.files import finite, write_whole
@@ -15,21 +15,21 @@ METRICS = "metrics.jsonl"
 
 
 class Window:
-    """Losses and speed since the last line of metrics; losses stay on the device until they are asked for."""
+    """Losses and speed since the last line; losses stay on the device until they are asked for."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.steps = self.tokens = 0
+        self.steps = self.timed_steps = self.tokens = 0
         self.seconds = 0.0
 
-    def add_numbers(self, numbers: dict[str, Tensor]) -> None:
-        """What a step says of itself: losses, the gradient's norm, whether it was skipped."""
+    def add(self, numbers: dict[str, Tensor], tokens: int, seconds: float | None) -> None:
+        """Count a step: its losses, the gradient's norm, whether it was skipped; and, where that counts, its time."""
         for name, number in numbers.items():
             self.sums[name] = self.sums[name] + number if name in self.sums else number.clone()
         self.steps += 1
-
-    def add_time(self, tokens: int, seconds: float) -> None:
-        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        if seconds is not None:
+            self.timed_steps += 1
+            self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
     def skipped(self) -> int:
         """Steps that were not taken."""
@@ -43,6 +43,10 @@ class Window:
     def speed(self) -> float:
         """Tokens a second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def pace(self) -> float:
+        """Seconds a step."""
+        return self.seconds / max(1, self.timed_steps)
 
 
 class Journal:
@@ -87,12 +91,20 @@ def open_tensorboard(run: Path, step: int) -> Any:
     return SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
 
+def duration(minutes: float) -> str:
+    """Minutes in the unit that people would use."""
+    for unit, size in (("days", 24 * 60), ("hours", 60)):
+        if minutes > 2 * size:
+            return f"{minutes / size:.1f} {unit}"
+    return f"{minutes:.1f} minutes"
+
+
 class Bar:
-    """A progress bar on standard error: share of the budget, step, loss, tokens a second, time left."""
+    """A progress bar on standard error: share of the budget, step, time left, loss, tokens a second."""
 
     def __init__(self, is_quiet: bool = False) -> None:
         self.is_quiet = is_quiet
-        columns = (BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"))
         self.progress = Progress(
             *columns, console=Console(file=sys.stderr), disable=is_quiet or not sys.stderr.isatty()
         )

@@ -1,7 +1,7 @@
 """What a run is: its settings, and the phases that they make."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,25 +11,26 @@ import tyro
 from electra.errors import ConfigError
 from electra.model.electra import ElectraConfig
 from electra.model.encoder import check_length
-from electra.model.storage import model_config
+from electra.model.storage import CONFIG, model_config, read_json
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.text.batches import BatchesConfig
 from electra.text.shards import Shards
 from electra.training.checkpoint import checkpoint_folders
-from electra.training.initial import InitialConfig, Start, initial_size, read_start, require_tokenizers
+from electra.training.initial import FRESH, InitialConfig, Start, initial_size, read_start, require_tokenizers
 from electra.training.machine import Device, Precision
 from electra.training.phases import read_phases
 from electra.training.recipes import Recipe, settings_for
 from electra.training.trainer import Budget, TrainerConfig
 
 GeneratorKind = Literal["model", "uniform", "unigram"]
+BUDGETS = ("steps", "tokens", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
-    The machine may die at any moment: the same command with --resume goes on, and ends with the same weights.
+    The machine may die at any moment: --output and --resume go on with the run, and end with the same weights.
 
     Many defaults depend on --size and --recipe: shown are those of the size and recipe below.
     Give others beside --help to see theirs."""
@@ -69,7 +70,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     minutes: float | None = None
     """Budget in minutes of training; compiling, measuring and saving do not count."""
     resume: bool = False
-    """Go on from the last checkpoint in --output; from the start if there is none yet."""
+    """Go on from the last checkpoint in --output, with the settings that the run was begun with; from the start if
+    there is none yet."""
     branch_from: Path | None = None
     """Go on from a checkpoint of another run, or from a run's last one; the budget counts from there. With --schedule
     decay it ends a wsd trunk that itself may train on."""
@@ -99,7 +101,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     def __post_init__(self) -> None:
         for part in (TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
             part.__post_init__(self)
-        given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name) is not None]
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
         if getattr(self, given[0]) <= 0:
@@ -114,15 +116,15 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
 
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The defaults of the recipe, size and style among the flags that were given; a budget among them replaces
-        theirs."""
-        given = initial_size(given) | given
-        chosen = {name: given.get(name, getattr(cls, name)) for name in ("recipe", "size", "style")}
-        settings = settings_for(**chosen) | chosen
-        for budget in ("tokens", "minutes"):
-            if budget in given:
-                settings |= {"steps": None, budget: 1}  # the flag puts its own number in
-        return settings
+        """The defaults: the settings of the run that is resumed, or those of the recipe, size and style among the
+        flags that were given; a budget among them replaces theirs."""
+        stored = stored_settings(given)
+        known = stored | given
+        known = initial_size(known) | known
+        chosen = {name: known.get(name, getattr(cls, name)) for name in ("recipe", "size", "style")}
+        settings = settings_for(**chosen) | chosen | stored
+        budgets = {name: settings.get(name) or 1 for name in BUDGETS if name in given}  # flags put their numbers in
+        return settings | dict.fromkeys(BUDGETS if budgets else ()) | budgets
 
     def budget(self, begin: float = 0.0, end: float = 1.0) -> Budget:
         """The budget as the trainer counts it, or a stretch of it."""
@@ -149,6 +151,23 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
             require_tokenizers(self, shards)
         vocabulary = shards.tokenizer.vocabulary
         return self.electra(vocabulary.size, vocabulary.pad_id)
+
+
+def stored_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run that flags say to resume, but for what is a single command's; none where there is no run.
+
+    An older run may lack some of ours, and a newer one have others.
+    """
+    path = Path(given.get("output") or ".") / CONFIG
+    if "resume" not in given or not path.exists():
+        return {}
+    record = read_json(path).get("pretraining", {})
+    ours = {field.name for field in fields(PretrainConfig)} - {"output", "resume", "json", "dry_run"}
+    stored = {name: value for name, value in record.items() if name in ours}
+    for name in ("data", "init", "init_generator", "branch_from"):
+        if stored.get(name) not in (None, FRESH):
+            stored[name] = Path(stored[name])
+    return stored | {"phases": tuple(stored.get("phases", ()))}
 
 
 @dataclass(frozen=True)

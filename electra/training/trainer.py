@@ -1,5 +1,6 @@
 """The loop: one step, then named questions. It knows nothing of masks, tasks or vocabularies."""
 
+import math
 import os
 import signal
 import sys
@@ -23,9 +24,11 @@ from electra.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from electra.training.journal import Bar, Journal, Window
+from electra.training.journal import Bar, Journal, Window, duration
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
 from electra.training.recording import Recorder
+
+SHOWN_EVERY = 10.0  # seconds of training between lines for people; metrics are by steps, so that runs compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,7 @@ class TrainerConfig(OptimizerConfig):
     micro_batches: int = 1
     """Take each step's batch in so many pieces, to fit memory; the result is the same."""
     log_every: int = 50
-    """Steps between lines of training metrics."""
+    """Steps between lines of training metrics in metrics.jsonl; the screen has one every ten seconds."""
     evaluate_every: int = 1000
     """Steps between measures on held-out text."""
     save_every: int = 1000
@@ -62,6 +65,11 @@ class Budget:
     def share(self, steps: float, seconds: float) -> float:
         """How much of it is spent, from 0 to 1."""
         return min(1.0, steps / self.steps if self.steps else seconds / self.seconds if self.seconds else 1.0)
+
+    def minutes_left(self, steps: float, seconds: float, pace: float) -> float:
+        """How much of it is left, where a step takes `pace` seconds."""
+        left = (self.steps - steps) * pace if self.steps else (self.seconds or 0.0) - seconds
+        return max(0.0, left) / 60
 
     def plus(self, other: "Budget") -> "Budget":
         """Both, one after the other."""
@@ -121,6 +129,7 @@ class Outcome:
     skipped: int
     measures: dict[str, float]
     signal: int = 0  # the one that ended it; 0: the budget is spent
+    was_finished: bool = False  # before it was resumed
 
     @property
     def exit_code(self) -> int:
@@ -128,11 +137,19 @@ class Outcome:
         return 128 + self.signal if self.signal else 0
 
     def __str__(self) -> str:
-        end = f"stopped by {signal.Signals(self.signal).name}, go on with --resume" if self.signal else "finished"
-        lines = [f"{end}: {self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"]
+        done = f"{self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
+        lines = [f"{self.end()}: {done}"]
         lines += [f"{self.skipped} steps were skipped: their loss was not finite"] if self.skipped else []
         lines += [f"  {name:<24}{number:.4f}" for name, number in self.measures.items()]
-        return "\n".join([*lines, f"checkpoint: {self.checkpoint}"])
+        lines += [f"checkpoint: {self.checkpoint}"]
+        lines += [f"to train its model on: a new --output with --init {self.run}"] if self.was_finished else []
+        return "\n".join(lines)
+
+    def end(self) -> str:
+        """Why there are no more steps."""
+        if self.signal:
+            return f"stopped by {signal.Signals(self.signal).name}, go on with --resume"
+        return "was finished, its budget is spent" if self.was_finished else "finished"
 
 
 class Trainer:
@@ -156,7 +173,9 @@ class Trainer:
         self.is_quiet = is_quiet  # no bar: others report what this run does
         self.place = Place()
         self.measures: dict[str, float] = {}
-        self.window = Window()
+        self.window = Window()  # since the last line of metrics
+        self.unseen = Window()  # since the last line that was shown
+        self.patience = math.inf if is_quiet else 0.0  # seconds of training until the next one
         self.is_warm = False  # the first step compiles and fills caches: its time is not training's
 
     def resume(self, checkpoint: Path) -> None:
@@ -187,11 +206,14 @@ class Trainer:
         self.journal = Journal(self.run, self.place.step)
         self.step = self.recorded_step() if self.records else self.compute
         with stop_signals(self.is_quiet) as asked, Bar(self.is_quiet) as self.bar:
-            begin = f"from step {self.place.step:,} on" if self.place.step else "from the start"
-            self.bar.say(f"training {begin}, a line every {self.config.log_every} steps")
+            if not self.is_over():
+                begin = f"step {self.place.step:,} on" if self.place.step else "the start"
+                self.bar.say(f"training from {begin}")
             while not self.is_over() and not asked:
                 self.take_step()
                 self.bar.move(self.share())
+                if self.unseen.seconds > self.patience:
+                    self.show()
                 if self.is_time(self.config.log_every):
                     self.log()
                 if self.is_time(self.config.evaluate_every):
@@ -206,13 +228,16 @@ class Trainer:
 
     def share(self, ahead: float = 0.0) -> float:
         """How much of the budget is spent, `ahead` steps from now."""
-        place = self.place
-        return self.budget.share(place.step + ahead - place.start_step, place.seconds - place.start_seconds)
+        steps, seconds = self.spent()
+        return self.budget.share(steps + ahead, seconds)
+
+    def spent(self) -> tuple[int, float]:
+        """Steps and seconds since the budget's start."""
+        return self.place.step - self.place.start_step, self.place.seconds - self.place.start_seconds
 
     def is_over(self) -> bool:
         """Whether there is no step left to take."""
-        place = self.place
-        return self.end.share(place.step - place.start_step, place.seconds - place.start_seconds) >= 1
+        return self.end.share(*self.spent()) >= 1
 
     def is_time(self, every: int) -> bool:
         """Whether this step is one of `every` so many."""
@@ -224,12 +249,13 @@ class Trainer:
         batch = self.lesson.next_batch()
         torch.manual_seed(self.seed * 1_000_003 + self.place.step)  # dropout, too, is a function of the step
         self.set_learning_rate()
-        self.window.add_numbers(self.step(batch))
+        numbers = self.step(batch)
         self.place.step += 1
         self.place.tokens += batch.token_count()
-        if self.is_warm:
-            self.place.seconds += time.perf_counter() - began
-            self.window.add_time(batch.token_count(), time.perf_counter() - began)
+        seconds = time.perf_counter() - began if self.is_warm else None
+        self.place.seconds += seconds or 0.0
+        for window in (self.window, self.unseen):
+            window.add(numbers, batch.token_count(), seconds)
         self.is_warm = True
 
     def set_learning_rate(self) -> None:
@@ -350,13 +376,20 @@ class Trainer:
         """A line of training metrics since the last."""
         if self.records:
             self.skip(self.window.skipped())
-        losses, speed, place = self.window.means(), self.window.speed(), self.place
-        numbers = losses | {"learning_rate": self.rate, "tokens": place.tokens, "seconds": place.seconds}
+        speed, place = self.window.speed(), self.place
+        numbers = self.window.means() | {"learning_rate": self.rate, "tokens": place.tokens, "seconds": place.seconds}
         numbers |= {"skipped": place.skipped, "tokens_per_second": speed} | self.lesson.rates(speed)
         self.journal.write("train", place.step, numbers)
-        shown = "  ".join(f"{name} {number:.3f}" for name, number in losses.items() if name != "gradient_norm")
-        self.bar.describe(f"step {place.step:,} ({self.share():.0%})  {shown}  {speed:,.0f} tokens/s")
         self.window = Window()
+
+    def show(self) -> None:
+        """A line for people: the budget, losses and speed since the last."""
+        unseen = self.unseen
+        left = duration(self.budget.minutes_left(*self.spent(), unseen.pace()))
+        place = f"step {self.place.step:,} ({self.share():.0%}, {left} left)"
+        losses = [f"{name} {number:.3f}" for name, number in unseen.means().items() if name != "gradient_norm"]
+        self.bar.describe("  ".join([place, *losses, f"{unseen.speed():,.0f} tokens/s"]))
+        self.unseen, self.patience = Window(), SHOWN_EVERY
 
     def evaluate(self) -> None:
         """Measure on held-out text."""
@@ -382,7 +415,8 @@ class Trainer:
         """How the run ended."""
         place = self.place
         numbers = (place.step, place.tokens, place.seconds, place.skipped)
-        return Outcome(str(self.run), str(checkpoint), *numbers, self.measures, signal)
+        was_finished = not signal and not self.is_warm  # no step was taken
+        return Outcome(str(self.run), str(checkpoint), *numbers, self.measures, signal, was_finished)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
