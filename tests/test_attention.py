@@ -86,7 +86,7 @@ DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
 @pytest.mark.parametrize("window", [1, 6])
 @pytest.mark.parametrize("attention_mask", [None, PADDING])
 def test_attention_by_starts_equals_attention_by_mask(monkeypatch, attention_mask, window):
-    monkeypatch.setattr(attention, "varlen_attn", attend_one_by_one)
+    monkeypatch.setattr(attention, "varlen_attn", attend_one_by_one, raising=False)  # there on GPUs
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(2, 6, 3, 3, 8, generator=generator)  # [B, L, 3, H, K]
     reaches = (reach_of(attention_mask, DOCUMENTS, kernel=kernel) for kernel in ("mask", "documents"))

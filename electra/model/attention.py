@@ -5,11 +5,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from electra.model.kernels import HALVES, HAS_TRITON, is_for_kernels, precision_at
 
+if torch.cuda.is_available():  # it takes half as long to import as torch itself, and is of no use elsewhere
+    from torch.nn.attention.varlen import varlen_attn
 if HAS_TRITON:
     from electra.model.gpu import short_rows
 
