@@ -4,7 +4,6 @@ A row has a fixed number of slots M; slots that a shorter row does not need have
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from electra.objective.randomness import Number, Purpose, random_bits, random_un
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
+MILLION = 1_000_000
 Count = Literal["paper", "released"]
 
 
@@ -78,14 +78,7 @@ def slots(length: int, config: MaskedShare) -> int:
 
 def paper_count(tokens: Number, config: MaskedShare) -> Number:
     """⌈p·n⌉ in integers: floating point would make 8 of 0.07 · 100."""
-    numerator, denominator = ratio(config.mask_fraction)
-    return -(-tokens * numerator // denominator)
-
-
-@torch.compiler.assume_constant_result
-def ratio(fraction: float) -> tuple[int, int]:
-    """The simplest numerator and denominator that a fraction was written for: 0.15 is 3 / 20."""
-    return Fraction(fraction).limit_denominator(10_000).as_integer_ratio()
+    return -(-tokens * int(MILLION * config.mask_fraction + 0.001) // MILLION)  # never a millionth too many
 
 
 def mask(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int) -> Masked:

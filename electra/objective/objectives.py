@@ -5,7 +5,7 @@ An objective takes the pair, a batch and settings, and returns the losses that t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.nn import functional
 from electra.errors import ConfigError
 from electra.model.electra import Electra, Generator, Head
 from electra.model.kernels import HAS_TRITON, is_for_kernels
-from electra.objective.detour import Detour
 from electra.objective.losses import Counts, Loss, Losses
 from electra.objective.masking import Masked, MaskingConfig, mask
 from electra.objective.randomness import BLOCK, Purpose, gumbel, random_uniform, row_keys
@@ -23,6 +22,8 @@ from electra.text.vocabulary import Vocabulary
 
 if HAS_TRITON:
     from electra.objective import one_pass
+if TYPE_CHECKING:
+    from electra.objective.detour import Detour  # imports torch's compiler
 
 SAMPLING = (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)
 
@@ -63,7 +64,7 @@ class Settings(ObjectiveConfig):
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     frequencies: Tensor | None = field(default=None, compare=False)
     """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""
-    detour: Detour | None = field(default=None, compare=False)
+    detour: "Detour | None" = field(default=None, compare=False)
     """The stream on which the generator works, where there is one."""
 
 

@@ -26,7 +26,6 @@ from electra.model.storage import (
     write_json,
     write_model,
 )
-from electra.objective.detour import Detour
 from electra.objective.losses import Counts, Losses
 from electra.objective.masking import slots
 from electra.objective.measures import measure
@@ -205,6 +204,8 @@ class PretrainingLesson:
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
         if self.is_fast:
+            from electra.objective.detour import Detour  # imports torch's compiler, which takes a second or two
+
             self.settings = replace(self.settings, detour=Detour())
         if config.starts_at_unigram and self.model.generator is not None:
             start_at_unigram(self.model.generator, self.unigram)
