@@ -13,22 +13,13 @@ from torch.nn import functional
 
 from electra.model.gpu.aside import Aside
 from electra.model.gpu.column_sums import column_sums
+from electra.model.gpu.noise import scramble
 from electra.objective.randomness import BLOCK
 
 ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster
 BLOCKS_AT_ONCE = 16
 ROWS, COLUMNS = 8, 512  # of a tile of the gradient
 MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all guesses
-
-
-@triton.jit
-def scramble(value):
-    """The hash of `randomness.scramble`, on unsigned integers of 32 bits, which overflow as it wants."""
-    value = value ^ (value >> 16)
-    value = value * 0x21F0AAAD
-    value = value ^ (value >> 15)
-    value = value * 0x735A2D97
-    return value ^ (value >> 15)
 
 
 @triton.jit

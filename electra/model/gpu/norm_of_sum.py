@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.gpu.dropout import factor_at
+from electra.model.gpu.noise import factor_at
 
 ELEMENTS = 2048  # of a tile: four programs of four warps have their registers on a multiprocessor
 MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all tokens

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.gpu.dropout import factor_at
+from electra.model.gpu.noise import factor_at
 
 LONGEST = 128  # tokens whose scores one program can hold
 WIDTHS = (32, 64, 128)  # of a head
