@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -141,7 +142,15 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
             if not exit.code:  # --help
                 raise
             raise ConfigError(one_sentence(said.getvalue())) from None
+        refuse_endless(fields)
         return configuration(**fields)
+
+
+def refuse_endless(fields: dict[str, Any]) -> None:
+    """Refuse nan and inf, which are floats to Python and pass most comparisons."""
+    for name, value in fields.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be a number")
 
 
 def refuse_unknown(name: str, configuration: type, arguments: list[str]) -> None:

@@ -328,3 +328,31 @@ def test_a_read_only_place_is_named(capsys, tmp_path, make_pair):
     code, _, err = outcome(capsys, "export", "--model", f"{tmp_path}/run", "--output", f"{tmp_path}/file/hf")
     assert code == 2
     assert "Not a directory" in err or "File exists" in err
+
+
+@pytest.mark.parametrize("flags", [("--weight-decay", "nan"), ("--minutes", "inf"), ("--learning-rate", "inf")])
+def test_what_is_no_number_is_refused_for_every_number(flags, capsys):
+    budget = () if "--minutes" in flags else ("--steps", "2")
+    code, _, error = outcome(capsys, "pretrain", "--data", "shards", "--output", "run", *budget, *flags)
+    assert (code, error) == (2, f"electra: {' is '.join(flags)}; it must be a number\n")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--beta1", "2"), ("--beta2", "1"), ("--momentum", "3"), ("--epsilon", "0"), ("--seed", "-1"),
+     ("--evaluation-rows", "0")],
+)  # fmt: skip
+def test_numbers_that_no_run_can_have_are_refused_by_their_name(flags, capsys):
+    code, _, error = outcome(capsys, "pretrain", "--data", "shards", "--output", "run", "--steps", "2", *flags)
+    assert code == 2
+    assert f"{flags[0].removeprefix('--')} is {flags[1]}" in error
+
+
+def test_a_run_that_is_not_there_is_missed_and_not_its_data(tmp_path, capsys):
+    code, _, error = outcome(capsys, "pretrain", "--output", str(tmp_path / "nope"), "--resume")
+    assert code == 2
+    assert "nope holds no run; begin one with --data" in error
+    (tmp_path / "config.json").write_text("{}")
+    code, _, error = outcome(capsys, "pretrain", "--output", str(tmp_path))
+    assert code == 2
+    assert "holds a run; go on with it by --resume" in error

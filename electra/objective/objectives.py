@@ -49,6 +49,8 @@ class ObjectiveConfig(MaskingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed}; it must be at least 0")
         if self.temperature <= 0:
             raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
         if self.discriminator_weight < 0:

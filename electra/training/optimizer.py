@@ -49,6 +49,13 @@ class OptimizerConfig:
         for name in ("warmup", "weight_decay", "clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1, usually 0.9"
+                )
+        if self.epsilon <= 0:
+            raise ConfigError(f"epsilon is {self.epsilon}; it must be above 0, usually 1e-6")
         if not 0 <= self.decay <= 1:
             raise ConfigError(f"decay is {self.decay}; it is a share of the budget, from 0 to 1")
 

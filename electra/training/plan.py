@@ -106,6 +106,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
             raise ConfigError(f"give one budget, --steps, --tokens or --minutes; {' and '.join(given) or 'none'} came")
         if getattr(self, given[0]) <= 0:
             raise ConfigError(f"{given[0]} is {getattr(self, given[0])}; a run needs a budget above 0")
+        if self.evaluation_rows < 1:
+            raise ConfigError(f"evaluation_rows is {self.evaluation_rows}; it must be at least 1")
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
         if self.starts_with_waves and self.style == "modern":
@@ -158,7 +160,11 @@ def stored_settings(given: dict[str, Any]) -> dict[str, Any]:
 
     An older run may lack some of ours, and a newer one have others.
     """
-    path = Path(given.get("output") or ".") / CONFIG
+    run = Path(given.get("output") or ".")
+    path = run / CONFIG
+    if "data" not in given and "output" in given and ("resume" in given) != path.exists():
+        advice = "go on with it by --resume" if path.exists() else "begin one with --data, or look at --output"
+        raise ConfigError(f"{run} holds {'a' if path.exists() else 'no'} run; {advice}")
     if "resume" not in given or not path.exists():
         return {}
     record = read_json(path).get("pretraining", {})

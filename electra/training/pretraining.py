@@ -149,6 +149,7 @@ def write_record(run: Path, record: dict[str, Any]) -> None:
 def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
     """What config.json keeps of a run; its model has all parts that any of its phases has."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
+    settings["data"] = config.data.absolute()  # a run may be resumed from another folder
     record = {
         "model": asdict(max(phases, key=lambda phase: phase.model.discriminator is not None).model),
         "pretraining": settings,
