@@ -74,17 +74,23 @@ def kept(seed, program, at, place, dropout, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def begin(qkv, L, H: tl.constexpr, K: tl.constexpr):
+    """A program's number, its row and head, and where the head's queries, keys and values begin in that row."""
+    program = tl.program_id(0)
+    row, head = (program // H).to(tl.int64), program % H
+    queries = qkv + row * L * 3 * H * K + head * K
+    return program, row, head, queries, queries + H * K, queries + 2 * H * K
+
+
+@triton.jit
 def mix_kernel(
     qkv, documents, turns, seed, mixed, L, window, scale, dropout,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """mixed [B, L, H, K] of qkv [B, L, 3, H, K]; one program for each row and head, a part of its queries at a time."""
-    program = tl.program_id(0)
-    row, head = (program // H).to(tl.int64), program % H
+    program, row, head, queries, keys, values = begin(qkv, L, H, K)
     place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
-    queries = qkv + row * L * 3 * H * K + head * K
-    keys, values = queries + H * K, queries + 2 * H * K
     k1, k2 = read_halves(keys, turns, place, half, L, 3 * H * K, K, HAS_TURNS)
     v = read(values, place, column, L, 3 * H * K)
     for start in tl.static_range(0, BLOCK, PART):
@@ -105,11 +111,8 @@ def gradient_of_mix_kernel(
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K]), and its sums over rows."""
-    program = tl.program_id(0)
-    row, head = (program // H).to(tl.int64), program % H
+    program, row, head, queries, keys, values = begin(qkv, L, H, K)
     place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
-    queries = qkv + row * L * 3 * H * K + head * K
-    keys, values = queries + H * K, queries + 2 * H * K
     target = gradient + row * L * 3 * H * K + head * K
     k1, k2 = read_halves(keys, turns, place, half, L, 3 * H * K, K, HAS_TURNS)
     v = read(values, place, column, L, 3 * H * K)
