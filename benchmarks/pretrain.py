@@ -7,9 +7,10 @@ A step is forward, backward, clipping and the optimizer, over batches that come 
 words. Ours is the trainer of `electra pretrain`: with --plain, and fast (on a CPU: with --compile). The peers are
 ElectraForMaskedLM and ElectraForPreTraining with one set of embeddings, autocast and fused AdamW: `eager` as people
 write it (vocabulary logits of every token, a mask of ones), `compiled` the fastest of its kind (torch.compile, logits
-of masked rows only, no mask). Ours also keeps attention within the documents of a row, which the peers do not. All
-have the same sizes, dropout, batch and masked positions, and the same operations are counted for all (logits of masked
-rows). Start-up is building, compiling and the first step; kernels compiled in earlier runs are cached by torch.
+of masked rows only, no mask). Ours also keeps attention within the documents of a row, which the peers do not; with
+--reach rows it sees whole rows as theirs does. All have the same sizes, dropout, batch and masked positions, and the
+same operations are counted for all (whole rows, logits of masked positions). Start-up is building, compiling and the
+first step; kernels compiled in earlier runs are cached by torch.
 
 --follow trains our plain path in fp32 and our fastest one on the same batches, and compares their losses.
 """
@@ -103,7 +104,7 @@ class Row:
     failed: str | None = None
 
     def __str__(self) -> str:
-        name = f"{self.setting:<15} dropout {self.dropout:<4} {self.side:<23}"
+        name = f"{self.setting:<15} dropout {self.dropout:<4} {self.side:<25}"
         if self.failed is not None:
             return f"{name} failed: {self.failed}"
         ratio = f"{self.ratio:5.2f}×" if self.ratio else "     –"
@@ -204,10 +205,11 @@ def sides(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Si
     """What is measured, by name, peers first."""
     for way in arguments.peers:
         yield f"transformers {way}", partial(peer_side, way=way)
-    for optimizer in dict.fromkeys(("adamw", arguments.optimizer)):
-        for way in arguments.ours:
-            name = f"electra {way}" + (f", {optimizer}" if optimizer != "adamw" else "")
-            yield name, partial(our_side, way=way, optimizer=optimizer)
+    optimizers = dict.fromkeys(("adamw", arguments.optimizer))
+    for optimizer, reach, way in product(optimizers, arguments.reach, arguments.ours):
+        others = [*(["whole rows"] if reach == "rows" else []), *([optimizer] if optimizer != "adamw" else [])]
+        departures = {"optimizer": optimizer, "whole_rows": reach == "rows"}
+        yield ", ".join([f"electra {way}", *others]), partial(our_side, way=way, **departures)
 
 
 def compare(setting: Setting, ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], None]) -> list[Row]:
@@ -302,6 +304,9 @@ def read_arguments(words: list[str] | None, is_cuda: bool) -> argparse.Namespace
     parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS) if is_cuda else ["eager"])
     parser.add_argument("--ours", nargs="*", choices=WAYS, default=list(WAYS) if is_cuda else ["plain"])
+    parser.add_argument(
+        "--reach", nargs="+", choices=["documents", "rows"], default=["documents"], help="of our tokens"
+    )
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: ours also with it")
     parser.add_argument("--steps", type=int, default=30 if is_cuda else 10, help="steps that are timed")
     parser.add_argument("--forward", nargs="*", type=int, default=[] if is_cuda else [1, 32], help="rows of a forward")

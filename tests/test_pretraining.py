@@ -92,6 +92,7 @@ def test_it_learns_the_grammar(settings_of_run):
         {"schedule": "wsd"},
         {"form": "paper", "length": 24, "mask_share": 0.85},
         {"whole_words": True},
+        {"whole_rows": True},
         {"recompute": True, "dropout": 0.1},
         {"resident": True},
         {"mask_share": 0.8, "random_share": 0.1, "mask_count": "paper"},

@@ -41,11 +41,12 @@ def reach_of(
     """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither."""
     if documents is None and attention_mask is None:
         return Reach("short rows" if kernel == "short rows" else "mask")
-    if documents is None and kernel != "short rows":
+    if documents is None and kernel == "mask":
         assert attention_mask is not None
         return Reach(mask=attention_mask.bool()[:, None, None, :])
     if attention_mask is not None:  # padding becomes a document of its own
         rows = torch.zeros_like(attention_mask, dtype=torch.int32) if documents is None else documents
+        most_documents = 2 if documents is None else most_documents and most_documents + 1
         documents = rows.masked_fill(~attention_mask.bool(), -1)
     assert documents is not None
     if kernel == "short rows":
@@ -139,12 +140,12 @@ def attend_by_document(
 
 
 def kernel_for(weight: Tensor, length: int, head_width: int, has_bound: bool) -> Kernel:
-    """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision.
+    """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision, and for usual heads.
 
     A compiled graph also needs a bound on the documents of a row, without which their list has another length in every
     batch.
     """
-    if not weight.is_cuda or precision_at(weight) not in HALVES:
+    if not weight.is_cuda or precision_at(weight) not in HALVES or head_width % 8 or head_width > 256:
         return "mask"
     if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"

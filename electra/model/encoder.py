@@ -289,23 +289,20 @@ class ClassicLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        if is_for_kernels(hidden):
+        if is_for_kernels(hidden) and reach.mask is None:
             return self.at_once(hidden, reach)
         hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, reach)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
     def at_once(self, hidden: Tensor, reach: Reach) -> Tensor:
-        """The same as one operation; where attention has no kernel of ours, all but attention."""
-        precision, epsilon = precision_at(hidden), self.attention_norm.eps
+        """The same as one operation."""
+        precision, is_short = precision_at(hidden), reach.kernel == "short rows"
         named = self.named_parameters()  # those of products in the precision of these
         parameters = [each if "norm" in name else each.to(precision) for name, each in named]
-        hidden, dropout = hidden.to(precision), self.dropout.p if self.training else 0.0
-        if reach.kernel != "short rows":
-            mixed = self.attention.mix(hidden, reach).to(precision)
-            return classic_layer.rest_of_layer(mixed, hidden, parameters, dropout, epsilon)
-        heads, attention_dropout = self.attention.heads, self.attention.dropout if self.training else 0.0
-        rates = attention_dropout, dropout, epsilon
-        return classic_layer.layer_in_short_rows(hidden, parameters, reach.documents, heads, *rates)
+        rates = (self.attention.dropout, self.dropout.p) if self.training else (0.0, 0.0)
+        seen = reach.documents if is_short else reach.starts
+        given = hidden.to(precision), parameters, seen, self.attention.heads, is_short
+        return classic_layer.layer_at_once(*given, *rates, self.attention_norm.eps)
 
 
 class ModernLayer(nn.Module):
@@ -378,7 +375,7 @@ class Encoder(nn.Module):
     def reaches(self, input_ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> dict[bool, Reach]:
         """How far tokens see in layers that are global (True) and in those that are not."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device
-        kernel, most = self.kernel(length), self.most_documents
+        kernel, most = self.kernel(length, is_bounded=documents is None), self.most_documents
         reach = reach_of(attention_mask, documents, kernel=kernel, most_documents=most)
         if not config.is_modern():
             return {True: reach}
@@ -393,10 +390,11 @@ class Encoder(nn.Module):
         """The projection [D, E] as part of a tied output table: the modern style's, where it has one."""
         return getattr(self.project, "weight", None) if self.config.is_modern() else None
 
-    def kernel(self, length: int) -> Kernel:
-        """How this device attends in rows of `length` tokens."""
+    def kernel(self, length: int, is_bounded: bool = False) -> Kernel:
+        """How this device attends in rows of `length` tokens; `is_bounded` if they are known to have few documents."""
         config, weight = self.config, next(self.layers.parameters())
-        return kernel_for(weight, length, config.width // config.heads, self.most_documents is not None)
+        is_bounded = is_bounded or self.most_documents is not None
+        return kernel_for(weight, length, config.width // config.heads, is_bounded)
 
 
 def project_of(config: EncoderConfig) -> nn.Module:

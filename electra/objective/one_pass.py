@@ -40,30 +40,30 @@ def read_entries(logits, entry, V):
 
 @triton.jit
 def score_kernel(
-    logits, originals, block_keys, token_keys, losses, sampled, totals, V, stride, places,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    logits, originals, block_keys, token_keys, blocks, losses, sampled, totals, V, stride, places,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program for each guess: some blocks of the vocabulary at a time."""
+    """One program for each guess: the logarithm of each block's sum, some at a time, then the choice of a block.
+
+    Blocks are written down in between: as a row of numbers, each thread draws for some of them, and none twice."""
     guess = tl.program_id(0).to(tl.int64)
     row, place = guess // places, guess % places
     logits += guess * stride
+    blocks += guess * WIDTH
     within = tl.arange(0, BLOCK)
-    best, chosen = float("-inf"), 0
-    top, total = -1e30, 0.0
-    for start in range(0, BLOCKS, AT_ONCE):
+    for start in tl.range(0, BLOCKS, AT_ONCE, num_stages=3):  # the next ones are on their way meanwhile
         block = start + tl.arange(0, AT_ONCE)
         found = read_entries(logits, block[:, None] * BLOCK + within[None, :], V)  # [AT_ONCE, BLOCK]
         highest = tl.maximum(tl.max(found, 1), -1e30)
-        sums = tl.sum(tl.exp(found - highest[:, None]), 1)
-        noisy = highest + tl.log(sums) + gumbel(block_keys + 2 * row, place * BLOCKS + block)  # impossible: −inf
-        found_best = tl.max(noisy, 0)
-        chosen = tl.where(found_best > best, start + tl.argmax(noisy, 0), chosen)
-        best = tl.maximum(best, found_best)
-        higher = tl.maximum(top, tl.max(highest, 0))
-        total = total * tl.exp(top - higher) + tl.sum(sums * tl.exp(highest - higher), 0)
-        top = higher
+        tl.store(blocks + block, highest + tl.log(tl.sum(tl.exp(found - highest[:, None]), 1)), mask=block < WIDTH)
+    tl.debug_barrier()  # what the others wrote is read
+    block = tl.arange(0, WIDTH)
+    mass = tl.load(blocks + block, mask=block < BLOCKS, other=float("-inf"))
+    noisy = mass + gumbel(block_keys + 2 * row, place * BLOCKS + block)  # impossible: −inf
+    chosen = tl.minimum(tl.argmax(noisy, 0), BLOCKS - 1)
+    top = tl.maximum(tl.max(mass, 0), -1e30)
+    whole = top + tl.log(tl.sum(tl.exp(mass - top), 0))
     noisy = read_entries(logits, chosen * BLOCK + within, V) + gumbel(token_keys + 2 * row, place * BLOCK + within)
-    whole = top + tl.log(total)
     winner = tl.minimum(chosen * BLOCK + tl.argmax(noisy, 0), V - 1)  # of logits that are no numbers, too, an entry
     tl.store(sampled + guess, winner.to(tl.int64))
     tl.store(losses + guess, whole - tl.load(logits + tl.load(originals + guess)).to(tl.float32))
@@ -104,10 +104,12 @@ def score_and_sample(
     """
     logits = torch.addmm(bias.to(states.dtype), states, table.T)
     losses, totals = (torch.empty(originals.shape, device=logits.device) for _ in range(2))
-    sampled = torch.empty_like(originals)
+    sampled, count = torch.empty_like(originals), triton.cdiv(vocabulary, BLOCK)
+    width = triton.next_power_of_2(triton.cdiv(count, BLOCKS_AT_ONCE) * BLOCKS_AT_ONCE)
+    blocks = torch.empty(originals.numel(), width, device=logits.device)
     score_kernel[(originals.numel(),)](
-        logits, originals, block_keys, token_keys, losses, sampled, totals, vocabulary, logits.shape[1],
-        originals.shape[1], BLOCKS=triton.cdiv(vocabulary, BLOCK), BLOCK=BLOCK, AT_ONCE=BLOCKS_AT_ONCE, num_warps=4,
+        logits, originals, block_keys, token_keys, blocks, losses, sampled, totals, vocabulary, logits.shape[1],
+        originals.shape[1], BLOCKS=count, BLOCK=BLOCK, AT_ONCE=BLOCKS_AT_ONCE, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return losses, sampled, logits, totals
 

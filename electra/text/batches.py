@@ -84,6 +84,8 @@ class BatchesConfig:
     """Rows of one step, over all ranks and micro-batches."""
     form: Form = "dense"
     """dense: documents end to end, no padding; paper: two segments of one document, as ELECTRA was trained."""
+    whole_rows: bool = False
+    """Dense rows: tokens see all documents of their row, as in most trainers; otherwise only their own."""
     seed: int = 0
     """Decides how rows are cut and shuffled."""
     resident: bool = False
@@ -96,6 +98,8 @@ class BatchesConfig:
             raise ConfigError(f"length is {self.length}; a row needs at least 5: [CLS] A [SEP] B [SEP]")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if self.whole_rows and self.form != "dense":
+            raise ConfigError(f"whole_rows is for dense rows; with form {self.form} a row has one document anyway")
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,8 @@ class Batches:
         local = self.config.batch_size // self.ranks
         ids = as_ids(windows.to(self.device, non_blocking=True))
         whole = dense(ids, self.vocabulary) if cuts.lengths is None else paper(ids, cuts, self.vocabulary)
+        if self.config.whole_rows:
+            whole.pop("documents", None)
         if self.config.whole_words:
             whole["continues_word"] = self.continues_word[whole["input_ids"]]
         rows = torch.arange(self.rank * local, (self.rank + 1) * local, device=self.device)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from electra.model.gpu import long_rows, short_rows
 from electra.model.gpu.aside import Aside
 from electra.model.gpu.biased_gelu import gelu_of_sum, gradients_of_gelu
-from electra.model.gpu.column_sums import column_sums
+from electra.model.gpu.column_sums import column_sums, sums_by_matrix
 from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
-from electra.model.gpu.short_rows import gradients_of_mix, mix
 
 NO_WINDOW = -1
 
@@ -79,7 +79,8 @@ def gradients_of_finish(
         products.narrowed, weights.narrow_bias, products.between, weights.second_weight, grown, epsilon, second, dropout
     )
     of_narrow = aside(torch.mm, of_narrowed.T, products.activated)
-    around_second = aside(gradients_around_norm, parts, weights.narrow_bias.dtype, weights.second_weight.dtype)
+    own = weights.second_weight.dtype, weights.second_offset.dtype, weights.narrow_bias.dtype
+    of_second_weight, of_second_offset, of_narrow_bias = aside(sums_by_matrix, parts, *own)
     of_widened, parts = gradients_of_gelu(products.widened, weights.widen_bias, of_narrowed @ weights.narrow)
     aside.join()
     of_widen = aside(torch.mm, of_widened.T, products.between)
@@ -89,16 +90,14 @@ def gradients_of_finish(
         products.output, weights.output_bias, residual, weights.first_weight, of_between, epsilon, first, dropout
     )
     of_matrix = aside(torch.mm, of_output.T, mixed)
-    around_first = aside(gradients_around_norm, parts, weights.output_bias.dtype, weights.first_weight.dtype)
+    own = weights.first_weight.dtype, weights.first_offset.dtype, weights.output_bias.dtype
+    of_first_weight, of_first_offset, of_output_bias = aside(sums_by_matrix, parts, *own)
     of_mixed = of_output @ weights.output
-    of_weights = [of_matrix, *around_first, of_widen, of_widen_bias, of_narrow, *around_second]
-    return of_mixed, of_residual, Weights._make(of_weights)
-
-
-def gradients_around_norm(parts: Tensor, before: torch.dtype, own: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the bias before a norm, and of the norm's own weight and offset, in the precision of each."""
-    weight, offset, bias = column_sums(parts, torch.float32).view(3, -1).unbind()
-    return bias.to(before, copy=True), weight.to(own, copy=True), offset.to(own, copy=True)  # results share no memory
+    of_weights = Weights(
+        of_matrix, of_output_bias, of_first_weight, of_first_offset, of_widen, of_widen_bias,
+        of_narrow, of_narrow_bias, of_second_weight, of_second_offset,
+    )  # fmt: skip
+    return of_mixed, of_residual, of_weights
 
 
 def empty_products(residual: Tensor, widen: Tensor) -> list[Tensor]:
@@ -107,67 +106,37 @@ def empty_products(residual: Tensor, widen: Tensor) -> list[Tensor]:
     return [residual.new_empty(N, width) for width in (D, D, widen.shape[0], widen.shape[0], D)]
 
 
-@torch.library.custom_op("electra::after_attention", mutates_args=())
-def after_attention(
-    mixed: Tensor, residual: Tensor, weights: Sequence[Tensor], seeds: Tensor | None, dropout: float, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`finish`, as an operation with a gradient."""
-    hidden, products = finish(mixed, residual, Weights(*weights), seeds, dropout, epsilon)
-    return hidden, *products
+class Attended(NamedTuple):
+    """What attention leaves for the backward pass."""
 
-
-@after_attention.register_fake
-def _(mixed, residual, weights, seeds, dropout, epsilon):
-    return torch.empty_like(residual), *empty_products(residual, Weights(*weights).widen)
-
-
-@torch.library.custom_op("electra::gradients_after_attention", mutates_args=())
-def gradients_after_attention(
-    mixed: Tensor, residual: Tensor, weights: Sequence[Tensor], products: Sequence[Tensor], seeds: Tensor | None,
-    dropout: float, epsilon: float, grown: Tensor,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of mixed, residual and each of the weights."""
-    aside, given = Aside(), (mixed, residual, Weights(*weights), Products(*products), seeds, dropout, epsilon)
-    of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), aside)
-    aside.join()
-    return [of_mixed, of_residual, *of_weights]
-
-
-@gradients_after_attention.register_fake
-def _(mixed, residual, weights, products, seeds, dropout, epsilon, grown):
-    return [torch.empty_like(each) for each in (mixed, residual, *weights)]
-
-
-def remember_after(ctx, inputs, output) -> None:
-    mixed, residual, weights, seeds, ctx.dropout, ctx.epsilon = inputs
-    _, *products = output
-    ctx.mark_non_differentiable(*products)
-    ctx.save_for_backward(mixed, residual, seeds, *weights, *products)
-
-
-def backward_after(ctx, grown: Tensor, *_: Tensor):
-    mixed, residual, seeds, *rest = ctx.saved_tensors
-    weights, products = rest[: len(Weights._fields)], rest[len(Weights._fields) :]
-    gradients = gradients_after_attention(mixed, residual, weights, products, seeds, ctx.dropout, ctx.epsilon, grown)
-    return gradients[0], gradients[1], gradients[2:], None, None, None
-
-
-after_attention.register_autograd(backward_after, setup_context=remember_after)
+    qkv: Tensor  # [N, 3 · D] queries, keys and values
+    mixed: Tensor  # [N, D]
+    levels: Tensor  # [N · heads] in long rows, the logarithms of the sums of its weights
+    state: Tensor  # [2] in long rows, what dropout's noise came from
 
 
 @torch.library.custom_op("electra::whole_layer", mutates_args=())
 def whole_layer(
-    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], documents: Tensor | None,
-    seeds: Tensor | None, rows: int, heads: int, attention_dropout: float, dropout: float, epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """A layer over short rows: its states from its input [N, D]; queries, keys and values, what attention mixed, and
-    the products of what follows."""
+    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], reach: Tensor | None,
+    seeds: Tensor | None, rows: int, heads: int, is_short: bool, attention_dropout: float, dropout: float,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """A layer: its states from its input, the `residual` [N, D], and what is read again: `Attended` and `Products`.
+
+    `reach` is the document of each token in short rows [B, L], and where documents start in others [documents + 1].
+    """
     matrix, bias = qkv_weights
-    qkv = torch.addmm(bias, residual, matrix.T)  # [N, 3 · D]
-    seed = seed_of(seeds, 2, attention_dropout)
-    mixed = mix(by_head(qkv, rows, heads), documents, None, seed, NO_WINDOW, attention_dropout).view_as(residual)
+    qkv = torch.addmm(bias, residual, matrix.T)
+    vectors = by_head(qkv, rows, heads)
+    if is_short:
+        seed = seed_of(seeds, 2, attention_dropout)
+        mixed = short_rows.mix(vectors, reach, None, seed, NO_WINDOW, attention_dropout)
+        levels, state = nothing_kept(residual)
+    else:
+        mixed, levels, state = long_rows.mix(vectors, reach, attention_dropout)
+    mixed = mixed.view_as(residual)
     hidden, products = finish(mixed, residual, Weights(*weights), seeds, dropout, epsilon)
-    return hidden, qkv, mixed, *products
+    return hidden, *Attended(qkv, mixed, levels, state), *products
 
 
 def by_head(vectors: Tensor, rows: int, heads: int) -> Tensor:
@@ -175,26 +144,37 @@ def by_head(vectors: Tensor, rows: int, heads: int) -> Tensor:
     return vectors.view(rows, vectors.shape[0] // rows, 3, heads, -1)
 
 
+def nothing_kept(residual: Tensor, count: int = 0, numbers: int = 0) -> tuple[Tensor, Tensor]:
+    """Levels and state of attention, of the right types."""
+    return residual.new_empty(count, dtype=torch.float32), residual.new_empty(numbers, dtype=torch.uint64)
+
+
 @whole_layer.register_fake
-def _(residual, qkv_weights, weights, documents, seeds, rows, heads, attention_dropout, dropout, epsilon):
+def _(residual, qkv_weights, weights, reach, seeds, rows, heads, is_short, attention_dropout, dropout, epsilon):
     N, D = residual.shape
-    hidden, mixed = torch.empty_like(residual), torch.empty_like(residual)
-    return hidden, residual.new_empty(N, 3 * D), mixed, *empty_products(residual, Weights(*weights).widen)
+    hidden, qkv, mixed = torch.empty_like(residual), residual.new_empty(N, 3 * D), torch.empty_like(residual)
+    kept = nothing_kept(residual) if is_short else nothing_kept(residual, N * heads, 2)
+    return hidden, qkv, mixed, *kept, *empty_products(residual, Weights(*weights).widen)
 
 
 @torch.library.custom_op("electra::gradients_of_whole_layer", mutates_args=())
 def gradients_of_whole_layer(
-    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], documents: Tensor | None,
-    seeds: Tensor | None, qkv: Tensor, mixed: Tensor, products: Sequence[Tensor], rows: int, heads: int,
-    attention_dropout: float, dropout: float, epsilon: float, grown: Tensor,
+    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], reach: Tensor | None,
+    seeds: Tensor | None, attended: Sequence[Tensor], products: Sequence[Tensor], rows: int, heads: int,
+    is_short: bool, attention_dropout: float, dropout: float, epsilon: float, grown: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of the layer's input, of the matrix and bias of queries, keys and values, and of its weights."""
+    qkv, mixed, levels, state = Attended(*attended)
     aside, given = Aside(), (mixed, residual, Weights(*weights), Products(*products), seeds, dropout, epsilon)
     of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), aside)
-    of_qkv, parts = gradients_of_mix(
-        by_head(qkv, rows, heads), documents, None, seed_of(seeds, 2, attention_dropout),
-        of_mixed.view(rows, -1, heads, mixed.shape[1] // heads), NO_WINDOW, attention_dropout, has_bias=True,
-    )  # fmt: skip
+    vectors = by_head(qkv, rows, heads)
+    before, after = mixed.view(vectors[:, :, 0].shape), of_mixed.view(vectors[:, :, 0].shape)
+    if is_short:
+        ways = seed_of(seeds, 2, attention_dropout), after, NO_WINDOW, attention_dropout
+        of_qkv, parts = short_rows.gradients_of_mix(vectors, reach, None, *ways, has_bias=True)
+    else:
+        kept = before, levels, state, after, attention_dropout
+        of_qkv, parts = long_rows.gradients_of_mix(vectors, reach, *kept)
     of_qkv = of_qkv.view_as(qkv)
     aside.join()
     of_matrix, of_bias = aside(torch.mm, of_qkv.T, residual), aside(column_sums, parts, qkv_weights[1].dtype)
@@ -209,44 +189,36 @@ def _(residual, qkv_weights, weights, *others):
 
 
 def remember(ctx, inputs, output) -> None:
-    residual, qkv_weights, weights, documents, seeds, *ctx.numbers = inputs
-    _, *products = output
-    ctx.mark_non_differentiable(*products)
-    ctx.save_for_backward(residual, *qkv_weights, *weights, documents, seeds, *products)
+    residual, qkv_weights, weights, reach, seeds, *ctx.numbers = inputs
+    _, *kept = output
+    ctx.mark_non_differentiable(*kept)
+    ctx.save_for_backward(residual, *qkv_weights, *weights, reach, seeds, *kept)
 
 
 def backward(ctx, grown: Tensor, *_: Tensor):
-    count = len(Weights._fields)
+    count, own = len(Weights._fields), len(Attended._fields)
     residual, matrix, bias, *rest = ctx.saved_tensors
-    weights, (documents, seeds, qkv, mixed, *products) = rest[:count], rest[count:]
-    gradients = gradients_of_whole_layer(
-        residual, [matrix, bias], weights, documents, seeds, qkv, mixed, products, *ctx.numbers, grown
-    )
-    return gradients[0], gradients[1:3], gradients[3:], *[None] * 7
+    weights, (reach, seeds, *kept) = rest[:count], rest[count:]
+    given = residual, [matrix, bias], weights, reach, seeds, kept[:own], kept[own:]
+    gradients = gradients_of_whole_layer(*given, *ctx.numbers, grown)
+    return gradients[0], gradients[1:3], gradients[3:], *[None] * 8
 
 
 whole_layer.register_autograd(backward, setup_context=remember)
 
 
-def layer_in_short_rows(
-    hidden: Tensor, parameters: list[Tensor], documents: Tensor | None, heads: int, attention_dropout: float,
-    dropout: float, epsilon: float,
+def layer_at_once(
+    hidden: Tensor, parameters: list[Tensor], reach: Tensor | None, heads: int, is_short: bool,
+    attention_dropout: float, dropout: float, epsilon: float,
 ) -> Tensor:  # fmt: skip
     """A layer's hidden states [B, L, D] from those before, `hidden`; `parameters` in the order of the layer."""
     rates = attention_dropout, dropout, epsilon
-    seeds = seeds_for(hidden, max(dropout, attention_dropout))
-    states = hidden.flatten(0, 1).contiguous()
-    found, *_ = whole_layer(states, parameters[:2], parameters[2:], documents, seeds, len(hidden), heads, *rates)
-    return found.view_as(hidden)
-
-
-def rest_of_layer(mixed: Tensor, hidden: Tensor, parameters: list[Tensor], dropout: float, epsilon: float) -> Tensor:
-    """The same from what attention mixed, `mixed` [B, L, D], and the states before, `hidden` [B, L, D]."""
-    states = mixed.flatten(0, 1).contiguous(), hidden.flatten(0, 1).contiguous()
-    found, *_ = after_attention(*states, parameters[2:], seeds_for(hidden, dropout), dropout, epsilon)
+    seeds, states = seeds_for(hidden, max(dropout, attention_dropout)), hidden.flatten(0, 1).contiguous()
+    given = states, parameters[:2], parameters[2:], reach, seeds, len(hidden), heads, is_short
+    found, *_ = whole_layer(*given, *rates)
     return found.view_as(hidden)
 
 
 def seeds_for(hidden: Tensor, dropout: float) -> Tensor | None:
-    """Seeds of a layer's dropouts, where there are any: after attention, after the feed-forward, in attention."""
+    """Seeds of a layer's dropouts, where there are any: after attention, after the feed-forward, in short rows."""
     return torch.randint(2**31, (3,), device=hidden.device, dtype=torch.int32) if dropout else None

@@ -7,20 +7,30 @@ from torch import Tensor
 
 
 @triton.jit
-def sum_kernel(parts, sums, C, P, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums [C] of parts [P, C]; one program for some columns."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+def sum_kernel(parts, first, second, third, D, P, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums [D] of each of the matrices in parts [P, matrices, D]; one program for some columns of one."""
+    column, matrix = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
+    parts += matrix * D
     total = tl.zeros([PARTS, COLUMNS], tl.float32)
     for start in range(0, P, PARTS):
         part = start + tl.arange(0, PARTS)
-        is_there = (part < P)[:, None] & (column < C)[None, :]
-        total += tl.load(parts + part[:, None] * C + column[None, :], mask=is_there, other=0.0)
-    tl.store(sums + column, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column < C)
+        is_there = (part < P)[:, None] & (column < D)[None, :]
+        total += tl.load(parts + part[:, None] * tl.num_programs(1) * D + column[None, :], mask=is_there, other=0.0)
+    sums = tl.sum(total, 0)
+    tl.store(first + column, sums.to(first.dtype.element_ty), mask=(column < D) & (matrix == 0))
+    tl.store(second + column, sums.to(second.dtype.element_ty), mask=(column < D) & (matrix == 1))
+    tl.store(third + column, sums.to(third.dtype.element_ty), mask=(column < D) & (matrix == 2))
 
 
 def column_sums(parts: Tensor, precision: torch.dtype) -> Tensor:
-    """The sums [C] of `parts` [P, C], which kernels leave: torch's own takes several times as long for so few."""
-    P, C = parts.shape
-    sums = torch.empty(C, device=parts.device, dtype=precision)
-    sum_kernel[(triton.cdiv(C, 16),)](parts, sums, C, P, PARTS=256, COLUMNS=16, num_warps=8)
+    """The sums [D] of `parts` [P, D], which kernels leave: torch's own takes several times as long for so few."""
+    return sums_by_matrix(parts[:, None], precision)[0]
+
+
+def sums_by_matrix(parts: Tensor, *precisions: torch.dtype) -> list[Tensor]:
+    """The same for up to three matrices, `parts` [P, matrices, D]: the sums [D] of each in its own precision."""
+    P, _, D = parts.shape
+    sums = [torch.empty(D, device=parts.device, dtype=precision) for precision in precisions]
+    targets = [*sums, *[sums[0]] * (3 - len(sums))]
+    sum_kernel[(triton.cdiv(D, 16), len(sums))](parts, *targets, D, P, PARTS=256, COLUMNS=16, num_warps=8)
     return sums

@@ -107,13 +107,13 @@ def gradients_of_norm_of_sum(
     seed: Tensor | None, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients [N, D] of residual and product, one tensor without dropout, and those of weight, offset and bias as
-    parts [programs, 3 · D] to sum."""
+    parts [programs, 3, D] to sum."""
     N, D, width, rows = shape_of(product)
     of_residual = torch.empty_like(product)
     of_product = of_residual if seed is None else torch.empty_like(product)
     tiles = triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS)
     programs = triton.cdiv(N, rows * tiles)
-    parts = torch.empty(programs, 3 * D, device=product.device)
+    parts = torch.empty(programs, 3, D, device=product.device)
     gradient_of_norm_kernel[(programs,)](
         product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,
         N, tiles, epsilon, dropout, D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=4,
