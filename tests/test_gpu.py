@@ -206,7 +206,7 @@ def test_dropout_in_long_rows_drops_and_has_its_own_gradient(has_documents):
             return layer.at_once(states.bfloat16(), reach).float()
 
     assert torch.equal(found(hidden), found(hidden))
-    assert (found(hidden) - found(hidden, seed=2)).norm() > 0.05 * found(hidden).norm()
+    assert (found(hidden) - found(hidden, seed=2)).norm() > 0.02 * found(hidden).norm()
     given = hidden.clone().requires_grad_()
     (found(given) * grown).sum().backward()
     ways = torch.randn(32, *hidden.shape, device="cuda")
@@ -224,7 +224,7 @@ def test_whole_long_rows_are_as_exact_as_plain_attention(length):
     def outcome(dtype: torch.dtype, is_ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
         from electra.model.gpu import long_rows
 
-        given = qkv.to(dtype)
+        given = qkv.to(dtype, copy=True)
         if is_ours:
             kept = long_rows.mix(given, None, 0.0)
             gradient, parts = long_rows.gradients_of_mix(given, None, *kept, grown.to(dtype), 0.0)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from electra.model.gpu.noise import factor_at
 
-ELEMENTS = 2048  # of a tile: four programs of four warps have their registers on a multiprocessor
-MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all tokens
+ELEMENTS = 512  # of a tile for each warp
+NARROW = 512  # up to this width the backward pass is fastest with two warps, otherwise with four
+MOST_PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over all tokens
+LEAST_TILES = 8  # of a program there: the fewer the shares, the sooner they are summed
 
 
 @triton.jit
@@ -81,11 +83,11 @@ def gradient_of_norm_kernel(
     tl.store(target + 2 * D, tl.sum(of_bias, 0), mask=column < D)
 
 
-def shape_of(product: Tensor) -> tuple[int, int, int, int]:
+def shape_of(product: Tensor, warps: int) -> tuple[int, int, int, int]:
     """N, D, the next power of two, and the rows of a tile."""
     N, D = product.shape
     width = triton.next_power_of_2(D)
-    return N, D, width, max(1, ELEMENTS // width)
+    return N, D, width, max(1, ELEMENTS * warps // width)
 
 
 def norm_of_sum(
@@ -93,7 +95,7 @@ def norm_of_sum(
     seed: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     """LayerNorm of `residual` [N, D] plus what dropout leaves of `product` [N, D] and `bias` [D]."""
-    N, D, width, rows = shape_of(product)
+    N, D, width, rows = shape_of(product, warps=4)
     hidden = torch.empty_like(product)
     norm_kernel[(triton.cdiv(N, rows),)](
         product, bias, residual, weight, offset, product if seed is None else seed, hidden, N, epsilon, dropout,
@@ -108,14 +110,15 @@ def gradients_of_norm_of_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients [N, D] of residual and product, one tensor without dropout, and those of weight, offset and bias as
     parts [programs, 3, D] to sum."""
-    N, D, width, rows = shape_of(product)
+    warps = 2 if product.shape[1] <= NARROW else 4
+    N, D, width, rows = shape_of(product, warps)
     of_residual = torch.empty_like(product)
     of_product = of_residual if seed is None else torch.empty_like(product)
-    tiles = triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS)
+    tiles = max(LEAST_TILES, triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS))
     programs = triton.cdiv(N, rows * tiles)
     parts = torch.empty(programs, 3, D, device=product.device)
     gradient_of_norm_kernel[(programs,)](
         product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,
-        N, tiles, epsilon, dropout, D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=4,
+        N, tiles, epsilon, dropout, D=D, WIDTH=width, ROWS=rows, HAS_DROPOUT=seed is not None, num_warps=warps,
     )  # fmt: skip
     return of_residual, of_product, parts

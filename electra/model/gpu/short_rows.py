@@ -29,27 +29,32 @@ def write(base, place, column, L, stride: tl.constexpr, values):
 
 
 @triton.jit
-def read_halves(base, turns, place, half, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr):
-    """Both halves of vectors, each [N, K/2], turned in fp32 by their positions' angles where there are any."""
-    first, second = read(base, place, half, L, stride), read(base + K // 2, place, half, L, stride)
+def read_turned(base, turns, place, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr):
+    """Vectors [N, K], turned in fp32 by their positions' angles where there are any.
+
+    A number turns with its partner, half a vector away, which is read beside it."""
+    vectors = read(base, place, column, L, stride)
     if HAS_TURNS:
+        partner, half = read(base, place, (column + K // 2) % K, L, stride).to(tl.float32), column % (K // 2)
         cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
-        one, other = first.to(tl.float32), second.to(tl.float32)
-        first, second = (one * cosine - other * sine).to(first.dtype), (other * cosine + one * sine).to(first.dtype)
-    return first, second
+        sine = tl.where((column < K // 2)[None, :], -sine, sine)
+        vectors = (vectors.to(tl.float32) * cosine + partner * sine).to(vectors.dtype)
+    return vectors
 
 
 @triton.jit
-def write_halves(
-    base, turns, place, half, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr, first, second, dtype
+def write_turned(
+    base, turns, place, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr, vectors, dtype
 ):
-    """The inverse of `read_halves`: turned back by the same angles. Also their sums over the places, each [K/2]."""
+    """The inverse of `read_turned`: turned back by the same angles."""
     if HAS_TURNS:
+        half = tl.arange(0, K // 2)
         cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
-        first, second = first * cosine + second * sine, second * cosine - first * sine
-    write(base, place, half, L, stride, first.to(dtype))
-    write(base + K // 2, place, half, L, stride, second.to(dtype))
-    return tl.sum(first, 0), tl.sum(second, 0)
+        first, second = tl.split(tl.permute(tl.reshape(vectors, (vectors.shape[0], 2, K // 2)), (0, 2, 1)))
+        write(base, place, half, L, stride, (first * cosine + second * sine).to(dtype))
+        write(base + K // 2, place, half, L, stride, (second * cosine - first * sine).to(dtype))
+    else:
+        write(base, place, column, L, stride, vectors.to(dtype))
 
 
 @triton.jit
@@ -90,13 +95,13 @@ def mix_kernel(
 ):  # fmt: skip
     """mixed [B, L, H, K] of qkv [B, L, 3, H, K]; one program for each row and head, a part of its queries at a time."""
     program, row, head, queries, keys, values = begin(qkv, L, H, K)
-    place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
-    k1, k2 = read_halves(keys, turns, place, half, L, 3 * H * K, K, HAS_TURNS)
+    place, column = tl.arange(0, BLOCK), tl.arange(0, K)
+    k = read_turned(keys, turns, place, column, L, 3 * H * K, K, HAS_TURNS)
     v = read(values, place, column, L, 3 * H * K)
     for start in tl.static_range(0, BLOCK, PART):
         at = start + tl.arange(0, PART)
-        q1, q2 = read_halves(queries, turns, at, half, L, 3 * H * K, K, HAS_TURNS)
-        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1))) * scale
+        q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
+        scores = tl.dot(q, tl.trans(k)) * scale
         weights = softmax_of(scores, documents + row * L, at, place, L, window, HAS_DOCUMENTS, HAS_WINDOW)
         if HAS_DROPOUT:
             weights = weights * kept(seed, program, at, place, dropout, BLOCK)
@@ -111,19 +116,19 @@ def gradient_of_mix_kernel(
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K]), and its sums over rows."""
+    tl.static_assert(not (HAS_BIAS and HAS_TURNS), "what turns has no bias")
     program, row, head, queries, keys, values = begin(qkv, L, H, K)
-    place, half, column = tl.arange(0, BLOCK), tl.arange(0, K // 2), tl.arange(0, K)
+    place, column = tl.arange(0, BLOCK), tl.arange(0, K)
     target = gradient + row * L * 3 * H * K + head * K
-    k1, k2 = read_halves(keys, turns, place, half, L, 3 * H * K, K, HAS_TURNS)
+    k = read_turned(keys, turns, place, column, L, 3 * H * K, K, HAS_TURNS)
     v = read(values, place, column, L, 3 * H * K)
-    dk1, dk2 = tl.zeros([BLOCK, K // 2], tl.float32), tl.zeros([BLOCK, K // 2], tl.float32)
-    dv = tl.zeros([BLOCK, K], tl.float32)
-    of_q1, of_q2 = tl.zeros([K // 2], tl.float32), tl.zeros([K // 2], tl.float32)  # sums over the row
+    dk, dv = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
+    of_queries = tl.zeros([K], tl.float32)  # summed over the row
     for start in tl.static_range(0, BLOCK, PART):
         at = start + tl.arange(0, PART)
-        q1, q2 = read_halves(queries, turns, at, half, L, 3 * H * K, K, HAS_TURNS)
+        q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
         do = read(grown + row * L * H * K + head * K, at, column, L, H * K)  # zeros behind the end
-        scores = tl.dot(q2, tl.trans(k2), tl.dot(q1, tl.trans(k1))) * scale
+        scores = tl.dot(q, tl.trans(k)) * scale
         weights = softmax_of(scores, documents + row * L, at, place, L, window, HAS_DOCUMENTS, HAS_WINDOW)
         back = tl.dot(do, tl.trans(v))  # of the weights that were left by dropout
         if HAS_DROPOUT:
@@ -133,18 +138,16 @@ def gradient_of_mix_kernel(
         else:
             dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)
         ds = (weights * (back - tl.sum(weights * back, 1)[:, None]) * scale).to(v.dtype)
-        dk1, dk2 = tl.dot(tl.trans(ds), q1, dk1), tl.dot(tl.trans(ds), q2, dk2)
-        dq1, dq2 = tl.dot(ds, k1), tl.dot(ds, k2)
-        sum1, sum2 = write_halves(target, turns, at, half, L, 3 * H * K, K, HAS_TURNS, dq1, dq2, v.dtype)
-        of_q1, of_q2 = of_q1 + sum1, of_q2 + sum2
-    of_k1, of_k2 = write_halves(target + H * K, turns, place, half, L, 3 * H * K, K, HAS_TURNS, dk1, dk2, v.dtype)
+        dk = tl.dot(tl.trans(ds), q, dk)
+        dq = tl.dot(ds, k)
+        write_turned(target, turns, at, column, L, 3 * H * K, K, HAS_TURNS, dq, v.dtype)
+        of_queries += tl.sum(dq, 0)
+    write_turned(target + H * K, turns, place, column, L, 3 * H * K, K, HAS_TURNS, dk, v.dtype)
     write(target + 2 * H * K, place, column, L, 3 * H * K, dv.to(v.dtype))
     if HAS_BIAS:
         sums += row * 3 * H * K + head * K
-        tl.store(sums + half, of_q1)
-        tl.store(sums + K // 2 + half, of_q2)
-        tl.store(sums + H * K + half, of_k1)
-        tl.store(sums + H * K + K // 2 + half, of_k2)
+        tl.store(sums + column, of_queries)
+        tl.store(sums + H * K + column, tl.sum(dk, 0))
         tl.store(sums + 2 * H * K + column, tl.sum(dv, 0))
 
 
