@@ -155,13 +155,14 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
            dropout: float, *ends: Tensor, **others: bool) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
-    block = max(16, triton.next_power_of_2(L))
+    block, is_dropped = max(16, triton.next_power_of_2(L)), seed is not None
+    part, warps = (128, 8) if is_dropped else (64, 4)  # noise takes registers, which more warps have
     kernel[(B * H,)](
         qkv, qkv if documents is None else documents, qkv if turns is None else turns, qkv if seed is None else seed,
         *ends, L, window, K**-0.5, dropout,
-        H=H, K=K, BLOCK=block, PART=min(64, block), HAS_DOCUMENTS=documents is not None,
-        HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=seed is not None,
-        num_warps=4, num_stages=1, **others,
+        H=H, K=K, BLOCK=block, PART=min(part, block), HAS_DOCUMENTS=documents is not None,
+        HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=is_dropped,
+        num_warps=warps, num_stages=1, **others,
     )  # fmt: skip
 
 
