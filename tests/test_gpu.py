@@ -195,6 +195,28 @@ def factors(seed: int | None, numbers: torch.Tensor, dropout: float) -> torch.Te
     return torch.where(bits < dropout * 2**32, 0.0, 1 / (1 - dropout))
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made_again):
+    torch.manual_seed(0)
+    own = {"global_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
+    encoder = Encoder(EncoderConfig(style="modern", layers=3, vocabulary=500, **own)).cuda()
+    encoder.recomputes_layers = is_made_again
+    ids, grown = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, 256, device="cuda")
+    documents = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1)
+
+    def outcome(dtype: torch.dtype, kernel: str) -> list[torch.Tensor]:
+        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)
+        encoder.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            found = encoder(ids, None, None, documents).float()
+        (found * grown).sum().backward()
+        return [found.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
+
+    exact, plain = outcome(torch.float32, "mask"), outcome(torch.bfloat16, "mask")
+    for truth, rounded, ours in zip(exact, plain, outcome(torch.bfloat16, "short rows"), strict=True):
+        assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
+
+
 @pytest.mark.parametrize("has_documents", [True, False])
 def test_dropout_in_long_rows_drops_and_has_its_own_gradient(has_documents):
     layer, hidden, grown, documents = made_layer(64, 0.0, 0.2)

@@ -10,7 +10,7 @@ ModernBertModel; where they are, table and projection multiply out to one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of,
 from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
-    from electra.model.gpu import classic_layer
+    from electra.model.gpu import classic_layer, modern_layer
 
 Style = Literal["classic", "modern"]
 
@@ -320,6 +320,16 @@ class ModernLayer(nn.Module):
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), reach))
         return hidden + self.feedforward(self.feedforward_norm(hidden))
 
+    def at_once(self, total: Tensor, added: Tensor | None, reach: Reach, precision: torch.dtype) -> list[Tensor]:
+        """The same as one operation, from a sum [B, L, D] and what the layer before adds to it, as these two again."""
+        named = self.named_parameters()  # those of products in their precision
+        parameters = [each if "norm" in name else each.to(precision) for name, each in named]
+        assert reach.turns is not None
+        flat = total.flatten(0, 1).contiguous(), None if added is None else added.flatten(0, 1)
+        shape = len(total), self.attention.heads, reach.window, self.feedforward_norm.eps
+        found = modern_layer.modern_layer(*flat, parameters, reach.documents, reach.turns.squeeze(2), *shape)
+        return [each.view_as(total) for each in found[:2]]
+
 
 class Entry(nn.Module):
     """The way into modern layers: embeddings are normalised once they are as wide as hidden states."""
@@ -364,13 +374,35 @@ class Encoder(nn.Module):
         check_length(input_ids.shape[1], self.config)
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
         reaches = self.reaches(input_ids, attention_mask, documents)
+        through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
+        return self.final_norm(through(hidden, reaches))
+
+    def through_layers(self, hidden: Tensor, reaches: dict[bool, Reach]) -> Tensor:
+        """What the layers make of hidden states."""
         for number, layer in enumerate(self.layers):
-            reach = reaches[self.config.is_global(number)]
-            if self.recomputes_layers and self.training:
-                hidden = checkpoint(layer, hidden, reach, use_reentrant=False)
-            else:
-                hidden = layer(hidden, reach)
-        return self.final_norm(hidden)
+            hidden = self.call(layer, hidden, reaches[self.config.is_global(number)])
+        return hidden
+
+    def goes_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> bool:
+        """Whether modern layers are one operation each: on a GPU in half precision, in short rows, without dropout."""
+        config = self.config
+        is_dropping = self.training and max(config.dropout, config.attention_dropout) > 0
+        is_short = all(reach.kernel == "short rows" for reach in reaches.values())
+        return config.is_modern() and is_for_kernels(hidden) and is_short and not is_dropping
+
+    def through_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> Tensor:
+        """The same of modern layers that are one operation each; their sum is in fp32."""
+        total, precision = hidden.float(), precision_at(hidden)
+        added: Tensor | None = None
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, ModernLayer)
+            total, added = self.call(layer.at_once, total, added, reaches[self.config.is_global(number)], precision)
+        return (total if added is None else total + added).to(hidden.dtype)
+
+    def call(self, layer: Callable[..., Any], *given: Any) -> Any:
+        """What a layer gives; in training perhaps so that it is made again in the backward pass."""
+        is_made_again = self.recomputes_layers and self.training
+        return checkpoint(layer, *given, use_reentrant=False) if is_made_again else layer(*given)
 
     def reaches(self, input_ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> dict[bool, Reach]:
         """How far tokens see in layers that are global (True) and in those that are not."""

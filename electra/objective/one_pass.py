@@ -51,7 +51,7 @@ def score_kernel(
     logits += guess * stride
     blocks += guess * WIDTH
     within = tl.arange(0, BLOCK)
-    for start in tl.range(0, BLOCKS, AT_ONCE, num_stages=3):  # the next ones are on their way meanwhile
+    for start in range(0, BLOCKS, AT_ONCE):
         block = start + tl.arange(0, AT_ONCE)
         found = read_entries(logits, block[:, None] * BLOCK + within[None, :], V)  # [AT_ONCE, BLOCK]
         highest = tl.maximum(tl.max(found, 1), -1e30)

@@ -46,14 +46,26 @@ def tiles_of(product: Tensor) -> tuple[tuple[int, int], int, int]:
     return (triton.cdiv(N, ROWS), triton.cdiv(F, COLUMNS)), N, F
 
 
-@torch.library.custom_op("electra::gated_gelu", mutates_args=())
-def gated_gelu(product: Tensor) -> Tensor:
+def gated(product: Tensor) -> Tensor:
     """GELU of the first half of `product` [..., 2 · F] times the second: [..., F]."""
-    product = product.contiguous()
     grid, N, F = tiles_of(product)
     activated = product.new_empty(*product.shape[:-1], F)
     gated_kernel[grid](product, activated, N, F, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return activated
+
+
+def gradient_of_gated(product: Tensor, grown: Tensor) -> Tensor:
+    """The gradient of product from that of the activation, `grown` [..., F]."""
+    grid, N, F = tiles_of(product)
+    gradient = torch.empty_like(product)
+    gradient_of_gated_kernel[grid](product, grown, gradient, N, F, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
+    return gradient
+
+
+@torch.library.custom_op("electra::gated_gelu", mutates_args=())
+def gated_gelu(product: Tensor) -> Tensor:
+    """The same, as an operation with a gradient."""
+    return gated(product.contiguous())
 
 
 @gated_gelu.register_fake
@@ -63,12 +75,8 @@ def _(product):
 
 @torch.library.custom_op("electra::gradient_of_gated_gelu", mutates_args=())
 def gradient_of_gated_gelu(product: Tensor, grown: Tensor) -> Tensor:
-    """The gradient of product from that of the activation, `grown` [..., F]."""
-    product, grown = product.contiguous(), grown.contiguous()
-    grid, N, F = tiles_of(product)
-    gradient = torch.empty_like(product)
-    gradient_of_gated_kernel[grid](product, grown, gradient, N, F, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    return gradient
+    """The same, as an operation."""
+    return gradient_of_gated(product.contiguous(), grown.contiguous())
 
 
 @gradient_of_gated_gelu.register_fake
