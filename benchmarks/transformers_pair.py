@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
+from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig as PairConfig
-from electra.model.encoder import EncoderConfig
 from electra.model.huggingface import classic_config
 from electra.text.vocabulary import Vocabulary
 

@@ -7,8 +7,8 @@ import hypothesis
 import pytest
 import torch
 
+from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.encoder import EncoderConfig
 from electra.model.sizes import modern
 from electra.model.storage import save_model
 from electra.objective.objectives import OBJECTIVES

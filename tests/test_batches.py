@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from electra.errors import ConfigError, DataError
 from electra.text import batches as batches_module
-from electra.text.batches import Batches, BatchesConfig, Position, prefetched, validation_batches
-from electra.text.packing import Permutation, cut_documents, most_documents
+from electra.text.batches import Batches, BatchesConfig, Position, prefetched, starts_of, validation_batches
+from electra.text.packing import Permutation, cut_documents, documents_in
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.text.tokenizer import TokenizerConfig, train_tokenizer
@@ -132,17 +132,29 @@ def test_one_paper_row_in_ten_is_single_and_one_in_twenty_short(tmp_path):
     assert 0.09 < (rows.firsts == rows.lengths)[is_full].mean() < 0.11
 
 
-def documents_in(begins: list[int], start: int, width: int) -> int:
+def counted(begins: list[int], start: int, width: int) -> int:
     """How many documents `width` tokens from `start` on belong to, counted one by one."""
-    places = [place % begins[-1] for place in range(start, start + width)]
-    return len({sum(begin <= place for begin in begins) for place in places})
+    places = [divmod(place, begins[-1]) for place in range(start, start + width)]
+    return len({(round, sum(begin <= place for begin in begins)) for round, place in places})
 
 
 @pytest.mark.parametrize("begins", [[0, 9], [0, 1, 2, 9], [0, 4, 5, 6, 12], [0, 3, 4, 5]])
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
-def test_no_row_has_more_documents_than_the_most(begins, width):
-    found = max(documents_in(begins, start, width) for start in range(begins[-1]))
-    assert found <= most_documents(np.array(begins), width) <= found + 1
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 13])
+def test_documents_of_rows_are_counted_around_the_ring(begins, width):
+    found = documents_in(np.arange(begins[-1]), width, np.array(begins))
+    assert found.tolist() == [counted(begins, start, width) for start in range(begins[-1])]
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_listed_documents_are_those_of_the_rows_in_lists_of_few_lengths(tmp_path, pieces):
+    shards = make_shards(tmp_path, [" ".join(WORDS[: 1 + number % 9]) for number in range(300)], shard_megabytes=1)
+    config = BatchesConfig(length=16, batch_size=8, seed=1)
+    batches = islice(Batches(shards, config, lists_documents=True), 40)
+    listed = [piece for batch in batches for piece in batch.pieces(pieces)]
+    for batch in listed:
+        assert batch.starts.unique().tolist() == starts_of(batch.documents).tolist()
+    assert {len(batch.starts) for batch in listed} <= {1 + 8 * size for size in (1, 2, 4, 8)}
+    assert next(iter(Batches(shards, config))).starts is None
 
 
 def test_documents_are_cut_from_their_beginning():

@@ -8,7 +8,8 @@ from conftest import MODERN, WIDE
 from torch import nn
 
 from electra.errors import ConfigError
-from electra.model.encoder import ClassicLayer, Encoder, EncoderConfig
+from electra.model.config import EncoderConfig
+from electra.model.encoder import ClassicLayer, Encoder
 from electra.model.heads import DiscriminatorHead
 
 TEXT = torch.tensor([[2, 11, 12, 3]])

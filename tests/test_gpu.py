@@ -14,12 +14,13 @@ from electra.finetune import tuning
 from electra.finetune.finetuning import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
 from electra.model.attention import Reach, reach_of
-from electra.model.encoder import ClassicLayer, Encoder, EncoderConfig
+from electra.model.config import EncoderConfig
+from electra.model.encoder import ClassicLayer, Encoder
 from electra.objective.losses import total
 from electra.objective.masking import MaskingConfig, mask
 from electra.objective.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
 from electra.objective.randomness import row_keys, scramble
-from electra.text.batches import Batch
+from electra.text.batches import Batch, starts_of
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import Journal
 from electra.training.pretraining import pretrain
@@ -36,7 +37,7 @@ def on_gpu(batch: Batch) -> Batch:
     return replace(batch, **{name: value.cuda() for name, value in tensors.items()})
 
 
-@pytest.mark.parametrize("kernel", ["documents", "documents, bounded", "short rows"])
+@pytest.mark.parametrize("kernel", ["documents", "documents, listed", "short rows"])
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, kernel, style):
@@ -52,11 +53,11 @@ def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, k
     weights = torch.randn(6, 120, 256, device="cuda")
 
     def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, ...]:
-        encoder.most_documents = 20 if "bounded" in kernel else None
-        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel.removesuffix(", bounded"))
+        starts = starts_of(documents, 100) if "listed" in kernel else None
+        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel.removesuffix(", listed"))
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            hidden = encoder(ids, attention_mask, None, documents).float()
+            hidden = encoder(ids, attention_mask, None, documents, starts).float()
         (hidden * weights)[is_token].sum().backward()
         qkv = encoder.layers[0].attention.qkv
         return hidden.detach()[is_token], *(parameter.grad.clone() for parameter in qkv.parameters())

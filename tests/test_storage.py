@@ -11,7 +11,7 @@ from conftest import MODERN, WIDE
 from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
-from electra.model.encoder import EncoderConfig
+from electra.model.config import EncoderConfig
 from electra.model.storage import load_model, save_model, write_tensors, written_whole
 
 

@@ -10,8 +10,8 @@ import tyro
 from electra.errors import ConfigError
 from electra.finetune.cells import best_model
 from electra.finetune.finetuned import load_finetuned
+from electra.model.config import EncoderConfig
 from electra.model.electra import TABLE_FIELDS, Discriminator, Electra, ElectraConfig, Sharing
-from electra.model.encoder import EncoderConfig
 from electra.model.huggingface import (
     ARCHITECTURES,
     CLASSIFIERS,

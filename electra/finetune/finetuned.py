@@ -17,7 +17,8 @@ from torch.nn import functional
 from electra.errors import ConfigError, DataError
 from electra.finetune.labels import Kind
 from electra.finetune.tasks import Task
-from electra.model.encoder import Encoder, EncoderConfig, linear, norm
+from electra.model.config import EncoderConfig
+from electra.model.encoder import Encoder, linear, norm
 from electra.model.huggingface import folded, part_of, read_huggingface
 from electra.model.storage import (
     CONFIG,

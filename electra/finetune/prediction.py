@@ -23,7 +23,7 @@ from electra.finetune.metrics import METRICS
 from electra.finetune.plots import confusion
 from electra.finetune.tasks import Examples, Task, stream_examples, telling_line
 from electra.finetune.tuning import ONE_TOGETHER, Measures
-from electra.model.encoder import check_length
+from electra.model.config import check_length
 from electra.model.storage import CONFIG, read_json, tokenizer_beside
 from electra.text.files import PARTIAL
 from electra.training.machine import Device, Precision, choose_device, choose_precision

@@ -16,7 +16,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetune.labels import KINDS, Kind, kind_of
 from electra.finetune.metrics import METRICS
 from electra.finetune.tables import Row, hub_rows, read_rows
-from electra.model.encoder import check_fields
+from electra.model.config import check_fields
 
 HUB = "hub:"
 TEST = "test"  # begins the names of splits that may have no labels, and whose rows all count

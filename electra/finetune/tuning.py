@@ -19,7 +19,7 @@ from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, write_
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import draw_confusion
 from electra.finetune.tasks import HUB, Task, read_examples
-from electra.model.encoder import EncoderConfig, check_length
+from electra.model.config import EncoderConfig, check_length
 from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
 from electra.objective.losses import Counts, Loss, Losses
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts

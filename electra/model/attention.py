@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from electra.model.kernels import HALVES, HAS_TRITON, is_for_kernels, precision_at
+from electra.text.batches import starts_of
 
 if torch.cuda.is_available():  # it takes half as long to import as torch itself, and is of no use elsewhere
     from torch.nn.attention.varlen import varlen_attn
@@ -36,9 +37,11 @@ class Reach:
 
 
 def reach_of(
-    attention_mask: Tensor | None, documents: Tensor | None, *, kernel: Kernel, most_documents: int | None = None
+    attention_mask: Tensor | None, documents: Tensor | None, starts: Tensor | None = None, *, kernel: Kernel
 ) -> Reach:
-    """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither."""
+    """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither.
+
+    `starts` is the list of documents, where there is one already (`text.batches.starts_of`)."""
     if documents is None and attention_mask is None:
         return Reach("short rows" if kernel == "short rows" else "mask")
     if documents is None and kernel == "mask":
@@ -46,13 +49,15 @@ def reach_of(
         return Reach(mask=attention_mask.bool()[:, None, None, :])
     if attention_mask is not None:  # padding becomes a document of its own
         rows = torch.zeros_like(attention_mask, dtype=torch.int32) if documents is None else documents
-        most_documents = 2 if documents is None else most_documents and most_documents + 1
+        most = None if starts is None else len(starts) - 1 + len(rows)
+        most = 2 * len(rows) if documents is None else most
         documents = rows.masked_fill(~attention_mask.bool(), -1)
+        starts = starts_of(documents, most) if kernel == "documents" else None
     assert documents is not None
     if kernel == "short rows":
         return Reach(kernel, documents=documents.int().contiguous())  # our kernel reads them row by row
     if kernel == "documents":
-        return Reach(kernel, starts=starts_of(documents, most_documents))
+        return Reach(kernel, starts=starts_of(documents) if starts is None else starts)
     return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])
 
 
@@ -82,24 +87,6 @@ def turned(vectors: Tensor, turns: Tensor) -> Tensor:
     cosine, sine = turns  # each [L, 1, K/2]
     first, second = vectors.float().chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(vectors.dtype)
-
-
-def starts_of(documents: Tensor, most: int | None = None) -> Tensor:
-    """Where documents start in the flattened batch, and its end; a row always starts a new one.
-
-    If rows have at most so many documents, the list has one length whatever they hold: rows with fewer have empty ones
-    at their end.
-    """
-    rows, length = documents.shape
-    is_start = torch.ones_like(documents, dtype=torch.bool)  # [B, L]
-    is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    end = torch.full((1,), documents.numel(), device=documents.device)
-    if most is None:
-        return torch.cat([is_start.flatten().nonzero().squeeze(1), end]).int()
-    place = torch.arange(length, device=documents.device)
-    starts = torch.where(is_start, place, length).sort(1)[0][:, :most]  # [B, S]
-    begins = torch.arange(rows, device=documents.device)[:, None] * length
-    return torch.cat([(begins + starts).flatten(), end]).int()
 
 
 def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
@@ -139,14 +126,14 @@ def attend_by_document(
     return mixed.unflatten(0, (B, L))
 
 
-def kernel_for(weight: Tensor, length: int, head_width: int, has_bound: bool) -> Kernel:
+def kernel_for(weight: Tensor, length: int, head_width: int, is_listed: bool) -> Kernel:
     """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision, and for usual heads.
 
-    A compiled graph also needs a bound on the documents of a row, without which their list has another length in every
-    batch.
+    A compiled graph also needs a list of documents (`is_listed`, or none to list): one made in it would have another
+    length in every batch.
     """
     if not weight.is_cuda or precision_at(weight) not in HALVES or head_width % 8 or head_width > 256:
         return "mask"
     if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"
-    return "mask" if torch.compiler.is_compiling() and not has_bound else "documents"
+    return "mask" if torch.compiler.is_compiling() and not is_listed else "documents"

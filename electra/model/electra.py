@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.encoder import Encoder, EncoderConfig, check_fields, disentangled
+from electra.model.config import EncoderConfig, check_fields
+from electra.model.encoder import Encoder, disentangled
 from electra.model.heads import BaselineHead, CopyGate, DiscriminatorHead, GeneratorHead
 
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
@@ -35,11 +36,12 @@ class Generator(nn.Module):
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         documents: Tensor | None = None,
+        starts: Tensor | None = None,
         *,
         at: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, M, V] at the positions `at` [B, M], or [B, L, V] at all: vocabulary logits are dear."""
-        return self.guess(self.read(input_ids, attention_mask, segment_ids, documents, at=at))
+        return self.guess(self.read(input_ids, attention_mask, segment_ids, documents, starts, at=at))
 
     def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
         """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
@@ -69,9 +71,10 @@ class Discriminator(nn.Module):
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         documents: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, L], positive where a token looks replaced."""
-        return self.head(self.encoder(input_ids, attention_mask, segment_ids, documents))
+        return self.head(self.encoder(input_ids, attention_mask, segment_ids, documents, starts))
 
 
 class Corrector(Generator):

@@ -11,147 +11,21 @@ ModernBertModel; where they are, table and projection multiply out to one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from electra.errors import ConfigError
 from electra.model.activation import gated_gelu_of
 from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
+from electra.model.config import EncoderConfig, check_length
 from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
     from electra.model.gpu import classic_layer, modern_layer
-
-Style = Literal["classic", "modern"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
-    """The size and style of one encoder. The defaults are ELECTRA-Small's discriminator."""
-
-    style: Style = "classic"
-    """classic: BERT's and ELECTRA's encoder; modern: ModernBERT's."""
-    layers: int = 12
-    width: int = 256
-    """Hidden size."""
-    heads: int = 4
-    """Attention heads; they divide the width among them."""
-    feedforward: int = 1024
-    """Width of the feed-forward layers; modern ones have a gate of this width beside it."""
-    embedding_width: int = 128
-    """Width of the embedding tables; projected to the hidden size where it differs."""
-    vocabulary: int = 30522
-    """Entries of the token table."""
-    positions: int = 512
-    """The longest row, in tokens."""
-    segments: int = 2
-    """Entries of the segment table: A and B. The modern style has none, and reads segments alike."""
-    pad_id: int = 0
-    """The token id of padding; its embedding is not trained by the input."""
-    dropout: float = 0.1
-    """Dropout of embeddings and of each layer's two outputs; modern layers drop inside the feed-forward instead."""
-    attention_dropout: float = 0.1
-    """Dropout of attention weights; in the modern style also of what attention gives out."""
-    norm_epsilon: float = 1e-12
-    initial_std: float = 0.02
-    """Spread of the first weights: a truncated normal of this standard deviation."""
-    global_every: int = 1
-    """Modern: one layer in so many, from the first, sees the whole row; the others see a window."""
-    local_attention: int = 128
-    """Modern: the window of the other layers; half of it lies to either side."""
-    global_theta: float = 160_000.0
-    """Modern: how slow the slowest rotary position turns, where the whole row is seen."""
-    local_theta: float = 10_000.0
-    """Modern: the same, where a window is seen."""
-
-    def __post_init__(self) -> None:
-        self.check_numbers()
-        self.check_style()
-        self.check_turns()
-        if self.width % self.heads:
-            raise ConfigError(
-                f"width {self.width} does not divide into {self.heads} heads; "
-                f"try width {max(1, self.width // self.heads) * self.heads} or another number of heads"
-            )
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
-        if not 0 < self.initial_std < 1:
-            raise ConfigError(f"initial_std is {self.initial_std}; it must lie between 0 and 1, usually 0.02")
-        if not 0 < self.norm_epsilon < 1:
-            raise ConfigError(f"norm_epsilon is {self.norm_epsilon}; it must lie between 0 and 1, usually 1e-12")
-        if not 0 <= self.pad_id < self.vocabulary:
-            raise ConfigError(f"pad_id {self.pad_id} is not in the vocabulary of {self.vocabulary:,} entries")
-
-    def check_numbers(self) -> None:
-        """Refuse what is no number (settings also come from files), and counts below 1."""
-        for field in fields(self):
-            value, is_count = getattr(self, field.name), field.type == "int"
-            if field.name == "style":
-                continue
-            if type(value) is not int and (is_count or type(value) is not float):
-                raise ConfigError(f"{field.name} is {value!r}; it must be a {'whole ' if is_count else ''}number")
-            if is_count and value < 1 and field.name != "pad_id":
-                raise ConfigError(f"{field.name} is {value}; it must be at least 1")
-
-    def check_style(self) -> None:
-        """Refuse styles that are not there, and what the chosen one cannot have."""
-        if self.style not in get_args(Style):
-            raise ConfigError(f"there is no style {self.style!r}; choose from {', '.join(get_args(Style))}")
-        for name, usual in MODERN_SETTINGS.items():
-            if self.style == "classic" and getattr(self, name) != usual:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, and the classic style has none; choose --style modern"
-                )
-
-    def check_turns(self) -> None:
-        """Refuse what rotary positions cannot be."""
-        if self.style == "modern" and self.width % (2 * self.heads) and not self.width % self.heads:
-            raise ConfigError(
-                f"{self.heads} heads of width {self.width // self.heads} cannot turn by position, which takes an even "
-                f"width; choose another width or number of heads"
-            )
-        for name in ("global_theta", "local_theta"):
-            if getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 1, usually 10000 or more")
-
-    def is_modern(self) -> bool:
-        """Whether the style is modern: pre-norm, rotary positions, gates, and no biases."""
-        return self.style == "modern"
-
-    def is_global(self, layer: int) -> bool:
-        """Whether a layer sees the whole row."""
-        return layer % self.global_every == 0
-
-    @classmethod
-    def from_dict(cls, settings: Any) -> EncoderConfig:
-        """The inverse of `dataclasses.asdict`; what was stored before there were styles is classic."""
-        if isinstance(settings, dict) and not settings.keys() & {"style", *MODERN_SETTINGS}:
-            settings = {"style": "classic"} | settings | MODERN_SETTINGS
-        check_fields(settings, cls)
-        return cls(**settings)
-
-
-MODERN_SETTINGS = {
-    field.name: field.default
-    for field in fields(EncoderConfig)
-    if field.name in ("global_every", "local_attention", "global_theta", "local_theta")
-}
-
-
-def check_fields(settings: Any, kind: type) -> None:
-    """Refuse stored settings that are not just the fields of `kind`: a default in their place would be a guess."""
-    if not isinstance(settings, dict):
-        raise ConfigError(f"these are not the settings of a model: {settings!r}")
-    wanted = {field.name for field in fields(kind)}
-    if settings.keys() != wanted:
-        differing = ", ".join(sorted(map(repr, settings.keys() ^ wanted)))
-        raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
 
 
 class Norm(nn.LayerNorm):
@@ -355,7 +229,6 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layer_of(config, number) for number in range(config.layers))
         self.final_norm = norm(config, config.width) if config.is_modern() else nn.Identity()
         self.recomputes_layers = False  # gradient checkpointing: less memory, a third more work
-        self.most_documents: int | None = None  # in a row, where that is known: compiled steps need no mask then
         initialize(self, config.initial_std)
         if config.is_modern():
             calm(self.layers)
@@ -366,14 +239,16 @@ class Encoder(nn.Module):
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         documents: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """`attention_mask` is False at padding, `segment_ids` 1 in segment B; tokens see only their own of `documents`.
 
-        Leave out what all rows have alike: no padding, segment A, one document a row.
+        Leave out what all rows have alike: no padding, segment A, one document a row. `starts` lists the documents
+        (`text.batches.starts_of`), without which long rows need a mask in a compiled graph.
         """
         check_length(input_ids.shape[1], self.config)
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
-        reaches = self.reaches(input_ids, attention_mask, documents)
+        reaches = self.reaches(input_ids, attention_mask, documents, starts)
         through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
         return self.final_norm(through(hidden, reaches))
 
@@ -404,11 +279,12 @@ class Encoder(nn.Module):
         is_made_again = self.recomputes_layers and self.training
         return checkpoint(layer, *given, use_reentrant=False) if is_made_again else layer(*given)
 
-    def reaches(self, input_ids: Tensor, attention_mask: Tensor | None, documents: Tensor | None) -> dict[bool, Reach]:
+    def reaches(self, input_ids: Tensor, *surroundings: Tensor | None) -> dict[bool, Reach]:
         """How far tokens see in layers that are global (True) and in those that are not."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device
-        kernel, most = self.kernel(length, is_bounded=documents is None), self.most_documents
-        reach = reach_of(attention_mask, documents, kernel=kernel, most_documents=most)
+        attention_mask, documents, starts = surroundings
+        kernel = self.kernel(length, is_listed=documents is None or starts is not None)
+        reach = reach_of(attention_mask, documents, starts, kernel=kernel)
         if not config.is_modern():
             return {True: reach}
         width = config.width // config.heads
@@ -422,11 +298,10 @@ class Encoder(nn.Module):
         """The projection [D, E] as part of a tied output table: the modern style's, where it has one."""
         return getattr(self.project, "weight", None) if self.config.is_modern() else None
 
-    def kernel(self, length: int, is_bounded: bool = False) -> Kernel:
-        """How this device attends in rows of `length` tokens; `is_bounded` if they are known to have few documents."""
+    def kernel(self, length: int, is_listed: bool = False) -> Kernel:
+        """How this device attends in rows of `length` tokens; `is_listed` if their documents are, or there are none."""
         config, weight = self.config, next(self.layers.parameters())
-        is_bounded = is_bounded or self.most_documents is not None
-        return kernel_for(weight, length, config.width // config.heads, is_bounded)
+        return kernel_for(weight, length, config.width // config.heads, is_listed)
 
 
 def project_of(config: EncoderConfig) -> nn.Module:
@@ -448,15 +323,6 @@ def linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
 def norm(config: EncoderConfig, width: int) -> Norm:
     """A LayerNorm, in the modern style without bias."""
     return Norm(width, config.norm_epsilon, bias=not config.is_modern())
-
-
-def check_length(length: int, config: EncoderConfig) -> None:
-    """Refuse rows that the position table does not reach."""
-    if length > config.positions:
-        raise ConfigError(
-            f"a row of {length} tokens is longer than the model's {config.positions} positions; "
-            f"shorten rows to {config.positions} (--length), or pre-train a model with --positions {length}"
-        )
 
 
 def initialize(module: nn.Module, std: float) -> None:

@@ -5,7 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from electra.model.activation import gelu_of
-from electra.model.encoder import EncoderConfig, initialize, linear, norm
+from electra.model.config import EncoderConfig
+from electra.model.encoder import initialize, linear, norm
 
 
 class GeneratorHead(nn.Module):

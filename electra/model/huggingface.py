@@ -16,8 +16,8 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError
 from electra.model import modernbert
+from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator
-from electra.model.encoder import EncoderConfig
 from electra.model.sizes import BASE, SMALL
 from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
 from electra.text.vocabulary import Vocabulary

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from electra.errors import ConfigError
-from electra.model.encoder import EncoderConfig
+from electra.model.config import EncoderConfig
 from electra.model.sizes import BASE, modern
 from electra.text.vocabulary import Vocabulary
 

@@ -7,8 +7,8 @@ forward pass.
 
 from dataclasses import replace
 
+from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig
-from electra.model.encoder import EncoderConfig
 from electra.model.flops import Item, items_of
 
 TRAINING = 2  # forward and backward

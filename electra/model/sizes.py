@@ -5,8 +5,8 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from electra.errors import ConfigError
+from electra.model.config import EncoderConfig, Style
 from electra.model.electra import ElectraConfig, Sharing, naming
-from electra.model.encoder import EncoderConfig, Style
 
 Size = Literal["tiny", "small", "base", "large"]
 

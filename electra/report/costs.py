@@ -7,8 +7,8 @@ import torch
 
 from electra.errors import ConfigError
 from electra.model import published
+from electra.model.config import check_length
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.encoder import check_length
 from electra.model.flops import TRAINING, Item, flops, items_of, parameters
 from electra.model.sizes import SMALL, ModelConfig
 from electra.objective.masking import MaskedShare, slots

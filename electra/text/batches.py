@@ -23,6 +23,7 @@ from electra.text.packing import (
     PaperPacking,
     Permutation,
     document_begins,
+    documents_in,
 )
 from electra.text.ring import Ring
 from electra.text.shards import Shards, Split
@@ -45,6 +46,7 @@ class Batch:
     attention_mask: Tensor | None = None  # [B, L] bool, False at padding; None: there is no padding
     segment_ids: Tensor | None = None  # [B, L] 0 in segment A, 1 in segment B; None: all A
     documents: Tensor | None = None  # [B, L] the number of a token's document, each contiguous; None: one a row
+    starts: Tensor | None = None  # [N + 1] where these start in the flattened batch (`starts_of`); None: not listed
     continues_word: Tensor | None = None  # [B, L] bool, True at a word's second and later pieces; None: not known
 
     def size(self) -> int:
@@ -61,17 +63,25 @@ class Batch:
             return torch.full_like(self.rows, self.input_ids.shape[1])
         return self.attention_mask.long().sum(1)
 
-    def surroundings(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What an encoder takes beside the token ids, in its order: padding, segments, documents."""
-        return self.attention_mask, self.segment_ids, self.documents
+    def surroundings(self) -> tuple[Tensor | None, ...]:
+        """What an encoder takes beside the token ids, in its order: padding, segments, documents and their list."""
+        return self.attention_mask, self.segment_ids, self.documents, self.starts
 
     def pieces(self, count: int) -> list[Batch]:
         """The batch in equal micro-batches; rows keep their numbers."""
         if self.size() % count:
             raise ConfigError(f"{self.size()} rows do not divide into {count} micro-batches")
-        tensors = {field.name: getattr(self, field.name) for field in fields(Batch) if field.name != "step"}
+        by_row = [field.name for field in fields(Batch) if field.name not in ("step", "starts")]
+        tensors = {name: getattr(self, name) for name in by_row}
         chunks = {name: tensor.chunk(count) for name, tensor in tensors.items() if tensor is not None}
-        return [replace(self, **{name: chunk[part] for name, chunk in chunks.items()}) for part in range(count)]
+        pieces = [replace(self, **{name: chunk[part] for name, chunk in chunks.items()}) for part in range(count)]
+        return [piece.listed(None if self.starts is None else len(self.starts) - 1) for piece in pieces]
+
+    def listed(self, most: int | None) -> Batch:
+        """The batch with a list of its documents, of which there are at most so many; without one if that is None."""
+        if most is None or self.documents is None:
+            return replace(self, starts=None)
+        return replace(self, starts=starts_of(self.documents, most))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +121,21 @@ class Position:
     row: int = 0
 
 
+def starts_of(documents: Tensor, most: int | None = None) -> Tensor:
+    """Where documents [B, L] start in the flattened batch, and its end; a row always starts a new one.
+
+    If there are at most so many, the list has one length whatever they are: empty ones stand at its end.
+    """
+    is_start = torch.ones_like(documents, dtype=torch.bool)  # [B, L]
+    is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    is_start, end = is_start.flatten(), documents.numel()
+    if most is None:
+        return torch.nn.functional.pad(is_start.nonzero().squeeze(1), (0, 1), value=end).int()
+    place = torch.arange(end, device=documents.device, dtype=torch.int32)
+    number = torch.where(is_start, is_start.cumsum(0) - 1, most + 1)  # what starts nothing goes behind the list
+    return place.new_full((most + 2,), end).scatter(0, number.clamp(max=most + 1), place)[:-1]
+
+
 class Batches:
     """The batches of one rank: endless, the same for the same configuration, and able to go on from any step."""
 
@@ -124,6 +149,7 @@ class Batches:
         ranks: int = 1,
         device: torch.device | str = "cpu",
         start: Position | None = None,
+        lists_documents: bool = False,
     ):
         if config.batch_size % ranks:
             raise ConfigError(f"batch_size {config.batch_size} does not divide among {ranks} ranks")
@@ -135,6 +161,8 @@ class Batches:
         self.stream: Stream = (ResidentStream if config.resident else MappedStream)(ring, self.device)
         self.packing_of = packings(shards, config, split, len(ring))
         self.continues_word = torch.tensor(self.vocabulary.continues_word, device=self.device)
+        is_listed = lists_documents and config.form == "dense" and not config.whole_rows
+        self.begins = document_begins(shards, split) if is_listed else None
 
     def state(self) -> dict[str, Any]:
         """The position of the next batch, and what it is a position in: a few numbers to keep in a checkpoint."""
@@ -204,7 +232,15 @@ class Batches:
         steps = torch.arange(position.step, position.step + len(ids) // local, device=self.device)
         for number, step in enumerate(steps):
             part = slice(number * local, (number + 1) * local)
-            yield Batch(step=step, rows=rows, **{name: tensor[part] for name, tensor in whole.items()})
+            batch = Batch(step=step, rows=rows, **{name: tensor[part] for name, tensor in whole.items()})
+            yield batch.listed(self.most_documents(cuts.starts[part]))
+
+    def most_documents(self, starts: NDArray) -> int | None:
+        """A round number that the documents of these rows do not exceed: batches have few shapes then."""
+        if self.begins is None:
+            return None
+        count = int(documents_in(starts, self.config.length - 1, self.begins).sum())
+        return len(starts) * 2 ** max(0, (-(-count // len(starts)) - 1).bit_length())
 
 
 def packings(

@@ -115,11 +115,14 @@ def document_begins(shards: Shards, split: Split) -> NDArray:
     return np.concatenate(ends)
 
 
-def most_documents(begins: NDArray, width: int) -> int:
-    """The most documents that `width` tokens in a row of a ring can belong to; `begins` are [N + 1] as above."""
-    around = np.concatenate([begins[:-1], begins[:-1] + begins[-1]])
-    begun = np.searchsorted(around, around[: len(begins) - 1] + width) - np.arange(len(begins) - 1)
-    return min(width, int(begun.max(initial=0)) + 1)  # and one that began before
+def documents_in(starts: NDArray, width: int, begins: NDArray) -> NDArray:
+    """How many documents each row of `width` tokens of a ring has, from where they start [R]; `begins` as above."""
+
+    def begun_before(places: NDArray) -> NDArray:
+        rounds, rest = np.divmod(places, begins[-1])
+        return rounds * (len(begins) - 1) + np.searchsorted(begins[:-1], rest)
+
+    return 1 + begun_before(starts + width) - begun_before(starts + 1)
 
 
 @dataclass(frozen=True)

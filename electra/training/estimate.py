@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.encoder import EncoderConfig
 from electra.model.flops import TRAINING, flops, items_of
 from electra.training.journal import duration
 from electra.training.machine import measured_flops, memory_bytes

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError, DataError
+from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, ElectraConfig
-from electra.model.encoder import EncoderConfig, TokenEmbeddings
+from electra.model.encoder import TokenEmbeddings
 from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
 from electra.model.storage import CONFIG, load_model, model_config, read_json, tokenizer_beside

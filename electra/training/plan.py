@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from electra.errors import ConfigError
+from electra.model.config import check_length
 from electra.model.electra import ElectraConfig
-from electra.model.encoder import check_length
 from electra.model.storage import CONFIG, model_config, read_json
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.text.batches import BatchesConfig

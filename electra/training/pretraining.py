@@ -32,7 +32,6 @@ from electra.objective.measures import measure
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
 from electra.text.batches import Batch, Batches, BatchesConfig, Position, validation_batches
 from electra.text.files import is_used
-from electra.text.packing import document_begins, most_documents
 from electra.text.shards import TOKENIZER, Shards, open_shards
 from electra.text.vocabulary import Vocabulary
 from electra.training.checkpoint import checkpoint_folders, model_folder, read_state, remove_drafts
@@ -195,11 +194,13 @@ class PretrainingLesson:
         self.model = Electra(phase.model).to(device)
         self.working = WorkingCopy(self.model, choose_precision(config.precision, device))
         self.is_fast = is_fast(config, device)
-        most = most_documents(document_begins(shards, "train"), config.length) if config.form == "dense" else None
-        for encoder in (module for module in self.working.model.modules() if isinstance(module, Encoder)):
-            encoder.recomputes_layers, encoder.most_documents = config.recompute, most
+        encoders = [module for module in self.working.model.modules() if isinstance(module, Encoder)]
+        for encoder in encoders:
+            encoder.recomputes_layers = config.recompute
+        with self.working.autocast():
+            lists = any(encoder.kernel(config.length, is_listed=True) == "documents" for encoder in encoders)
         self.objective = OBJECTIVES[config.objective]
-        self.batches = Batches(shards, batches_config(config), device=device)
+        self.batches = Batches(shards, batches_config(config), device=device, lists_documents=lists)
         self.stream: Iterator[Batch] | None = None
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram(shards, device)
