@@ -11,7 +11,8 @@ from electra.text.batches import starts_of
 
 
 def test_without_padding_and_documents_there_is_no_mask():
-    assert reach_of(None, None, kernel="mask") == reach_of(None, None, kernel="documents") == Reach(mask=None)
+    reach = reach_of(None, None, kernel="documents")
+    assert reach.mask is reach.starts is None
 
 
 def test_padding_is_seen_by_nobody():
@@ -101,6 +102,19 @@ def test_short_rows_know_each_tokens_document():
     assert reach_of(PADDING, None, kernel="short rows").documents.tolist() == [[0] * 6, [0] * 4 + [-1] * 2]
     assert reach_of(None, None, kernel="short rows").documents is None
     assert within(reach, 2, 6, torch.device("cpu")).window == 2
+
+
+def test_padding_is_a_document_of_its_own_in_a_list_of_one_length():
+    reach = reach_of(PADDING, None, kernel="documents")
+    assert reach.starts.tolist() == [0, 6, 10, 12, 12]
+    assert reach_of(PADDING, DOCUMENTS, kernel="documents").starts.tolist() == [0, 2, 6, 7, 10, 12]
+    listed = reach_of(PADDING, DOCUMENTS, starts_of(DOCUMENTS, 4), kernel="documents").starts
+    assert listed.tolist() == [0, 2, 6, 7, 10, 12, 12]
+
+
+def test_whole_rows_that_see_a_window_need_a_mask():
+    reach = within(reach_of(None, None, kernel="documents"), 2, 6, torch.device("cpu"))
+    assert (reach.kernel, reach.mask.sum().item()) == ("mask", 6 * 5 - 2 * (2 + 1))
 
 
 def test_with_a_bound_on_documents_their_starts_are_as_many_in_every_batch():

@@ -157,6 +157,16 @@ def test_listed_documents_are_those_of_the_rows_in_lists_of_few_lengths(tmp_path
     assert next(iter(Batches(shards, config))).starts is None
 
 
+def test_tokens_that_see_whole_rows_have_no_documents(tmp_path):
+    shards = make_shards(tmp_path, [" ".join(WORDS[:5])] * 50, shard_megabytes=1)
+    apart, together = (next(iter(Batches(shards, BatchesConfig(length=16, whole_rows=each)))) for each in (False, True))
+    assert torch.equal(apart.input_ids, together.input_ids)
+    assert apart.documents.amax() > 0
+    assert together.documents is None
+    with pytest.raises(ConfigError, match="whole_rows is for dense rows"):
+        BatchesConfig(form="paper", whole_rows=True)
+
+
 def test_documents_are_cut_from_their_beginning():
     starts, lengths = cut_documents(np.array([0, 8, 10]), np.array([7, 1, 3]), width=3)
     assert starts.tolist() == [0, 3, 6, 8, 10]

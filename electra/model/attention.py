@@ -15,8 +15,9 @@ if torch.cuda.is_available():  # it takes half as long to import as torch itself
 if HAS_TRITON:
     from electra.model.gpu import short_rows
 
+WIDEST = 192  # of the heads whose backward pass flash attention has on every card
 Kernel = Literal["mask", "documents", "short rows"]
-"""How attention keeps to its reach: by a mask of all pairs, document by document, or with whole rows at hand."""
+"""How attention keeps to its reach: by a mask of all pairs, by a list of documents, or with whole rows at hand."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Reach:
 def reach_of(
     attention_mask: Tensor | None, documents: Tensor | None, starts: Tensor | None = None, *, kernel: Kernel
 ) -> Reach:
-    """The reach of tokens in rows with padding (`attention_mask` False), several documents, both or neither.
+    """The reach of tokens in rows with padding at one end (`attention_mask` False), several documents, both or neither.
 
     `starts` is the list of documents, where there is one already (`text.batches.starts_of`)."""
     if documents is None and attention_mask is None:
-        return Reach("short rows" if kernel == "short rows" else "mask")
+        return Reach(kernel)
     if documents is None and kernel == "mask":
         assert attention_mask is not None
         return Reach(mask=attention_mask.bool()[:, None, None, :])
@@ -65,12 +66,12 @@ def within(reach: Reach, window: int, length: int, device: torch.device) -> Reac
     """The part of a reach that is at most `window` tokens away, in rows of `length`."""
     if length <= window + 1:
         return reach
-    if reach.kernel != "mask":
+    if reach.kernel == "short rows" or reach.starts is not None:
         return replace(reach, window=window)
     place = torch.arange(length, device=device)
     distance = (place[:, None] - place).abs()[None, None]  # [1, 1, L, L]
     if reach.mask is None:
-        return replace(reach, mask=distance <= window)
+        return replace(reach, kernel="mask", mask=distance <= window)
     is_seen = reach.mask | (distance == 0)  # padding far from all tokens sees itself: nothing at all is no number
     return replace(reach, mask=is_seen & (distance <= window))
 
@@ -132,7 +133,7 @@ def kernel_for(weight: Tensor, length: int, head_width: int, is_listed: bool) ->
     A compiled graph also needs a list of documents (`is_listed`, or none to list): one made in it would have another
     length in every batch.
     """
-    if not weight.is_cuda or precision_at(weight) not in HALVES or head_width % 8 or head_width > 256:
+    if not weight.is_cuda or precision_at(weight) not in HALVES or head_width % 8 or head_width > WIDEST:
         return "mask"
     if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"

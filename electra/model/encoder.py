@@ -163,7 +163,7 @@ class ClassicLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        if is_for_kernels(hidden) and reach.mask is None:
+        if is_for_kernels(hidden) and reach.kernel != "mask":
             return self.at_once(hidden, reach)
         hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, reach)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
@@ -171,16 +171,22 @@ class ClassicLayer(nn.Module):
     def at_once(self, hidden: Tensor, reach: Reach) -> Tensor:
         """The same as one operation."""
         precision, is_short = precision_at(hidden), reach.kernel == "short rows"
-        named = self.named_parameters()  # those of products in the precision of these
-        parameters = [each if "norm" in name else each.to(precision) for name, each in named]
         rates = (self.attention.dropout, self.dropout.p) if self.training else (0.0, 0.0)
         seen = reach.documents if is_short else reach.starts
-        given = hidden.to(precision), parameters, seen, self.attention.heads, is_short
+        given = hidden.to(precision), parameters_in(self, precision), seen, self.attention.heads, is_short
         return classic_layer.layer_at_once(*given, *rates, self.attention_norm.eps)
 
 
+def parameters_in(layer: nn.Module, precision: torch.dtype) -> list[Tensor]:
+    """A layer's parameters, those of products in the precision of these."""
+    return [each if "norm" in name else each.to(precision) for name, each in layer.named_parameters()]
+
+
 class ModernLayer(nn.Module):
-    """A pre-norm Transformer layer: what is added comes of the normalised, and the sum stays as it is."""
+    """A pre-norm Transformer layer: what is added comes of the normalised, and the sum stays as it is.
+
+    In half precision on a GPU it, too, may be one operation (`at_once`): then neither it nor what is in it is called.
+    """
 
     def __init__(self, config: EncoderConfig, is_first: bool) -> None:
         super().__init__()
@@ -196,13 +202,16 @@ class ModernLayer(nn.Module):
 
     def at_once(self, total: Tensor, added: Tensor | None, reach: Reach, precision: torch.dtype) -> list[Tensor]:
         """The same as one operation, from a sum [B, L, D] and what the layer before adds to it, as these two again."""
-        named = self.named_parameters()  # those of products in their precision
-        parameters = [each if "norm" in name else each.to(precision) for name, each in named]
         assert reach.turns is not None
         flat = total.flatten(0, 1).contiguous(), None if added is None else added.flatten(0, 1)
-        shape = len(total), self.attention.heads, reach.window, self.feedforward_norm.eps
-        found = modern_layer.modern_layer(*flat, parameters, reach.documents, reach.turns.squeeze(2), *shape)
+        seen, numbers = (reach.documents, reach.turns.squeeze(2)), (reach.window, self.feedforward_norm.eps)
+        parts = len(total), self.attention.heads
+        found = modern_layer.modern_layer(*flat, parameters_in(self, precision), *seen, *parts, *numbers)
         return [each.view_as(total) for each in found[:2]]
+
+    def is_dropping(self) -> bool:
+        """Whether anything is dropped in it."""
+        return self.training and max(self.dropout.p, self.attention.dropout, self.feedforward.dropout.p) > 0
 
 
 class Entry(nn.Module):
@@ -241,7 +250,8 @@ class Encoder(nn.Module):
         documents: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """`attention_mask` is False at padding, `segment_ids` 1 in segment B; tokens see only their own of `documents`.
+        """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
+        see only their own of `documents`.
 
         Leave out what all rows have alike: no padding, segment A, one document a row. `starts` lists the documents
         (`text.batches.starts_of`), without which long rows need a mask in a compiled graph.
@@ -255,15 +265,14 @@ class Encoder(nn.Module):
     def through_layers(self, hidden: Tensor, reaches: dict[bool, Reach]) -> Tensor:
         """What the layers make of hidden states."""
         for number, layer in enumerate(self.layers):
-            hidden = self.call(layer, hidden, reaches[self.config.is_global(number)])
+            hidden = self.call_layer(layer, hidden, reaches[self.config.is_global(number)])
         return hidden
 
     def goes_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> bool:
         """Whether modern layers are one operation each: on a GPU in half precision, in short rows, without dropout."""
-        config = self.config
-        is_dropping = self.training and max(config.dropout, config.attention_dropout) > 0
         is_short = all(reach.kernel == "short rows" for reach in reaches.values())
-        return config.is_modern() and is_for_kernels(hidden) and is_short and not is_dropping
+        is_modern = all(isinstance(layer, ModernLayer) and not layer.is_dropping() for layer in self.layers)
+        return is_modern and is_short and is_for_kernels(hidden)
 
     def through_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> Tensor:
         """The same of modern layers that are one operation each; their sum is in fp32."""
@@ -271,10 +280,12 @@ class Encoder(nn.Module):
         added: Tensor | None = None
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, ModernLayer)
-            total, added = self.call(layer.at_once, total, added, reaches[self.config.is_global(number)], precision)
+            total, added = self.call_layer(
+                layer.at_once, total, added, reaches[self.config.is_global(number)], precision
+            )
         return (total if added is None else total + added).to(hidden.dtype)
 
-    def call(self, layer: Callable[..., Any], *given: Any) -> Any:
+    def call_layer(self, layer: Callable[..., Any], *given: Any) -> Any:
         """What a layer gives; in training perhaps so that it is made again in the backward pass."""
         is_made_again = self.recomputes_layers and self.training
         return checkpoint(layer, *given, use_reentrant=False) if is_made_again else layer(*given)

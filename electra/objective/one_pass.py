@@ -55,7 +55,7 @@ def score_kernel(
         block = start + tl.arange(0, AT_ONCE)
         found = read_entries(logits, block[:, None] * BLOCK + within[None, :], V)  # [AT_ONCE, BLOCK]
         highest = tl.maximum(tl.max(found, 1), -1e30)
-        tl.store(blocks + block, highest + tl.log(tl.sum(tl.exp(found - highest[:, None]), 1)), mask=block < WIDTH)
+        tl.store(blocks + block, highest + tl.log(tl.sum(tl.exp(found - highest[:, None]), 1)))
     tl.debug_barrier()  # what the others wrote is read
     block = tl.arange(0, WIDTH)
     mass = tl.load(blocks + block, mask=block < BLOCKS, other=float("-inf"))

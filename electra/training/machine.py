@@ -43,9 +43,13 @@ def choose_device(device: Device) -> torch.device:
 
 
 def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU that has it, fp32 on the CPU, where bf16 is many times slower."""
+    """bf16 on a GPU that has it, fp32 elsewhere: on the CPU and on older GPUs bf16 is many times slower."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision == "auto":
-        precision = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        precision = "bf16" if has_bf16 else "fp32"
+    if precision == "bf16" and device.type == "cuda" and not has_bf16:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"bf16 needs a GPU of compute capability 8.0 or more, and {name} has less; choose fp32")
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 

@@ -115,51 +115,47 @@ class Attended(NamedTuple):
     state: Tensor  # [2] in long rows, what dropout's noise came from
 
 
-@torch.library.custom_op("electra::whole_layer", mutates_args=())
-def whole_layer(
-    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], reach: Tensor | None,
+def whole(
+    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], places: Tensor | None,
     seeds: Tensor | None, rows: int, heads: int, is_short: bool, attention_dropout: float, dropout: float,
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """A layer: its states from its input, the `residual` [N, D], and what is read again: `Attended` and `Products`.
 
-    `reach` is the document of each token in short rows [B, L], and where documents start in others [documents + 1].
+    `places` is the document of each token in short rows [B, L], and where documents start in others [documents + 1].
     """
     matrix, bias = qkv_weights
     qkv = torch.addmm(bias, residual, matrix.T)
-    vectors = by_head(qkv, rows, heads)
+    vectors = short_rows.by_head(qkv, rows, heads)
     if is_short:
         seed = seed_of(seeds, 2, attention_dropout)
-        mixed = short_rows.mix(vectors, reach, None, seed, NO_WINDOW, attention_dropout)
-        levels, state = nothing_kept(residual)
+        mixed = short_rows.mix(vectors, places, None, seed, NO_WINDOW, attention_dropout)
+        levels, state = levels_and_state(residual, heads, is_short)
     else:
-        mixed, levels, state = long_rows.mix(vectors, reach, attention_dropout)
+        mixed, levels, state = long_rows.mix(vectors, places, attention_dropout)
     mixed = mixed.view_as(residual)
     hidden, products = finish(mixed, residual, Weights(*weights), seeds, dropout, epsilon)
     return hidden, *Attended(qkv, mixed, levels, state), *products
 
 
-def by_head(vectors: Tensor, rows: int, heads: int) -> Tensor:
-    """Queries, keys and values [B, L, 3, H, K] as attention takes them."""
-    return vectors.view(rows, vectors.shape[0] // rows, 3, heads, -1)
+def levels_and_state(residual: Tensor, heads: int, is_short: bool) -> tuple[Tensor, Tensor]:
+    """What attention leaves of these: nothing in short rows."""
+    levels, numbers = (0, 0) if is_short else (len(residual) * heads, 2)
+    return residual.new_empty(levels, dtype=torch.float32), residual.new_empty(numbers, dtype=torch.int64)
 
 
-def nothing_kept(residual: Tensor, count: int = 0, numbers: int = 0) -> tuple[Tensor, Tensor]:
-    """Levels and state of attention, of the right types."""
-    return residual.new_empty(count, dtype=torch.float32), residual.new_empty(numbers, dtype=torch.uint64)
-
-
-@whole_layer.register_fake
-def _(residual, qkv_weights, weights, reach, seeds, rows, heads, is_short, attention_dropout, dropout, epsilon):
+def shapes_of_whole(
+    residual, qkv_weights, weights, places, seeds, rows, heads, is_short, attention_dropout, dropout, epsilon
+):
     N, D = residual.shape
     hidden, qkv, mixed = torch.empty_like(residual), residual.new_empty(N, 3 * D), torch.empty_like(residual)
-    kept = nothing_kept(residual) if is_short else nothing_kept(residual, N * heads, 2)
+    kept = levels_and_state(residual, heads, is_short)
     return hidden, qkv, mixed, *kept, *empty_products(residual, Weights(*weights).widen)
 
 
 @torch.library.custom_op("electra::gradients_of_whole_layer", mutates_args=())
 def gradients_of_whole_layer(
-    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], reach: Tensor | None,
+    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], places: Tensor | None,
     seeds: Tensor | None, attended: Sequence[Tensor], products: Sequence[Tensor], rows: int, heads: int,
     is_short: bool, attention_dropout: float, dropout: float, epsilon: float, grown: Tensor,
 ) -> list[Tensor]:  # fmt: skip
@@ -167,14 +163,14 @@ def gradients_of_whole_layer(
     qkv, mixed, levels, state = Attended(*attended)
     aside, given = Aside(), (mixed, residual, Weights(*weights), Products(*products), seeds, dropout, epsilon)
     of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), aside)
-    vectors = by_head(qkv, rows, heads)
+    vectors = short_rows.by_head(qkv, rows, heads)
     before, after = mixed.view(vectors[:, :, 0].shape), of_mixed.view(vectors[:, :, 0].shape)
     if is_short:
         ways = seed_of(seeds, 2, attention_dropout), after, NO_WINDOW, attention_dropout
-        of_qkv, parts = short_rows.gradients_of_mix(vectors, reach, None, *ways, has_bias=True)
+        of_qkv, parts = short_rows.gradients_of_mix(vectors, places, None, *ways, has_bias=True)
     else:
         kept = before, levels, state, after, attention_dropout
-        of_qkv, parts = long_rows.gradients_of_mix(vectors, reach, *kept)
+        of_qkv, parts = long_rows.gradients_of_mix(vectors, places, *kept)
     of_qkv = of_qkv.view_as(qkv)
     aside.join()
     of_matrix, of_bias = aside(torch.mm, of_qkv.T, residual), aside(column_sums, parts, qkv_weights[1].dtype)
@@ -189,33 +185,43 @@ def _(residual, qkv_weights, weights, *others):
 
 
 def remember(ctx, inputs, output) -> None:
-    residual, qkv_weights, weights, reach, seeds, *ctx.numbers = inputs
+    residual, qkv_weights, weights, places, seeds, *ctx.numbers = inputs
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
-    ctx.save_for_backward(residual, *qkv_weights, *weights, reach, seeds, *kept)
+    ctx.set_materialize_grads(False)  # there are none of what is kept: no zeros for them
+    ctx.save_for_backward(residual, *qkv_weights, *weights, places, seeds, *kept)
 
 
 def backward(ctx, grown: Tensor, *_: Tensor):
     count, own = len(Weights._fields), len(Attended._fields)
     residual, matrix, bias, *rest = ctx.saved_tensors
-    weights, (reach, seeds, *kept) = rest[:count], rest[count:]
-    given = residual, [matrix, bias], weights, reach, seeds, kept[:own], kept[own:]
+    weights, (places, seeds, *kept) = rest[:count], rest[count:]
+    given = residual, [matrix, bias], weights, places, seeds, kept[:own], kept[own:]
     gradients = gradients_of_whole_layer(*given, *ctx.numbers, grown)
     return gradients[0], gradients[1:3], gradients[3:], *[None] * 8
 
 
-whole_layer.register_autograd(backward, setup_context=remember)
+def registered(name: str, tags: tuple[torch.Tag, ...]) -> torch.library.CustomOpDef:
+    """`whole` as an operation with a gradient."""
+    operation = torch.library.custom_op(f"electra::{name}", whole, mutates_args=(), tags=tags)
+    operation.register_fake(shapes_of_whole)
+    operation.register_autograd(backward, setup_context=remember)
+    return operation
+
+
+whole_layer = registered("whole_layer", ())
+noisy_layer = registered("noisy_layer", (torch.Tag.nondeterministic_seeded,))  # flash attention draws noise in it
 
 
 def layer_at_once(
-    hidden: Tensor, parameters: list[Tensor], reach: Tensor | None, heads: int, is_short: bool,
+    hidden: Tensor, parameters: list[Tensor], places: Tensor | None, heads: int, is_short: bool,
     attention_dropout: float, dropout: float, epsilon: float,
 ) -> Tensor:  # fmt: skip
     """A layer's hidden states [B, L, D] from those before, `hidden`; `parameters` in the order of the layer."""
     rates = attention_dropout, dropout, epsilon
     seeds, states = seeds_for(hidden, max(dropout, attention_dropout)), hidden.flatten(0, 1).contiguous()
-    given = states, parameters[:2], parameters[2:], reach, seeds, len(hidden), heads, is_short
-    found, *_ = whole_layer(*given, *rates)
+    given = states, parameters[:2], parameters[2:], places, seeds, len(hidden), heads, is_short
+    found, *_ = (noisy_layer if attention_dropout and not is_short else whole_layer)(*given, *rates)
     return found.view_as(hidden)
 
 

@@ -15,20 +15,21 @@ from torch import Tensor
 ROWS, COLUMNS = 16, 128  # of a tile
 MOST_PROGRAMS = 1024  # of the backward pass; each leaves its share of what is summed over all tokens
 CUDNN_WIDTHS = (64, 128)  # of a head
-CUDNN_LENGTHS = 64  # a row is a multiple of it
+CUDNN_LENGTHS = 64  # tokens: rows are a multiple, so that no cuDNN has to fill them up
 aten = torch.ops.aten
 
 
 @cache
 def has_cudnn(device: int) -> bool:
-    """Whether cuDNN's attention is the faster one: on Hopper and what came after."""
-    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether cuDNN's attention is the faster one: measured on Hopper only."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def is_for_cudnn(qkv: Tensor, starts: Tensor | None, dropout: float) -> bool:
-    """Whether cuDNN mixes these values [B, L, 3, H, K]; with dropout it loses what it gains."""
+def is_for_cudnn(qkv: Tensor, starts: Tensor | None) -> bool:
+    """Whether cuDNN mixes these values [B, L, 3, H, K]: over whole rows."""
     fits = qkv.shape[-1] in CUDNN_WIDTHS and qkv.shape[1] % CUDNN_LENGTHS == 0
-    return fits and starts is None and not dropout and has_cudnn(qkv.device.index)
+    is_wanted = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
+    return fits and starts is None and is_wanted and has_cudnn(qkv.device.index)
 
 
 def mix(qkv: Tensor, starts: Tensor | None, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,13 +39,16 @@ def mix(qkv: Tensor, starts: Tensor | None, dropout: float) -> tuple[Tensor, Ten
     backward pass reads again: the logarithms of sums [B · L · H], and the state [2] that dropout's noise came from.
     """
     query, key, value = qkv.unbind(2)
-    if is_for_cudnn(qkv, starts, dropout):
+    if is_for_cudnn(qkv, starts):
         heads = [each.transpose(1, 2) for each in (query, key, value)]
-        mixed, levels, *_ = aten._scaled_dot_product_cudnn_attention(*heads, None, True)
-        return mixed.transpose(1, 2).contiguous(), levels.flatten(), no_state(qkv)
+        mixed, levels, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, dropout
+        )
+        state = torch.cat([seed.view(1), offset.view(1)]).to(qkv.device) if dropout else no_state(qkv)
+        return mixed.transpose(1, 2).contiguous(), levels.flatten(), state
     text = [each.flatten(0, 1) for each in (query, key, value)]
     mixed, levels, state, *_ = aten._flash_attention_forward(*text, *borders(qkv, starts), dropout, False, False)
-    return mixed.view_as(value), levels.flatten(), state if dropout else no_state(qkv)
+    return mixed.view_as(value), levels.flatten(), state.view(torch.int64) if dropout else no_state(qkv)
 
 
 def gradients_of_mix(
@@ -53,14 +57,13 @@ def gradients_of_mix(
     """The gradient of `qkv` from that of the mixed values, `grown` [B, L, H, K]; that of a bias in it as parts
     [programs, 3 · H · K] to sum."""
     (B, L, _, H, _), (query, key, value) = qkv.shape, qkv.unbind(2)
-    if is_for_cudnn(qkv, starts, dropout):
+    if is_for_cudnn(qkv, starts):
         heads = [each.transpose(1, 2) for each in (grown, query, key, value, mixed)]
-        unused = torch.zeros((), device=qkv.device, dtype=torch.int64)
-        others = unused, unused, None, None, None, L, L, 0.0, False
+        others = state[0], state[1], None, None, None, L, L, dropout, False
         found = aten._scaled_dot_product_cudnn_attention_backward(*heads, levels.view(B, H, L, 1), *others)
         return side_by_side(qkv, *(each.transpose(1, 2).contiguous() for each in found))
     text = [each.flatten(0, 1) for each in (grown, query, key, value, mixed)]
-    ends = *borders(qkv, starts), dropout, False, state, qkv.new_empty(0)
+    ends = *borders(qkv, starts), dropout, False, state.view(torch.uint64), qkv.new_empty(0)
     return side_by_side(qkv, *aten._flash_attention_backward(*text, levels.view(H, B * L), *ends))
 
 
@@ -74,7 +77,7 @@ def borders(qkv: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor, int, in
 
 def no_state(qkv: Tensor) -> Tensor:
     """Stands for the state of noise that there is none of."""
-    return torch.zeros(2, device=qkv.device, dtype=torch.uint64)
+    return torch.zeros(2, device=qkv.device, dtype=torch.int64)
 
 
 @triton.jit

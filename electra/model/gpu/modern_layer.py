@@ -41,11 +41,6 @@ class Products(NamedTuple):
     activated: Tensor  # [N, feedforward]
 
 
-def by_head(vectors: Tensor, rows: int, heads: int) -> Tensor:
-    """Queries, keys and values [B, L, 3, H, K] as attention takes them."""
-    return vectors.view(rows, vectors.shape[0] // rows, 3, heads, -1)
-
-
 @torch.library.custom_op("electra::modern_layer", mutates_args=())
 def modern_layer(
     total: Tensor, added: Tensor | None, parameters: Sequence[Tensor], documents: Tensor | None, turns: Tensor,
@@ -59,7 +54,7 @@ def modern_layer(
     else:
         before, normal = sum_and_norm(total, added, parameters[0], epsilon)
     qkv = normal @ weights.qkv.T
-    mixed = short_rows.mix(by_head(qkv, rows, heads), documents, turns, None, window, 0.0).view_as(normal)
+    mixed = short_rows.mix(short_rows.by_head(qkv, rows, heads), documents, turns, None, window, 0.0).view_as(normal)
     found = mixed @ weights.output.T
     summed, between = sum_and_norm(total if added is None else before, found, weights.norm, epsilon)
     widened = between @ weights.widen.T
@@ -95,7 +90,7 @@ def gradients_of_modern_layer(
     of_output = aside(torch.mm, of_found.T, made.mixed)
     of_mixed = (of_found @ weights.output).view(rows, -1, heads, summed.shape[1] // heads)
     of_vectors, _ = short_rows.gradients_of_mix(
-        by_head(made.qkv, rows, heads), documents, turns, None, of_mixed, window, 0.0
+        short_rows.by_head(made.qkv, rows, heads), documents, turns, None, of_mixed, window, 0.0
     )
     of_vectors = of_vectors.view_as(made.qkv)
     of_qkv, of_normal = aside(torch.mm, of_vectors.T, made.normal), of_vectors @ weights.qkv
@@ -112,20 +107,23 @@ def gradients_of_modern_layer(
 @gradients_of_modern_layer.register_fake
 def _(parameters, documents, turns, summed, products, rows, heads, window, epsilon, of_summed, of_narrowed):
     inputs = [summed] if len(parameters) == MATRICES else [summed, of_narrowed]
-    return [torch.empty_like(each) for each in (*inputs, *parameters)]
+    contiguous = torch.contiguous_format
+    return [torch.empty_like(each, memory_format=contiguous) for each in (*inputs, *parameters)]
 
 
 def remember(ctx, inputs, output) -> None:
     _, added, parameters, documents, turns, *ctx.numbers = inputs
     summed, _, *products = output
     ctx.mark_non_differentiable(*products)
+    ctx.set_materialize_grads(False)  # there are none of the products: no zeros for them
     ctx.is_first, ctx.count = added is None, len(parameters)
     ctx.save_for_backward(*parameters, documents, turns, summed, *products)
 
 
 def backward(ctx, of_summed: Tensor, of_narrowed: Tensor, *_: Tensor):
-    parameters, (documents, turns, summed, *products) = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-    given = list(parameters), documents, turns, summed, products, *ctx.numbers
+    saved = list(ctx.saved_tensors)
+    parameters, (documents, turns, summed, *products) = saved[: ctx.count], saved[ctx.count :]
+    given = parameters, documents, turns, summed, products, *ctx.numbers
     of_total, *others = gradients_of_modern_layer(*given, of_summed, of_narrowed)
     of_added = None if ctx.is_first else others.pop(0)
     return of_total, of_added, others, *[None] * 6

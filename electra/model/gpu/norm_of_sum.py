@@ -13,12 +13,20 @@ from electra.model.gpu.noise import factor_at
 
 ELEMENTS = 512  # of a tile for each warp
 NARROW = 512  # up to this width the backward pass is fastest with two warps, otherwise with four
-MOST_PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over all tokens
-LEAST_TILES = 8  # of a program there: the fewer the shares, the sooner they are summed
+MANY_PROGRAMS, FEW_PROGRAMS = 1056, 512  # of the backward pass; each leaves its share of what is summed over tokens
+MANY_TILES = 8  # of a program: up to so many the few are better
 
 
 @triton.jit
-def normalised(
+def normalised(total, column, epsilon, D: tl.constexpr):
+    """Sums [ROWS, WIDTH], normalised, and one over their standard deviations."""
+    centred = tl.where((column < D)[None, :], total - (tl.sum(total, 1) / D)[:, None], 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + epsilon)
+    return centred * scale[:, None], scale
+
+
+@triton.jit
+def normalised_sum(
     product, offset, residual, seed, row, column, N, epsilon, dropout, D: tl.constexpr, HAS_DROPOUT: tl.constexpr
 ):
     """The sum, normalised [ROWS, WIDTH], and one over its standard deviation; `offset` [WIDTH] is the bias."""
@@ -29,9 +37,7 @@ def normalised(
     if HAS_DROPOUT:
         added = added * factor_at(seed, place, dropout)
     total = added + tl.load(residual + place, mask=is_there, other=0.0).to(tl.float32)
-    centred = tl.where((column < D)[None, :], total - (tl.sum(total, 1) / D)[:, None], 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + epsilon)
-    return centred * scale[:, None], scale
+    return normalised(total, column, epsilon, D)
 
 
 @triton.jit
@@ -42,7 +48,7 @@ def norm_kernel(
     """hidden [N, D]; one program for some rows."""
     row, column = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, WIDTH)
     added = tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)
-    plain, _ = normalised(product, added, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
+    plain, _ = normalised_sum(product, added, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
     stretched = plain * tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     stretched += tl.load(offset + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     is_there = (row < N)[:, None] & (column < D)[None, :]
@@ -62,7 +68,7 @@ def gradient_of_norm_kernel(
     of_bias = tl.zeros([ROWS, WIDTH], tl.float32)  # tiles are added up before their rows are: threads need not meet
     for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
         row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        plain, scale = normalised(product, added, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
+        plain, scale = normalised_sum(product, added, residual, seed, row, column, N, epsilon, dropout, D, HAS_DROPOUT)
         place = row[:, None] * D + column[None, :]
         is_there = (row < N)[:, None] & (column < D)[None, :]
         back = tl.load(grown + place, mask=is_there, other=0.0).to(tl.float32)
@@ -90,6 +96,13 @@ def shape_of(product: Tensor, warps: int) -> tuple[int, int, int, int]:
     return N, D, width, max(1, ELEMENTS * warps // width)
 
 
+def tiles_of(N: int, rows: int) -> tuple[int, int]:
+    """How many tiles of so many rows each program of a backward pass has, and how many programs that makes."""
+    count = triton.cdiv(N, rows)
+    tiles = max(triton.cdiv(count, MANY_PROGRAMS), min(MANY_TILES, triton.cdiv(count, FEW_PROGRAMS)))
+    return tiles, triton.cdiv(count, tiles)
+
+
 def norm_of_sum(
     product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, offset: Tensor, epsilon: float,
     seed: Tensor | None, dropout: float,
@@ -114,8 +127,7 @@ def gradients_of_norm_of_sum(
     N, D, width, rows = shape_of(product, warps)
     of_residual = torch.empty_like(product)
     of_product = of_residual if seed is None else torch.empty_like(product)
-    tiles = max(LEAST_TILES, triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS))
-    programs = triton.cdiv(N, rows * tiles)
+    tiles, programs = tiles_of(N, rows)
     parts = torch.empty(programs, 3, D, device=product.device)
     gradient_of_norm_kernel[(programs,)](
         product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,

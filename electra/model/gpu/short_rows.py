@@ -156,7 +156,7 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
     block, is_dropped = max(16, triton.next_power_of_2(L)), seed is not None
-    part, warps = (128, 8) if is_dropped else (64, 4)  # noise takes registers, which more warps have
+    part, warps = (128, 8) if is_dropped and K <= 64 else (64, 4)  # noise takes registers, which more warps have
     kernel[(B * H,)](
         qkv, qkv if documents is None else documents, qkv if turns is None else turns, qkv if seed is None else seed,
         *ends, L, window, K**-0.5, dropout,
@@ -164,6 +164,11 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
         HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=is_dropped,
         num_warps=warps, num_stages=1, **others,
     )  # fmt: skip
+
+
+def by_head(vectors: Tensor, rows: int, heads: int) -> Tensor:
+    """Queries, keys and values [N, 3 · D] of some rows as attention takes them: [B, L, 3, H, K]."""
+    return vectors.view(rows, vectors.shape[0] // rows, 3, heads, -1)
 
 
 def mix(

@@ -9,15 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.gpu.norm_of_sum import LEAST_TILES, MOST_PROGRAMS, NARROW, shape_of
-
-
-@triton.jit
-def normalised(summed, column, epsilon, D: tl.constexpr):
-    """Sums [ROWS, WIDTH], normalised, and one over their standard deviations."""
-    centred = tl.where((column < D)[None, :], summed - (tl.sum(summed, 1) / D)[:, None], 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / D + epsilon)
-    return centred * scale[:, None], scale
+from electra.model.gpu.norm_of_sum import NARROW, normalised, shape_of, tiles_of
 
 
 @triton.jit
@@ -77,8 +69,7 @@ def gradients_of_sum_and_norm(
     warps = 2 if summed.shape[1] <= NARROW else 4
     N, D, width, rows = shape_of(summed, warps)
     gradient, rounded = torch.empty_like(summed), torch.empty_like(of_normal)
-    tiles = max(LEAST_TILES, triton.cdiv(triton.cdiv(N, rows), MOST_PROGRAMS))
-    programs = triton.cdiv(N, rows * tiles)
+    tiles, programs = tiles_of(N, rows)
     parts = torch.empty(programs, D, device=summed.device)
     gradient_of_sum_and_norm_kernel[(programs,)](
         summed, weight, of_normal, of_summed, gradient, rounded, parts, N, tiles, epsilon,
