@@ -39,6 +39,7 @@ from electra.training.checkpoint import checkpoint_folders, model_folder, read_s
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate, together
 from electra.training.initial import Start, has_own_segments
+from electra.training.lock import held
 from electra.training.machine import (
     COMPILERS,
     can_compile,
@@ -63,6 +64,12 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
         print(f"no GPU: a step of the {config.size} size takes seconds here; --size tiny is for CPUs", file=sys.stderr)
     if config.dry_run:
         return estimate_run(phases, shards, device)
+    with held(config.output):
+        return train(config, phases, shards, device)
+
+
+def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Outcome:
+    """Train from the last checkpoint on, or from the start, phase by phase."""
     record = run_record(config, phases, shards)
     checkpoint = last_checkpoint(config, record)
     start = config.start(phases[0].model)
