@@ -348,7 +348,24 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
     monkeypatch.setattr(PretrainingLesson, "losses", hungry)
     with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .* try --micro-batches 4"):
         pretrain(settings_of_run())
-    assert pretrain(settings_of_run("smaller", micro_batches=4)).step == 20
+    assert pretrain(settings_of_run(micro_batches=4)).step == 20
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_left_no_checkpoint_makes_place_for_any_other(settings_of_run, monkeypatch, capsys, resume):
+    poison(monkeypatch, set(range(6, 100)))
+    with pytest.raises(TrainingError, match="no checkpoint was saved before"):
+        pretrain(settings_of_run(most_skipped=2, learning_rate=9.0))
+    monkeypatch.undo()
+    capsys.readouterr()
+    config = settings_of_run(learning_rate=1e-3, sharing="none", resume=resume)
+    assert pretrain(config).step == 20
+    assert f"the run in {config.output} ended before its first checkpoint; this one takes" in capsys.readouterr().err
+    record = json.loads((config.output / "config.json").read_text())
+    assert (record["pretraining"]["learning_rate"], record["model"]["sharing"]) == (1e-3, "none")
+    assert [line["step"] for line in lines(config.output, "train")] == [5, 10, 15, 20]
+    with pytest.raises(ConfigError, match="holds a run already"):
+        pretrain(replace(config, resume=False))
 
 
 @pytest.mark.parametrize(
@@ -422,8 +439,9 @@ def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):
         pretrain(replace(config, resume=True, tokens=9999))
 
 
-def test_a_model_folder_is_not_taken_for_a_run(settings_of_run, make_pair):
-    config = settings_of_run(resume=True)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_model_folder_is_not_taken_for_a_run(settings_of_run, make_pair, resume):
+    config = settings_of_run(resume=resume)
     save_model(make_pair(), config.output)
     with pytest.raises(ConfigError, match="holds a model, not a run; choose another --output"):
         pretrain(config)

@@ -75,7 +75,7 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
     start = config.start(phases[0].model)
     for phase in phases[0 if checkpoint is None else phase_of(checkpoint) :]:
         torch.manual_seed(config.seed)
-        lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a folder
+        lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a run
         write_record(config.output, record)
         outcome = train_phase(lesson, checkpoint, start)
         checkpoint = Path(outcome.checkpoint)
@@ -134,22 +134,26 @@ def take_over(model: Electra, checkpoint: Path, hands_over: bool) -> None:
 
 def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
     """The checkpoint to resume from, where there is one; refuses to mix two runs."""
-    run = config.output
+    run, found = config.output, checkpoint_folders(config.output)
     if (run / CONFIG).exists():
-        if not config.resume:
+        before = read_json(run / CONFIG)
+        if "pretraining" not in before:
+            raise ConfigError(f"{run} holds a model, not a run; choose another --output")
+        if found and not config.resume:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
-        refuse_other_settings(read_json(run / CONFIG), record, run)
+        if found:
+            refuse_other_settings(before, record, run)
+        else:
+            print(f"the run in {run} ended before its first checkpoint; this one takes its place", file=sys.stderr)
         remove_drafts(run)
     elif is_used(run):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
-    found = checkpoint_folders(run)
     return found[-1] if found else None
 
 
 def write_record(run: Path, record: dict[str, Any]) -> None:
-    """Make the run folder, unless it is there."""
-    run.mkdir(parents=True, exist_ok=True)
-    if not (run / CONFIG).exists():
+    """Write down what a run is; one that has left a checkpoint stays what it was."""
+    if not checkpoint_folders(run):
         write_json(run / CONFIG, record)
 
 
@@ -173,8 +177,6 @@ UNSAID = {"style": "classic", "generator_kind": "model", "phases": [], "hands_ov
 
 def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     """Refuse to resume a run with settings, or data, that would change its weights."""
-    if "pretraining" not in old:
-        raise ConfigError(f"{run} holds a model, not a run; choose another --output")
     before, after = UNSAID | facts(old), facts(new)
     differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
     if differing:
