@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -284,6 +285,24 @@ def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_whole(setti
     with pytest.raises(TrainingError, match=r"step 15: loss or gradient not finite, 4 times .*step-000000010"):
         pretrain(config)
     load_model(model_folder(config.output))
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_run_that_ends_without_a_loss_is_not_called_finished(shards, tmp_path, monkeypatch, capsys, loss):
+    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda self: {"loss": loss, "mlm_loss": 1.0})
+    small = "--size tiny --layers 1 --width 32 --heads 2 --batch-size 4 --length 16 --steps 4 --device cpu"
+    commands = [
+        f"pretrain --data {shards} --output {tmp_path}/run {small}",
+        f"pretrain --output {tmp_path}/run --resume",
+    ]
+    for command in commands:  # nor when it is asked to go on
+        with pytest.raises(SystemExit, match="2"):
+            main(command.split())
+        said = capsys.readouterr()
+        assert "finished" not in said.out
+        assert re.search(r"step 4: .*held-out text is not a finite number: .* kept, \S*/step-000000004; try", said.err)
+    load_model(model_folder(tmp_path / "run"))
+    assert (tmp_path / "run/curves.png").exists()
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.electra import Electra, Generator
 from electra.model.encoder import Embeddings, Encoder
 from electra.model.flops import TRAINING, flops, items_of
@@ -39,6 +39,7 @@ from electra.training.checkpoint import checkpoint_folders, model_folder, read_s
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate, together
 from electra.training.initial import Start, has_own_segments
+from electra.training.journal import METRICS, read_lines
 from electra.training.lock import held
 from electra.training.machine import (
     COMPILERS,
@@ -82,7 +83,20 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
         if outcome.signal:
             break
     draw_curves(config.output)
+    if not outcome.signal:
+        refuse_no_number(config.output, outcome)
     return outcome
+
+
+def refuse_no_number(run: Path, outcome: Outcome) -> None:
+    """Do not let a run pass for finished whose last measures say that its model is broken."""
+    measured = [line for line in read_lines(run / METRICS) if line["kind"] == "validation"]
+    if measured and measured[-1]["loss"] is None:  # JSON has no other word for it
+        raise TrainingError(
+            f"step {outcome.step}: the run is over, but its loss on held-out text is not a finite number: the model is "
+            f"broken; its checkpoint is kept, {outcome.checkpoint}; try again with a lower --learning-rate or a longer "
+            f"--warmup"
+        )
 
 
 def is_fast(config: PretrainConfig, device: torch.device) -> bool:
