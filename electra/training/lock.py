@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from electra.errors import ConfigError
-from electra.text.files import PARTIAL
+from electra.text.files import PARTIAL, made
 
 LOCK = f"lock{PARTIAL}"
 """Names the process that trains; called as a file that is being written, since one that a killed run left counts for
@@ -18,22 +18,15 @@ nothing."""
 @contextmanager
 def held(run: Path) -> Iterator[None]:
     """Keep other processes out of a run folder, which is made for that; left empty, it is removed again."""
-    new = [folder for folder in (run, *run.parents) if not folder.exists()]
-    run.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(run) as file:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {platform.node()}")
-            file.flush()
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # the user removed it, or the system keeps open files
-                    (run / LOCK).unlink()
-    finally:
-        with suppress(OSError):  # not empty
-            for folder in new:
-                folder.rmdir()
+    with made(run), locked(run) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the user removed it, or the system keeps open files
+                (run / LOCK).unlink()
 
 
 def locked(run: Path) -> TextIO:
