@@ -558,9 +558,23 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     source = shards.parent
     nothing_held_out = {"validation_fraction": 0.0, "output": tmp_path / "all", "workers": 1}
     shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **nothing_held_out))
-    with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
-        pretrain(settings_of_run(data=tmp_path / "all"))
+    for dry_run in (False, True):
+        with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
+            pretrain(settings_of_run(data=tmp_path / "all", dry_run=dry_run))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("length", "warning"), [(26, ""), (27, "only 19 rows of text are held out in {}: ")])
+def test_few_held_out_rows_are_warned_of(settings_of_run, tmp_path, shards, capsys, length, warning):
+    source = shards.parent
+    little = {"validation_fraction": 0.01, "output": tmp_path / "little", "workers": 1}
+    shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **little))
+    assert open_shards(tmp_path / "little").index.totals("tokens")["validation"] == 486  # 25 in each row, and [CLS]: 20
+    pretrain(settings_of_run(data=tmp_path / "little", length=length, dry_run=True))
+    said = capsys.readouterr().err
+    assert said.startswith(warning.format(tmp_path / "little"))
+    assert ("; make shards with a larger --validation-fraction (it was 0.01)" in said) == bool(warning)
+    assert said.count("\n") == bool(warning)
 
 
 @pytest.mark.parametrize(

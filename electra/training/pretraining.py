@@ -54,6 +54,9 @@ from electra.training.samples import write_samples
 from electra.training.trainer import Outcome, Trainer
 from electra.training.working_copy import WorkingCopy
 
+FEW_ROWS = 20
+"""Fewer held-out rows than this are warned of."""
+
 
 def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     """Train a pair on shards; everything it leaves is in the run folder."""
@@ -61,6 +64,7 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     device = choose_device(config.device)
     require_compiler(config, device)
     phases = plan(config, shards)
+    warn_of_little(config, shards)
     if device.type == "cpu" and config.size != "tiny" and not config.dry_run:
         print(f"no GPU: a step of the {config.size} size takes seconds here; --size tiny is for CPUs", file=sys.stderr)
     if config.dry_run:
@@ -308,12 +312,27 @@ def batches_config(config: PretrainConfig) -> BatchesConfig:
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
-    """Held-out rows in one form for all runs: dense, no longer than 128 tokens, from all over the held-out text."""
-    size = min(32, config.evaluation_rows)
-    form = BatchesConfig(length=min(128, config.length), batch_size=size, form="dense")
+    """Held-out rows, from all over the held-out text."""
+    form = held_out_form(config)
     batches = list(validation_batches(shards, form, device=device))
-    wanted = min(len(batches), -(-config.evaluation_rows // size))
+    wanted = min(len(batches), -(-config.evaluation_rows // form.batch_size))
     return [batches[number * len(batches) // wanted] for number in range(wanted)]
+
+
+def held_out_form(config: PretrainConfig) -> BatchesConfig:
+    """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
+    return BatchesConfig(length=min(128, config.length), batch_size=min(32, config.evaluation_rows), form="dense")
+
+
+def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
+    """Say so where hardly any text is held out to measure on; raises where there is none."""
+    rows = Batches(shards, held_out_form(config), split="validation").packing_of(0)[0].rows
+    if rows < FEW_ROWS:
+        print(
+            f"only {rows} rows of text are held out in {shards.folder}: measures on them say little; make shards with "
+            f"a larger --validation-fraction (it was {shards.index.settings['validation_fraction']})",
+            file=sys.stderr,
+        )
 
 
 def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Tensor:
