@@ -82,7 +82,7 @@ def test_a_checkpoint_taken_out_of_its_run_still_tells_its_size(shards, trunk, t
     ("flags", "sentence"),
     [
         ("--size base", "goes on as it was: --layers was 1 and is now 12, --width was 32 and is now 768, --heads was"),
-        ("--layers 2", "--layers was 1 and is now 2; leave out what contradicts it"),
+        ("--layers 2", "--layers was 1 and is now 2; leave out the flags that say so"),
         ("--generator-width 8", "--generator-width was 16 and is now 8"),
         ("--sharing none", "--sharing was embeddings and is now none"),
         ("--optimizer adam", "--optimizer was muon and is now adam"),

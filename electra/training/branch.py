@@ -81,7 +81,7 @@ def refuse_other_trunk(trunk: Path, model: ElectraConfig, optimizer: str, shards
         differing = [PARTS]
     if differing:
         told = [f"{name} was {before[name]} and is now {after[name]}" for name in differing]
-        raise ConfigError(f"--branch-from {trunk} goes on as it was: {listed(told)}; leave out what contradicts it")
+        raise ConfigError(f"--branch-from {trunk} goes on as it was: {listed(told)}; leave out the flags that say so")
 
 
 def shape_of(pair: ElectraConfig) -> dict[str, Any]:
