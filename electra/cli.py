@@ -25,9 +25,10 @@ from typing import Any, NoReturn, get_type_hints
 import tyro
 
 from electra import __version__
-from electra.boxes import read_flags
+from electra.boxes import explanations, read_flags
 from electra.errors import ConfigError, DataError
 from electra.text.files import finite
+from electra.words import in_our_words
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
@@ -141,7 +142,7 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
         except SystemExit as exit:
             if not exit.code:  # --help
                 raise
-            raise ConfigError(one_sentence(said.getvalue())) from None
+            raise ConfigError(in_our_words(said.getvalue(), name, helps_of(configuration))) from None
         refuse_endless(fields)
         return configuration(**fields)
 
@@ -186,21 +187,22 @@ def with_flags(sentence: str, configuration: type) -> str:
     return re.sub(fields, lambda word: flags.get(word[0], word[0]), sentence)
 
 
-def one_sentence(box: str) -> str:
-    """What a box of tyro's says, in whichever characters it is drawn, without its title and excerpts of the help."""
-    _, *sections = re.split(r"^.*[─-]{5,}.*$", box, flags=re.MULTILINE)
-    sections = [re.sub(r"^│? {9}.*$", "", section, flags=re.MULTILINE) for section in sections]  # a flag's help
-    said = [" ".join(section.replace("│", " ").split()) for section in sections]
-    sentence = "; ".join(part for part in said if part and not part.startswith(("For full", "Argument helptext")))
-    return re.sub(r" Got errors: .*", "", sentence)
+def helps_of(configuration: type) -> dict[str, str]:
+    """What the fields of a configuration say of themselves, by flag; what has none, by name."""
+    said: dict[str, str] = {}
+    for part in reversed(configuration.__mro__[:-1]):
+        said |= explanations(part)
+    return {flag.name if flag.is_positional else f"--{flag.name}": said[flag.field] for flag in flags_of(configuration)}
 
 
 def preset(configuration: Any, flags: list[str]) -> dict[str, Any]:
     """Defaults that depend on some of the flags (a size, a recipe), so that --help shows them as they will be."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser, switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False), set()
     for flag in flags_of(configuration):
         parser.add_argument(f"--{flag.name}", dest=flag.field, nargs="?", default=argparse.SUPPRESS)
-    return configuration.preset(vars(parser.parse_known_args(flags)[0]))
+        switches |= {flag.field} if flag.is_switch else set()
+    given = vars(parser.parse_known_args(flags)[0])
+    return configuration.preset({name: value for name, value in given.items() if value is not None or name in switches})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from electra.model.storage import save_model
 from electra.report.costs import FlopsConfig
 from electra.text.tokenizer import TokenizerConfig
 from electra.training.pretraining import PretrainConfig
+from electra.words import in_our_words
 
 
 def outcome(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -72,10 +73,20 @@ def test_every_commands_help_explains_every_flag(capsys, command):
         ("exprt", "there is no command 'exprt'; did you mean 'export'?"),
         ("flops --width 100 --heads 3", "discriminator: width 100 does not divide into 3 heads; try width 99"),
         ("flops --size huge", "there is no size 'huge'; choose from tiny, small, base, large"),
-        ("flops --sharing some", "invalid choice 'some' for argument '--sharing'. Expected one of ('none', 'emb"),
+        ("flops --sharing some", "--sharing is 'some'; choose from none, embeddings, all, disentangled"),
         ("flops --generator-width 0", "generator: width is 0; it must be at least 1"),
         ("flops --generator-layers 0", "generator: layers is 0; it must be at least 1"),
-        ("flops --layers many", "Error parsing --layers: invalid literal for int() with base 10: 'many'"),
+        ("flops --layers many", "--layers is 'many'; it must be a whole number, in digits\n"),
+        ("flops --layers 2.5", "--layers is '2.5'; it must be a whole number, in digits\n"),
+        ("flops --layers=", "--layers is ''; it must be a whole number, in digits\n"),
+        ("flops --steps 1e4", "--steps is '1e4'; it must be a whole number, in digits: 10000\n"),
+        ("flops --steps 10,000", "--steps is '10,000'; it must be a whole number, in digits: 10000\n"),
+        ("flops --mask-fraction 0,2", "--mask-fraction is '0,2'; it must be a number, such as 3, 0.5 or 1e-4\n"),
+        ("flops --size", "--size came without a value; write behind it what it is: the discriminator's size, and"),
+        (
+            "flops --inference yes",
+            "'yes' belongs to no flag of electra flops; leave it out, or put in quotes what goes tog",
+        ),
         (
             "flops --sharing all --generator-width 64",
             "sharing=all needs generator and discriminator of the same width, but",
@@ -92,7 +103,14 @@ def test_every_commands_help_explains_every_flag(capsys, command):
         ("detect -model x text", "there is no flag -model in electra detect; did you mean --model?"),
         ("inspect --jsn shards", "there is no flag --jsn in electra inspect; did you mean --json?"),
         ("detect --model x -- -text", "there is no folder x"),
-        ("export", "Missing from electra export: --model PATH --output PATH"),
+        ("export --model x", "electra export needs --output: the folder to write; it must not exist yet\n"),
+        ("export", "electra export needs --model: a model folder; a run stands for its newest checkpoint, the output"),
+        (
+            "glue --model x",
+            "electra glue needs --data: the folder of GLUE's official download, or hub:glue; and --output",
+        ),
+        ("detect --model x", "electra detect needs the text, in quotes; if it starts with a dash, behind --\n"),
+        ("inspect", "electra inspect needs the folder that `electra shard` wrote\n"),
         ("flops --config", "--config needs a file"),
         ("flops --config missing.json", "No such file or directory: missing.json"),
         ("export --model nowhere --output x", "there is no folder nowhere"),
@@ -107,6 +125,12 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(capsys, tmp_path, monkeypatch
     assert err.count("\n") == 1
     assert "help" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_tyro_says_for_the_first_time_is_left_as_it_is():
+    lines = ["╭─ Parsing error ─────╮", "│ Something is odd.   │", "│ ─────────────────── │", "│ For full help, run  │"]
+    box = "\n".join(lines)
+    assert in_our_words(box, "flops", {}) == "Something is odd."
 
 
 def test_with_json_a_mistake_is_also_json_on_standard_output(capsys):

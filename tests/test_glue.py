@@ -42,6 +42,19 @@ def test_all_takes_the_tasks_that_are_there(settings):
     assert "stsb, dev pearson" in shown
 
 
+def test_a_table_of_wnli_alone_has_no_mean(settings, tmp_path):
+    for split in ("train", "dev"):
+        rows = (tmp_path / "glue/RTE" / f"{split}.tsv").read_text()
+        rows = rows.replace("not_entailment", "0").replace("entailment", "1")
+        write_lines(tmp_path / "glue/WNLI" / f"{split}.tsv", rows.splitlines())
+    table = glue(settings(tasks=("wnli",), seeds=1, epochs=1))
+    assert table.mean is None
+    assert "nan" not in str(table)
+    assert "| mean" not in str(table)
+    assert table.notes == ["wnli is left out of means, so there is none: its dev rows contradict its training rows"]
+    assert json.loads((tmp_path / "out/table.json").read_text())["mean"] is None
+
+
 def test_an_ensemble_is_of_the_tasks_that_have_several_seeds(settings):
     config = settings(ensemble=True, large_seeds=1)
     assert (config.for_task(TASKS["sst2"]).seeds, config.for_task(TASKS["sst2"]).ensemble) == (1, False)

@@ -7,7 +7,7 @@ import electra
 
 HOUSE = Path(electra.__file__).parent
 STAGES = ["text", "model", "objective", "training", "finetune", "report", "export", "serve"]
-FLOW = ["errors", *STAGES, "__init__", "demo", "boxes", "cli", "__main__"]
+FLOW = ["errors", *STAGES, "__init__", "demo", "boxes", "words", "cli", "__main__"]
 
 
 def stage_of(module: str) -> str:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -286,6 +287,24 @@ def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_whole(setti
     load_model(model_folder(config.output))
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_run_that_ends_without_a_loss_is_not_called_finished(shards, tmp_path, monkeypatch, capsys, loss):
+    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda self: {"loss": loss, "mlm_loss": 1.0})
+    small = "--size tiny --layers 1 --width 32 --heads 2 --batch-size 4 --length 16 --steps 4 --device cpu"
+    commands = [
+        f"pretrain --data {shards} --output {tmp_path}/run {small}",
+        f"pretrain --output {tmp_path}/run --resume",
+    ]
+    for command in commands:  # nor when it is asked to go on
+        with pytest.raises(SystemExit, match="2"):
+            main(command.split())
+        said = capsys.readouterr()
+        assert "finished" not in said.out
+        assert re.search(r"step 4: .*held-out text is not a finite number: .* kept, \S*/step-000000004; try", said.err)
+    load_model(model_folder(tmp_path / "run"))
+    assert (tmp_path / "run/curves.png").exists()
+
+
 def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch):
     measured = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5])
     monkeypatch.setattr(PretrainingLesson, "evaluate", lambda self: {"loss": next(measured)})
@@ -348,7 +367,24 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
     monkeypatch.setattr(PretrainingLesson, "losses", hungry)
     with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .* try --micro-batches 4"):
         pretrain(settings_of_run())
-    assert pretrain(settings_of_run("smaller", micro_batches=4)).step == 20
+    assert pretrain(settings_of_run(micro_batches=4)).step == 20
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_left_no_checkpoint_makes_place_for_any_other(settings_of_run, monkeypatch, capsys, resume):
+    poison(monkeypatch, set(range(6, 100)))
+    with pytest.raises(TrainingError, match="no checkpoint was saved before"):
+        pretrain(settings_of_run(most_skipped=2, learning_rate=9.0))
+    monkeypatch.undo()
+    capsys.readouterr()
+    config = settings_of_run(learning_rate=1e-3, sharing="none", resume=resume)
+    assert pretrain(config).step == 20
+    assert f"the run in {config.output} ended before its first checkpoint; this one takes" in capsys.readouterr().err
+    record = json.loads((config.output / "config.json").read_text())
+    assert (record["pretraining"]["learning_rate"], record["model"]["sharing"]) == (1e-3, "none")
+    assert [line["step"] for line in lines(config.output, "train")] == [5, 10, 15, 20]
+    with pytest.raises(ConfigError, match="holds a run already"):
+        pretrain(replace(config, resume=False))
 
 
 @pytest.mark.parametrize(
@@ -422,8 +458,9 @@ def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):
         pretrain(replace(config, resume=True, tokens=9999))
 
 
-def test_a_model_folder_is_not_taken_for_a_run(settings_of_run, make_pair):
-    config = settings_of_run(resume=True)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_model_folder_is_not_taken_for_a_run(settings_of_run, make_pair, resume):
+    config = settings_of_run(resume=resume)
     save_model(make_pair(), config.output)
     with pytest.raises(ConfigError, match="holds a model, not a run; choose another --output"):
         pretrain(config)
@@ -521,9 +558,23 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     source = shards.parent
     nothing_held_out = {"validation_fraction": 0.0, "output": tmp_path / "all", "workers": 1}
     shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **nothing_held_out))
-    with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
-        pretrain(settings_of_run(data=tmp_path / "all"))
+    for dry_run in (False, True):
+        with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
+            pretrain(settings_of_run(data=tmp_path / "all", dry_run=dry_run))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("length", "warning"), [(26, ""), (27, "only 19 rows of text are held out in {}: ")])
+def test_few_held_out_rows_are_warned_of(settings_of_run, tmp_path, shards, capsys, length, warning):
+    source = shards.parent
+    little = {"validation_fraction": 0.01, "output": tmp_path / "little", "workers": 1}
+    shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **little))
+    assert open_shards(tmp_path / "little").index.totals("tokens")["validation"] == 486  # 25 in each row, and [CLS]: 20
+    pretrain(settings_of_run(data=tmp_path / "little", length=length, dry_run=True))
+    said = capsys.readouterr().err
+    assert said.startswith(warning.format(tmp_path / "little"))
+    assert ("; make shards with a larger --validation-fraction (it was 0.01)" in said) == bool(warning)
+    assert said.count("\n") == bool(warning)
 
 
 @pytest.mark.parametrize(

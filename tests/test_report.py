@@ -85,7 +85,9 @@ def test_pages_tables_and_plots_are_written(runs, tmp_path, capsys):
     assert set(json.loads((tmp_path / "report/report.json").read_text())["runs"]) == {"a", "b"}
 
 
-def write_table(folder: Path, model: Path, mean: float, tasks: tuple[str, ...] = ("rte", "cola", "wnli")) -> Path:
+def write_table(
+    folder: Path, model: Path, mean: float | None, tasks: tuple[str, ...] = ("rte", "cola", "wnli")
+) -> Path:
     """A table like those of electra glue."""
     folder.mkdir(parents=True)
     table = {"model": str(model), "mean": mean, "lines": [{"task": task} for task in tasks]}
@@ -104,6 +106,13 @@ def test_scores_are_found_in_runs_or_given_for_them(runs, tmp_path):
     ]
     assert result.plots == ["loss.png", "mlm_loss.png", "frozen_auc.png", "score.png"]
     assert "GLUE means are over different tasks and do not compare: a: cola rte; b: rte" in str(result)
+
+
+def test_a_table_without_a_mean_is_no_score(runs, tmp_path):
+    given = write_table(tmp_path / "tuned", runs[0], None, tasks=("wnli",))
+    result = report(ReportConfig(runs=tuple(runs), glue=(str(given),)))
+    assert [run.glue for run in result.runs.values()] == [None] * len(runs)
+    assert "GLUE mean" not in str(result)
 
 
 def test_a_table_names_the_run_it_is_of(runs, tmp_path):

@@ -263,17 +263,25 @@ def test_another_tokenizer_is_named_by_the_folder_of_the_first(text):
         shard(config(text))
 
 
-def test_a_run_that_finished_no_shard_may_be_begun_anew(text, capsys):
+def test_a_run_that_fails_before_its_first_shard_leaves_nothing(text, capsys):
     (text / "0.txt").write_bytes(b"caf\xe9")
+    assert "kept" not in fails(capsys, *command(config(text, "new/shards", strict=True)))
+    assert not (text.parent / "new").exists()
+    (text.parent / "shards").mkdir()
     fails(capsys, *command(config(text, strict=True)))
-    assert (text.parent / "shards" / "unfinished.json").exists()
-    (text / "0.txt").write_text("coffee")
+    assert list((text.parent / "shards").iterdir()) == []
+
+
+def test_a_run_that_was_killed_before_its_first_shard_may_be_begun_anew(text):
+    (text.parent / "shards").mkdir()
+    (text.parent / "shards" / "unfinished.json").write_text('{"tokenizer": "another"}')
     assert shard(config(text, strict=True)).made == FILES
 
 
 def test_a_run_that_finished_a_shard_is_not_replaced_by_another(text, capsys):
     (text / "5.txt").write_bytes(b"caf\xe9")
-    fails(capsys, *command(config(text, strict=True)))
+    kept = f"; 5 finished shards are kept in {text.parent / 'shards'}, and the same command on the same text goes on"
+    assert kept in fails(capsys, *command(config(text, strict=True)))
     (text / "5.txt").write_text("coffee")
     sentence = fails(capsys, *command(config(text, strict=True)))
     assert "begun with corpus file 5.txt: 4 bytes, now it is file 5.txt: 6 bytes; " in sentence
@@ -317,6 +325,7 @@ def test_bad_text_ends_in_one_sentence(text, capsys, name, data, sentence):
     (text.parent / "bad").mkdir()
     (text.parent / "bad" / name).write_bytes(data)
     assert sentence in fails(capsys, *command(config(text, corpus=str(text.parent / "bad"))))
+    assert not (text.parent / "shards").exists()
 
 
 def test_a_worker_s_complaint_is_one_sentence_too(text, capsys):
@@ -334,7 +343,7 @@ def test_a_full_disk_ends_in_one_sentence_and_the_rerun_goes_on(text, capsys, mo
         patch.setattr(files.os, "fsync", full)
         sentence = fails(capsys, *command(config(text)))
     assert "cannot write (No space left on device)" in sentence
-    assert "00002.safetensors" in sentence
+    assert "00002.safetensors; 2 finished shards are kept in" in sentence
     assert not list((text.parent / "shards").rglob("*.partial"))
     assert shard(config(text)).made == FILES - 2
 

@@ -110,7 +110,7 @@ class GlueTable:
     model: str
     output: str
     lines: list[Line]
-    mean: float
+    mean: float | None  # of nothing there is none
     glue_6: float | None
     references: dict[str, dict[str, float]]
     notes: list[str] = field(default_factory=list)
@@ -124,7 +124,9 @@ class GlueTable:
             cells.append(
                 [line.task, line.metric, f"{line.median:.2f}", f"{line.spread:.2f}", str(line.seeds), *published]
             )
-        cells.append(["mean", "", f"{self.mean:.2f}", "", "", *(self.published_mean(name) for name in self.references)])
+        if self.mean is not None:
+            means = [f"{self.mean:.2f}", "", "", *(self.published_mean(name) for name in self.references)]
+            cells.append(["mean", "", *means])
         six = [] if self.glue_6 is None else [f"GLUE-6 (the mean of {', '.join(GLUE_6)}): {self.glue_6:.2f}"]
         return "\n".join([markdown(cells), "", *six, *self.notes])
 
@@ -162,7 +164,7 @@ def glue(config: GlueConfig) -> GlueTable:
         model=str(config.model),
         output=str(config.output),
         lines=lines,
-        mean=statistics.mean(counted) if counted else float("nan"),
+        mean=statistics.mean(counted) if counted else None,
         glue_6=statistics.mean(six) if len(six) == len(GLUE_6) else None,
         references=REFERENCES,
         notes=notes_of(lines) + absent(lines) + (submit(config, groups) if config.submission else []),
@@ -181,8 +183,10 @@ def earlier_lines(output: Path, tasks: list[Task]) -> list[Line]:
 
 
 def absent(lines: list[Line]) -> list[str]:
-    """Which tasks a mean is not over."""
+    """Which tasks a mean is not over, or why there is none."""
     there = [line.task for line in lines]
+    if there == [LEFT_OUT]:
+        return [f"{LEFT_OUT} is left out of means, so there is none: its dev rows contradict its training rows"]
     missing = [name for name, task in TASKS.items() if task.uses is None and name not in (*there, LEFT_OUT)]
     return [f"the mean is without {', '.join(missing)}"] if missing else []
 

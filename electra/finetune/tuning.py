@@ -24,6 +24,7 @@ from electra.model.storage import read_json, tokenizer_beside, write_json, write
 from electra.objective.losses import Counts, Loss, Losses
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
 from electra.training.curves import Panels, draw_curves
+from electra.training.lock import held
 from electra.training.machine import Device, Precision, choose_device, choose_precision
 from electra.training.trainer import Budget, Trainer, TrainerConfig
 from electra.training.working_copy import WorkingCopy
@@ -290,7 +291,8 @@ def measure(task: Task, logits: NDArray, features: Features) -> Measures:
 def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool = False) -> Score:
     """Fine-tune once, or read what an earlier run left; a signal ends the program, and the same command goes on."""
     if not (folder / RESULT).exists():
-        learn(config, task, seed, folder, is_quiet)
+        with held(folder):
+            learn(config, task, seed, folder, is_quiet)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return read_score(folder / RESULT)
 
@@ -300,7 +302,6 @@ def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: b
     lesson = TuningLesson(config, task, seed, cache=folder.parent / "tokens")
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
-    folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
     remove_drafts(folder)
     if found := checkpoint_folders(folder):

@@ -173,11 +173,12 @@ def best_of(points: list[Point]) -> dict[str, float]:
     return best
 
 
-def read_glue(table: Path) -> Glue:
-    """The score in a table of `electra glue`."""
+def read_glue(table: Path) -> Glue | None:
+    """The score in a table of `electra glue`; one without a mean has none."""
     content = read_json(table)
     try:
-        return Glue(content["mean"], [line["task"] for line in content["lines"] if line["task"] != LEFT_OUT])
+        tasks = [line["task"] for line in content["lines"] if line["task"] != LEFT_OUT]
+        return None if content["mean"] is None else Glue(content["mean"], tasks)
     except (KeyError, TypeError):
         raise DataError(f"{table} is no table of electra glue; make it again with the command that made it") from None
 

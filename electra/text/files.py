@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -196,6 +196,19 @@ def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator
 def is_used(folder: Path) -> bool:
     """Whether there is more in a folder than what a killed writer left."""
     return folder.exists() and any(not file.name.endswith(PARTIAL) for file in folder.iterdir())
+
+
+@contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Make a folder, and those that it lies in; what is new and left empty is removed again."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for path in new:
+                path.rmdir()
 
 
 def finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +25,7 @@ import numpy as np
 from electra.errors import ConfigError, DataError
 from electra.text.corpus import Block, Corpus, CorpusConfig, Counts, documents_of, is_validation
 from electra.text.encoding import TextEncoder, encoder_for
-from electra.text.files import PARTIAL, say_skipped, write_whole
+from electra.text.files import PARTIAL, made, say_skipped, write_whole
 from electra.text.progress import meter
 from electra.text.shards import (
     INDEX,
@@ -140,18 +141,19 @@ def shard(config: ShardConfig) -> Sharded:
     say_skipped(config.corpus)
     units = cut_units(corpus, int(config.shard_megabytes * 1e6))
     first = next(units)  # raises if there is no text, before anything is written
-    with claimed(config.output):
-        settings = settings_of(config, corpus, tokenizer)
+    settings = settings_of(config, corpus, tokenizer)
+    with made(config.output), claimed(config.output):
         before = prepare(config.output, settings)
-        kept = kept_in(config.output, before)
-        tokenizer.save(config.output / TOKENIZER)
-        if before is not None and len(kept) == len(before.shards):
-            return summary(config, before, 0, monotonic() - began)
-        made = make_shards(config, chain([first], units), kept, tokenizer, corpus)
-        shards = sorted([*kept.values(), *made], key=lambda shard: shard.name)
-        after = Index(settings=settings, command=config.command(), shards=shards)
-        finish(config, before, after)
-        return summary(config, after, len(made), monotonic() - began)
+        with clearing_up(config.output):
+            kept = kept_in(config.output, before)
+            tokenizer.save(config.output / TOKENIZER)
+            if before is not None and len(kept) == len(before.shards):
+                return summary(config, before, 0, monotonic() - began)
+            new = make_shards(config, chain([first], units), kept, tokenizer, corpus)
+            shards = sorted([*kept.values(), *new], key=lambda shard: shard.name)
+            after = Index(settings=settings, command=config.command(), shards=shards)
+            finish(config, before, after)
+            return summary(config, after, len(new), monotonic() - began)
 
 
 def cut_units(corpus: Corpus, size: int) -> Iterator[Unit]:
@@ -171,8 +173,7 @@ def cut_units(corpus: Corpus, size: int) -> Iterator[Unit]:
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Make the folder and hold it, so that two runs never write into it at once; clear what a killed run left."""
-    output.mkdir(parents=True, exist_ok=True)
+    """Hold the folder, so that two runs never write into it at once; clear what a killed run left."""
     handle = os.open(output, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,6 +184,26 @@ def claimed(output: Path) -> Iterator[None]:
         raise ConfigError(f"another run is writing to {output}; wait for it or choose another --output") from None
     finally:
         os.close(handle)
+
+
+@contextmanager
+def clearing_up(output: Path) -> Iterator[None]:
+    """If anything goes wrong, leave nothing that a second run does not go on with, and say so of what is left."""
+    try:
+        yield
+    except BaseException as error:
+        if (output / INDEX).exists():
+            raise
+        kept = len(list(output.glob("*.safetensors")))
+        if not kept:
+            shutil.rmtree(output / TOKENIZER, ignore_errors=True)
+            (output / UNFINISHED).unlink(missing_ok=True)
+        if not kept or not isinstance(error, DataError | OSError):
+            raise
+        said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        raise DataError(
+            f"{said}; {kept} finished shards are kept in {output}, and the same command on the same text goes on there"
+        ) from None
 
 
 def settings_of(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
@@ -303,6 +324,8 @@ def finish(config: ShardConfig, before: Index | None, after: Index) -> None:
         changed = [new.name for old, new in zip(before.shards, after.shards, strict=False) if old != new]
         raise DataError(f"{', '.join(changed)} came out unlike before, so the text has changed; start over elsewhere")
     if not any(after.totals("tokens").values()):
+        for shard in after.shards:
+            (config.output / shard.name).unlink()
         raise DataError(f"no document of {config.corpus} has any token; is it text?")
     write_whole(config.output / INDEX, after.as_json())
     (config.output / UNFINISHED).unlink(missing_ok=True)

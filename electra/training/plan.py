@@ -15,6 +15,7 @@ from electra.model.storage import CONFIG, model_config, read_json
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.text.batches import BatchesConfig
 from electra.text.shards import Shards
+from electra.training.branch import refuse_other_trunk, trunk_settings
 from electra.training.checkpoint import checkpoint_folders
 from electra.training.initial import FRESH, InitialConfig, Start, initial_size, read_start, require_tokenizers
 from electra.training.machine import Device, Precision
@@ -73,8 +74,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """Go on from the last checkpoint in --output, with the settings that the run was begun with; from the start if
     there is none yet."""
     branch_from: Path | None = None
-    """Go on from a checkpoint of another run, or from a run's last one; the budget counts from there. With --schedule
-    decay it ends a wsd trunk that itself may train on."""
+    """Go on from a checkpoint of another run, or from a run's last one; the budget counts from there. Recipe, model,
+    objective, optimizer and order of rows are that run's. With --schedule decay it ends a wsd trunk that itself may
+    train on."""
     plain: bool = False
     """On a GPU: start at once, and go on more slowly. Otherwise the first steps take a minute: they are compiled
     (torch.compile) and recorded (CUDA graphs)."""
@@ -118,9 +120,9 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
 
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The defaults: the settings of the run that is resumed, or those of the recipe, size and style among the
-        flags that were given; a budget among them replaces theirs."""
-        stored = stored_settings(given)
+        """The defaults: the settings of the run that is resumed or branched from, and those of the recipe, size and
+        style among the flags that were given; a budget among them replaces theirs."""
+        stored = stored_settings(given) or trunk_settings(given)
         known = stored | given
         known = initial_size(known) | known
         chosen = {name: known.get(name, getattr(cls, name)) for name in ("recipe", "size", "style")}
@@ -196,6 +198,8 @@ def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
     )
     phases = phases_of(config, config.pair(shards))
     refuse_hand_over(phases)
+    if config.branch_from is not None and not config.has_begun():
+        refuse_other_trunk(config.branch_from, phases[0].model, config.optimizer, shards)
     return phases
 
 

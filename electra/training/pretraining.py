@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.electra import Electra, Generator
 from electra.model.encoder import Embeddings, Encoder
 from electra.model.flops import TRAINING, flops, items_of
@@ -38,6 +38,8 @@ from electra.training.checkpoint import checkpoint_folders, model_folder, read_s
 from electra.training.curves import draw_curves
 from electra.training.estimate import Estimate, estimate, together
 from electra.training.initial import Start, has_own_segments
+from electra.training.journal import METRICS, read_lines
+from electra.training.lock import held
 from electra.training.machine import (
     COMPILERS,
     can_compile,
@@ -51,6 +53,9 @@ from electra.training.samples import write_samples
 from electra.training.trainer import Outcome, Trainer
 from electra.training.working_copy import WorkingCopy
 
+FEW_ROWS = 20
+"""Fewer held-out rows than this are warned of."""
+
 
 def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     """Train a pair on shards; everything it leaves is in the run folder."""
@@ -58,23 +63,43 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     device = choose_device(config.device)
     require_compiler(config, device)
     phases = plan(config, shards)
+    warn_of_little(config, shards)
     if device.type == "cpu" and config.size != "tiny" and not config.dry_run:
         print(f"no GPU: a step of the {config.size} size takes seconds here; --size tiny is for CPUs", file=sys.stderr)
     if config.dry_run:
         return estimate_run(phases, shards, device)
+    with held(config.output):
+        return train(config, phases, shards, device)
+
+
+def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Outcome:
+    """Train from the last checkpoint on, or from the start, phase by phase."""
     record = run_record(config, phases, shards)
     checkpoint = last_checkpoint(config, record)
     start = config.start(phases[0].model)
     for phase in phases[0 if checkpoint is None else phase_of(checkpoint) :]:
         torch.manual_seed(config.seed)
-        lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a folder
+        lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a run
         write_record(config.output, record)
         outcome = train_phase(lesson, checkpoint, start)
         checkpoint = Path(outcome.checkpoint)
         if outcome.signal:
             break
     draw_curves(config.output)
+    if not outcome.signal:
+        refuse_no_number(config.output, outcome)
     return outcome
+
+
+def refuse_no_number(run: Path, outcome: Outcome) -> None:
+    """Do not let a run pass for finished whose last measures say that its model is broken."""
+    measured = [line for line in read_lines(run / METRICS) if line["kind"] == "validation"]
+    if measured and measured[-1]["loss"] is None:  # JSON has no other word for it
+        raise TrainingError(
+            f"step {outcome.step}: the run is over, but its loss on held-out text is not a finite number: the model is "
+            f"broken; its checkpoint is kept, {outcome.checkpoint}; try again with a lower --learning-rate or a longer "
+            f"--warmup"
+        )
 
 
 def is_fast(config: PretrainConfig, device: torch.device) -> bool:
@@ -126,22 +151,26 @@ def take_over(model: Electra, checkpoint: Path, hands_over: bool) -> None:
 
 def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
     """The checkpoint to resume from, where there is one; refuses to mix two runs."""
-    run = config.output
+    run, found = config.output, checkpoint_folders(config.output)
     if (run / CONFIG).exists():
-        if not config.resume:
+        before = read_json(run / CONFIG)
+        if "pretraining" not in before:
+            raise ConfigError(f"{run} holds a model, not a run; choose another --output")
+        if found and not config.resume:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
-        refuse_other_settings(read_json(run / CONFIG), record, run)
+        if found:
+            refuse_other_settings(before, record, run)
+        else:
+            print(f"the run in {run} ended before its first checkpoint; this one takes its place", file=sys.stderr)
         remove_drafts(run)
     elif is_used(run):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
-    found = checkpoint_folders(run)
     return found[-1] if found else None
 
 
 def write_record(run: Path, record: dict[str, Any]) -> None:
-    """Make the run folder, unless it is there."""
-    run.mkdir(parents=True, exist_ok=True)
-    if not (run / CONFIG).exists():
+    """Write down what a run is; one that has left a checkpoint stays what it was."""
+    if not checkpoint_folders(run):
         write_json(run / CONFIG, record)
 
 
@@ -165,8 +194,6 @@ UNSAID = {"style": "classic", "generator_kind": "model", "phases": [], "hands_ov
 
 def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
     """Refuse to resume a run with settings, or data, that would change its weights."""
-    if "pretraining" not in old:
-        raise ConfigError(f"{run} holds a model, not a run; choose another --output")
     before, after = UNSAID | facts(old), facts(new)
     differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
     if differing:
@@ -286,12 +313,27 @@ def batches_config(config: PretrainConfig) -> BatchesConfig:
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
-    """Held-out rows in one form for all runs: dense, no longer than 128 tokens, from all over the held-out text."""
-    size = min(32, config.evaluation_rows)
-    form = BatchesConfig(length=min(128, config.length), batch_size=size, form="dense")
+    """Held-out rows, from all over the held-out text."""
+    form = held_out_form(config)
     batches = list(validation_batches(shards, form, device=device))
-    wanted = min(len(batches), -(-config.evaluation_rows // size))
+    wanted = min(len(batches), -(-config.evaluation_rows // form.batch_size))
     return [batches[number * len(batches) // wanted] for number in range(wanted)]
+
+
+def held_out_form(config: PretrainConfig) -> BatchesConfig:
+    """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
+    return BatchesConfig(length=min(128, config.length), batch_size=min(32, config.evaluation_rows), form="dense")
+
+
+def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
+    """Say so where hardly any text is held out to measure on; raises where there is none."""
+    rows = Batches(shards, held_out_form(config), split="validation").packing_of(0)[0].rows
+    if rows < FEW_ROWS:
+        print(
+            f"only {rows} rows of text are held out in {shards.folder}: measures on them say little; make shards with "
+            f"a larger --validation-fraction (it was {shards.index.settings['validation_fraction']})",
+            file=sys.stderr,
+        )
 
 
 def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Tensor:
