@@ -50,8 +50,8 @@ def reach_of(
         return Reach(mask=attention_mask.bool()[:, None, None, :])
     if attention_mask is not None:  # padding becomes a document of its own
         rows = torch.zeros_like(attention_mask, dtype=torch.int32) if documents is None else documents
-        most = None if starts is None else len(starts) - 1 + len(rows)
-        most = 2 * len(rows) if documents is None else most
+        before = len(rows) if documents is None else None if starts is None else len(starts) - 1
+        most = None if before is None else before + len(rows)
         documents = rows.masked_fill(~attention_mask.bool(), -1)
         starts = starts_of(documents, most) if kernel == "documents" else None
     assert documents is not None

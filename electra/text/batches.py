@@ -33,6 +33,9 @@ from electra.text.vocabulary import Vocabulary
 TOKENS_AT_ONCE = 1 << 20
 """Batches are packed together up to so many tokens: many small gathers would be slower."""
 
+ORDER = ("seed", "length", "form")
+"""What decides the order of rows, in which a checkpoint is a place."""
+
 Item = TypeVar("Item")
 
 
@@ -170,7 +173,7 @@ class Batches:
 
     def order(self) -> dict[str, Any]:
         """What decides the order of rows."""
-        return {name: getattr(self.config, name) for name in ("seed", "length", "form")}
+        return {name: getattr(self.config, name) for name in ORDER}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, with any number of ranks; raises if it is a place in another order."""

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from electra.errors import ConfigError, DataError
+from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig
-from electra.model.encoder import EncoderConfig
 from electra.model.sizes import ModelConfig, Size, size_as_wide
 from electra.model.storage import CONFIG, listed, model_config, read_json, tokenizer_beside
+from electra.text.batches import ORDER
 from electra.text.shards import Shards
 from electra.training.checkpoint import STATE, model_folder, read_state
 from electra.training.phases import read_phases
 
-ORDER = ("seed", "length", "form")  # of rows, in which a checkpoint is a place
 MEMORY = "optimizer"  # what it remembers is of no use to another
 PARTS = "the model"
 SHAPE = ("layers", "width", "heads", "feedforward", "embedding_width", "positions", "global_every", "local_attention")
