@@ -156,7 +156,8 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
     block, is_dropped = max(16, triton.next_power_of_2(L)), seed is not None
-    part, warps = (128, 8) if is_dropped and K <= 64 else (64, 4)  # noise takes registers, which more warps have
+    is_heavy = is_dropped or turns is not None  # noise and turns take registers, which more warps have
+    part, warps = (128, 8) if is_heavy and K <= 64 else (64, 4)
     kernel[(B * H,)](
         qkv, qkv if documents is None else documents, qkv if turns is None else turns, qkv if seed is None else seed,
         *ends, L, window, K**-0.5, dropout,
