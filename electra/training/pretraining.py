@@ -129,6 +129,8 @@ def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Sta
         start.put_into(lesson.model)
     if config.init is not None:
         lesson.keeps_segments |= has_own_segments(lesson.model)
+    if lesson.is_compiled and not trainer.is_over():
+        print("compiling the first step: about a minute, less where that was done before", file=sys.stderr, flush=True)
     return trainer.train()
 
 
@@ -241,8 +243,8 @@ class PretrainingLesson:
         if config.starts_with_waves:
             start_with_waves(self.model)
         self.keeps_segments = config.form != "dense"
-        is_compiled = self.is_fast or config.compile
-        self.losses_of = torch.compile(self.objective.losses, dynamic=False) if is_compiled else self.objective.losses
+        self.is_compiled, losses = self.is_fast or config.compile, self.objective.losses
+        self.losses_of = torch.compile(losses, dynamic=False) if self.is_compiled else losses
 
     def next_batch(self) -> Batch:
         self.stream = self.stream or iter(self.batches)
