@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from electra.finetune.cells import cells_of, run_cells
+from electra.finetune.cells import Cell, cells_of, run_cells
 from electra.finetune.finetuning import over_seeds
 from electra.finetune.glue import markdown
 from electra.finetune.tasks import Task, glue_task, split_rows
@@ -41,11 +41,16 @@ def sliced(task: Task, rows: int, held_out: int, folder: Path) -> Task:
     return replace(task, splits={split: str(file) for split, file in files.items()})
 
 
-def probe(config: TuningConfig, task: Task) -> Found:
-    """What a model reaches on a task."""
-    scores = run_cells(cells_of(config, task, config.output), config.workers)
-    medians, spreads = over_seeds(scores)
-    return {"median": medians["dev"][task.metrics[0]], "spread": spreads["dev"][task.metrics[0]]}
+def probes(groups: dict[tuple[str, str], list[Cell]], tasks: list[Task]) -> dict[str, dict[str, Found]]:
+    """What models reach on tasks; all fine-tunings share the workers."""
+    scores = iter(run_cells([cell for cells in groups.values() for cell in cells], None))
+    metrics = {task.name: task.metrics[0] for task in tasks}
+    found: dict[str, dict[str, Found]] = {}
+    for (model, task), cells in groups.items():
+        medians, spreads = over_seeds([next(scores) for _ in cells])
+        numbers = {"median": medians["dev"][metrics[task]], "spread": spreads["dev"][metrics[task]]}
+        found.setdefault(model, {})[task] = numbers
+    return found
 
 
 def table(found: dict[str, dict[str, Found]], tasks: list[Task]) -> str:
@@ -70,18 +75,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found: dict[str, dict[str, Found]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = [glue_task(task, arguments.data) for task in arguments.tasks]
         tasks = [sliced(task, arguments.rows, arguments.held_out, folder) for task in whole]
+        groups = {}
         for number, model in enumerate(arguments.model):
             settings = {"epochs": arguments.epochs, "seeds": arguments.seeds, "length": arguments.length}
-            output = folder / str(number)
-            found[str(model)] = {
-                task.name: probe(TuningConfig(model=model, output=output / task.name, **settings), task)
-                for task in tasks
-            }
+            for task in tasks:
+                output = folder / str(number) / task.name
+                config = TuningConfig(model=model, output=output, **settings)
+                groups[str(model), task.name] = cells_of(config, task, output)
+        found = probes(groups, tasks)
     print(json.dumps(found) if arguments.json else table(found, tasks))
 
 
