@@ -112,7 +112,7 @@ def layer(sizes: Sizes) -> Case:
         parameter.requires_grad_()
 
     def ours(hidden: Tensor, *weights: Tensor) -> Tensor:
-        return layer_at_once(hidden, list(weights), None, sizes.heads, True, rate, rate, EPSILON)
+        return layer_at_once(hidden, list(weights), None, None, sizes.heads, True, rate, rate, EPSILON)
 
     def torchs(hidden: Tensor, *weights: Tensor) -> Tensor:
         qkv = functional.linear(hidden, *weights[:2]).unflatten(-1, (3, sizes.heads, -1))

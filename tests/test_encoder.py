@@ -53,6 +53,28 @@ def test_the_first_packed_document_is_as_if_alone(either):
     torch.testing.assert_close(packed[:, :3], either(torch.tensor([[2, 11, 12]])))
 
 
+def test_states_at_some_positions_are_those_of_all(either):
+    text, documents = torch.randint(5, 60, (3, 9)), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2]]).expand(3, -1)
+    at, grown = torch.tensor([[8, 1, 1], [0, 4, 7], [3, 2, 6]]), torch.randn(3, 3, either.config.width)  # one twice
+
+    def outcome(hidden: torch.Tensor) -> list[torch.Tensor]:
+        either.zero_grad()
+        (hidden * grown).sum().backward()
+        return [hidden.detach(), *(parameter.grad.clone() for parameter in either.parameters())]
+
+    every = either(text, documents=documents)
+    places = at[:, :, None].expand(-1, -1, either.config.width)
+    torch.testing.assert_close(outcome(either(text, documents=documents, at=at)), outcome(every.gather(1, places)))
+
+
+def test_the_last_layer_finishes_only_what_is_wanted(either):
+    shapes = []
+    for layer in either.layers:
+        layer.feedforward.register_forward_hook(lambda module, given, found: shapes.append(tuple(found.shape[:2])))
+    either(torch.randint(5, 60, (3, 9)), at=torch.tensor([[8, 1]]).expand(3, -1))
+    assert shapes == [(3, 9)] * (len(either.layers) - 1) + [(3, 2)]
+
+
 def test_segments_are_told_apart_and_a_is_the_default(encoder):
     text = torch.tensor([[2, 11, 12, 3]])
     torch.testing.assert_close(encoder(text), encoder(text, segment_ids=torch.zeros_like(text)))

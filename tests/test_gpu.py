@@ -219,6 +219,28 @@ def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made
         assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
 
 
+@pytest.mark.parametrize("kernel", ["short rows", "documents"])
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
+    torch.manual_seed(0)
+    own = {"vocabulary": 500, "dropout": 0, "attention_dropout": 0}
+    encoder = Encoder(EncoderConfig(style=style, layers=2, **own)).cuda()
+    ids, at = torch.randint(5, 500, (9, 110), device="cuda"), torch.randint(0, 110, (9, 20), device="cuda")
+    grown = torch.randn(9, 20, 256, device="cuda")
+    monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)
+
+    def outcome(**wanted: torch.Tensor) -> list[torch.Tensor]:
+        encoder.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = encoder(ids, **wanted).float()
+        found = hidden if wanted else hidden.gather(1, at[:, :, None].expand(-1, -1, 256))
+        (found * grown).sum().backward()
+        return [found.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
+
+    for some, every in zip(outcome(at=at), outcome(), strict=True):
+        assert (some - every).norm() < 0.02 * every.norm() + 1e-6
+
+
 @pytest.mark.parametrize(("has_documents", "length"), [(True, 110), (False, 110), (False, 128)])
 def test_dropout_in_long_rows_drops_and_has_its_own_gradient(has_documents, length):
     layer, hidden, grown, documents = made_layer(64, 0.0, 0.2, length=length)

@@ -45,8 +45,7 @@ class Generator(nn.Module):
 
     def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
         """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
-        hidden = self.encoder(*text)
-        return hidden if at is None else hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
+        return self.encoder(*text, at=at)
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""

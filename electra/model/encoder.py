@@ -25,7 +25,7 @@ from electra.model.config import EncoderConfig, check_length
 from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
-    from electra.model.gpu import classic_layer, modern_layer
+    from electra.model.gpu import chosen_rows, classic_layer, modern_layer
 
 
 class Norm(nn.LayerNorm):
@@ -115,8 +115,8 @@ class Attention(nn.Module):
         self.qkv = linear(config, config.width, 3 * config.width)
         self.output = linear(config, config.width, config.width)
 
-    def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        return self.output(self.mix(hidden, reach))  # [B, L, D]
+    def forward(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
+        return self.output(chosen(self.mix(hidden, reach), at))  # [B, L or M, D]
 
     def mix(self, hidden: Tensor, reach: Reach) -> Tensor:
         """What each token takes from those it looks at: [B, L, D]."""
@@ -152,6 +152,7 @@ class GatedFeedForward(nn.Module):
 class ClassicLayer(nn.Module):
     """A post-norm Transformer layer: what is added is normalised with what it is added to.
 
+    It makes hidden states of all tokens, or of those `at` some positions [B, M] only.
     In half precision on a GPU it is one operation, and the modules inside are not called (so hooks on them are not)."""
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -162,19 +163,24 @@ class ClassicLayer(nn.Module):
         self.feedforward_norm = norm(config, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
+    def forward(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
         if is_for_kernels(hidden) and reach.kernel != "mask":
-            return self.at_once(hidden, reach)
-        hidden = self.attention_norm(hidden + self.dropout(self.attention(hidden, reach)))
+            return self.at_once(hidden, reach, at)
+        hidden = self.attention_norm(chosen(hidden, at) + self.dropout(self.attention(hidden, reach, at)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
-    def at_once(self, hidden: Tensor, reach: Reach) -> Tensor:
+    def at_once(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
         """The same as one operation."""
         precision, is_short = precision_at(hidden), reach.kernel == "short rows"
         rates = (self.attention.dropout, self.dropout.p) if self.training else (0.0, 0.0)
         seen = reach.documents if is_short else reach.starts
-        given = hidden.to(precision), parameters_in(self, precision), seen, self.attention.heads, is_short
+        given = hidden.to(precision), parameters_in(self, precision), seen, at, self.attention.heads, is_short
         return classic_layer.layer_at_once(*given, *rates, self.attention_norm.eps)
+
+
+def chosen(hidden: Tensor, at: Tensor | None) -> Tensor:
+    """The hidden states [B, M, D] at positions `at` [B, M] of those [B, L, D]; all of them without."""
+    return hidden if at is None else hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
 def parameters_in(layer: nn.Module, precision: torch.dtype) -> list[Tensor]:
@@ -196,18 +202,20 @@ class ModernLayer(nn.Module):
         self.feedforward = GatedFeedForward(config)
         self.dropout = nn.Dropout(config.attention_dropout)
 
-    def forward(self, hidden: Tensor, reach: Reach) -> Tensor:
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), reach))
+    def forward(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
+        hidden = chosen(hidden, at) + self.dropout(self.attention(self.attention_norm(hidden), reach, at))
         return hidden + self.feedforward(self.feedforward_norm(hidden))
 
-    def at_once(self, total: Tensor, added: Tensor | None, reach: Reach, precision: torch.dtype) -> list[Tensor]:
+    def at_once(
+        self, total: Tensor, added: Tensor | None, reach: Reach, precision: torch.dtype, at: Tensor | None = None
+    ) -> list[Tensor]:
         """The same as one operation, from a sum [B, L, D] and what the layer before adds to it, as these two again."""
         assert reach.turns is not None
         flat = total.flatten(0, 1).contiguous(), None if added is None else added.flatten(0, 1)
-        seen, numbers = (reach.documents, reach.turns.squeeze(2)), (reach.window, self.feedforward_norm.eps)
-        parts = len(total), self.attention.heads
-        found = modern_layer.modern_layer(*flat, parameters_in(self, precision), *seen, *parts, *numbers)
-        return [each.view_as(total) for each in found[:2]]
+        seen = reach.documents, reach.turns.squeeze(2), chosen_rows.flat_places(at, total)
+        numbers = len(total), self.attention.heads, reach.window, self.feedforward_norm.eps
+        found = modern_layer.modern_layer(*flat, parameters_in(self, precision), *seen, *numbers)
+        return [each.unflatten(0, (len(total), -1)) for each in found[:2]]
 
     def is_dropping(self) -> bool:
         """Whether anything is dropped in it."""
@@ -249,24 +257,31 @@ class Encoder(nn.Module):
         segment_ids: Tensor | None = None,
         documents: Tensor | None = None,
         starts: Tensor | None = None,
+        *,
+        at: Tensor | None = None,
     ) -> Tensor:
         """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
         see only their own of `documents`.
 
         Leave out what all rows have alike: no padding, segment A, one document a row. `starts` lists the documents
-        (`text.batches.starts_of`), without which long rows need a mask in a compiled graph.
+        (`text.batches.starts_of`), without which long rows need a mask in a compiled graph. Where only the states `at`
+        some positions [B, M] are wanted, [B, M, D], the last layer makes no others.
         """
         check_length(input_ids.shape[1], self.config)
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
         reaches = self.reaches(input_ids, attention_mask, documents, starts)
         through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
-        return self.final_norm(through(hidden, reaches))
+        return self.final_norm(through(hidden, reaches, at))
 
-    def through_layers(self, hidden: Tensor, reaches: dict[bool, Reach]) -> Tensor:
+    def through_layers(self, hidden: Tensor, reaches: dict[bool, Reach], at: Tensor | None) -> Tensor:
         """What the layers make of hidden states."""
         for number, layer in enumerate(self.layers):
-            hidden = self.call_layer(layer, hidden, reaches[self.config.is_global(number)])
+            hidden = self.call_layer(layer, hidden, reaches[self.config.is_global(number)], self.wanted(number, at))
         return hidden
+
+    def wanted(self, number: int, at: Tensor | None) -> Tensor | None:
+        """The positions whose states layer `number` makes: those `at` in the last one, all in the others."""
+        return at if number == len(self.layers) - 1 else None
 
     def goes_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> bool:
         """Whether modern layers are one operation each: on a GPU in half precision, in short rows, without dropout."""
@@ -274,15 +289,15 @@ class Encoder(nn.Module):
         is_modern = all(isinstance(layer, ModernLayer) and not layer.is_dropping() for layer in self.layers)
         return is_modern and is_short and is_for_kernels(hidden)
 
-    def through_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> Tensor:
+    def through_at_once(self, hidden: Tensor, reaches: dict[bool, Reach], at: Tensor | None) -> Tensor:
         """The same of modern layers that are one operation each; their sum is in fp32."""
         total, precision = hidden.float(), precision_at(hidden)
         added: Tensor | None = None
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, ModernLayer)
-            total, added = self.call_layer(
-                layer.at_once, total, added, reaches[self.config.is_global(number)], precision
-            )
+            reach = reaches[self.config.is_global(number)]
+            given = total, added, reach, precision, self.wanted(number, at)
+            total, added = self.call_layer(layer.at_once, *given)
         return (total if added is None else total + added).to(hidden.dtype)
 
     def call_layer(self, layer: Callable[..., Any], *given: Any) -> Any:

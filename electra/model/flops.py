@@ -37,66 +37,68 @@ def scale(name: str, width: int) -> Item:
     return Item(name, width, 0)
 
 
-def encoder_items(config: EncoderConfig, length: int) -> list[Item]:
-    """The encoder's parts, over a row of `length` tokens; layers are added up."""
-    return modern_items(config, length) if config.is_modern() else classic_items(config, length)
+def encoder_items(config: EncoderConfig, length: int, wanted: int) -> list[Item]:
+    """The encoder's parts, over a row of `length` tokens, of which the last layer finishes those that are `wanted`;
+    layers are added up."""
+    every, finished = config.layers * length, (config.layers - 1) * length + wanted
+    return (modern_items if config.is_modern() else classic_items)(config, length, every, finished)
 
 
-def classic_items(config: EncoderConfig, length: int) -> list[Item]:
-    """The parts of a classic encoder."""
+def classic_items(config: EncoderConfig, length: int, every: int, finished: int) -> list[Item]:
+    """The parts of a classic encoder; `every` token counts in each layer, `finished` are those that leave attention."""
     E, D, F = config.embedding_width, config.width, config.feedforward
     tables = config.vocabulary + config.positions + config.segments
-    layer = [
-        dense("query, key, value", D, 3 * D, length),
-        Item("attention", 0, 2 * 2 * length * length * D),  # scores, then mixing
-        dense("attention output", D, D, length),
+    layers = [
+        dense("query, key, value", D, 3 * D, every),
+        Item("attention", 0, 2 * 2 * every * length * D),  # scores, then mixing
+        dense("attention output", D, D, finished),
         norm("attention norm", D),
-        dense("feed-forward, widen", D, F, length),
-        dense("feed-forward, narrow", F, D, length),
+        dense("feed-forward, widen", D, F, finished),
+        dense("feed-forward, narrow", F, D, finished),
         norm("feed-forward norm", D),
     ]
     return [
         Item("embeddings", tables * E, 0),
         norm("embeddings norm", E),
         *([dense("embeddings to hidden", E, D, length)] if E != D else []),
-        *(Item(item.name, config.layers * item.parameters, config.layers * item.flops) for item in layer),
+        *(Item(item.name, config.layers * item.parameters, item.flops) for item in layers),
     ]
 
 
-def modern_items(config: EncoderConfig, length: int) -> list[Item]:
-    """The parts of a modern encoder; layers that see a window compute the whole row and hide the rest."""
+def modern_items(config: EncoderConfig, length: int, every: int, finished: int) -> list[Item]:
+    """The same of a modern encoder; layers that see a window compute the whole row and hide the rest."""
     E, D, F = config.embedding_width, config.width, config.feedforward
-    layer = [
-        dense("query, key, value", D, 3 * D, length, has_bias=False),
-        Item("attention", 0, 2 * 2 * length * length * D),  # scores, then mixing
-        dense("attention output", D, D, length, has_bias=False),
-        dense("feed-forward, widen", D, 2 * F, length, has_bias=False),
-        dense("feed-forward, narrow", F, D, length, has_bias=False),
+    layers = [
+        dense("query, key, value", D, 3 * D, every, has_bias=False),
+        Item("attention", 0, 2 * 2 * every * length * D),  # scores, then mixing
+        dense("attention output", D, D, finished, has_bias=False),
+        dense("feed-forward, widen", D, 2 * F, finished, has_bias=False),
+        dense("feed-forward, narrow", F, D, finished, has_bias=False),
         scale("feed-forward norm", D),
     ]
     return [
         Item("embeddings", config.vocabulary * E, 0),
         *([dense("embeddings to hidden", E, D, length, has_bias=False)] if E != D else []),
         scale("embeddings norm", D),
-        *(Item(item.name, config.layers * item.parameters, config.layers * item.flops) for item in layer),
+        *(Item(item.name, config.layers * item.parameters, item.flops) for item in layers),
         scale("attention norm", (config.layers - 1) * D),  # the first layer has none
         scale("final norm", D),
     ]
 
 
-def generator_items(config: EncoderConfig, length: int, masked: int) -> list[Item]:
+def generator_items(config: EncoderConfig, length: int, masked: int, wanted: int) -> list[Item]:
     """The generator's parts; its head runs at `masked` positions only, and its output table is the embeddings'."""
     E, D, V = config.embedding_width, config.width, config.vocabulary
     if config.is_modern():
         return [
-            *encoder_items(config, length),
+            *encoder_items(config, length, wanted),
             dense("head", D, D, masked, has_bias=False),
             scale("head norm", D),
             *([Item("hidden to embeddings", 0, 2 * D * E * masked)] if E != D else []),  # the same projection
             Item("vocabulary logits", V, 2 * E * V * masked),
         ]
     return [
-        *encoder_items(config, length),
+        *encoder_items(config, length, wanted),
         dense("head", config.width, E, masked),
         norm("head norm", E),
         Item("vocabulary logits", V, 2 * E * V * masked),
@@ -106,28 +108,31 @@ def generator_items(config: EncoderConfig, length: int, masked: int) -> list[Ite
 def discriminator_items(config: EncoderConfig, length: int) -> list[Item]:
     """The discriminator's parts."""
     return [
-        *encoder_items(config, length),
+        *encoder_items(config, length, wanted=length),
         dense("head", config.width, config.width, length, has_bias=not config.is_modern()),
         *([scale("head norm", config.width)] if config.is_modern() else []),
         dense("verdict", config.width, 1, length),
     ]
 
 
-def corrector_items(config: EncoderConfig, length: int, masked: int, copies: bool) -> list[Item]:
+def corrector_items(config: EncoderConfig, length: int, masked: int, wanted: int, copies: bool) -> list[Item]:
     """The parts of what predicts tokens in the discriminator's place: masked ones, or with a copy gate every one."""
-    gate = [dense("copy gate", config.width, 1, length)] if copies else []
-    return [*generator_items(config, length, length if copies else masked), *gate]
+    if copies:
+        return [*generator_items(config, length, length, length), dense("copy gate", config.width, 1, length)]
+    return generator_items(config, length, masked, wanted)
 
 
-def items_of(config: ElectraConfig, length: int, masked: int) -> dict[str, list[Item]]:
-    """The parts of a pair, as if nothing were shared."""
-    items = {}
+def items_of(config: ElectraConfig, length: int, masked: int, wanted: int | None = None) -> dict[str, list[Item]]:
+    """The parts of a pair, as if nothing were shared. Guesses need the last layer's states of `masked` tokens only, and
+    so many it makes, unless others are `wanted`."""
+    items, wanted = {}, wanted or masked
     if config.generator:
-        items["generator"] = generator_items(config.generator, length, masked)
+        items["generator"] = generator_items(config.generator, length, masked, wanted)
     if config.discriminator and config.head == "verdict":
         items["discriminator"] = discriminator_items(config.discriminator, length)
     elif config.discriminator:
-        items["corrector"] = corrector_items(config.discriminator, length, masked, copies=config.head == "copying")
+        copies = config.head == "copying"
+        items["corrector"] = corrector_items(config.discriminator, length, masked, wanted, copies)
     return items
 
 

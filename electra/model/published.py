@@ -1,8 +1,8 @@
 """Operations as the paper's table has them, to compare with; `electra.model.flops` counts what is really done.
 
 The authors count single numbers too (biases, dropout, GELU, norms, softmax), take looking up an embedding for a
-product with a one-hot vector, let every generator predict 5 of 32 tokens, and let a backward pass cost as much as a
-forward pass.
+product with a one-hot vector, let every generator predict 5 of 32 tokens from states of all, and let a backward pass
+cost as much as a forward pass.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def published_items(config: ElectraConfig, length: int) -> dict[str, list[Item]]
     if config.discriminator:
         size = config.discriminator
         others["discriminator"] = encoder_others(size, length) | discriminator_others(size, length)
-    parts = items_of(config, length, predicted)
+    parts = items_of(config, length, predicted, wanted=length)
     return {
         part: [replace(item, flops=item.flops + others[part][item.name]) for item in items]
         for part, items in parts.items()

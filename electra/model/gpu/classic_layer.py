@@ -14,6 +14,7 @@ from torch import Tensor
 from electra.model.gpu import long_rows, short_rows
 from electra.model.gpu.aside import Aside
 from electra.model.gpu.biased_gelu import gelu_of_sum, gradients_of_gelu
+from electra.model.gpu.chosen_rows import chosen, flat_places, put_back
 from electra.model.gpu.column_sums import column_sums, sums_by_matrix
 from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
 
@@ -100,9 +101,9 @@ def gradients_of_finish(
     return of_mixed, of_residual, of_weights
 
 
-def empty_products(residual: Tensor, widen: Tensor) -> list[Tensor]:
+def empty_products(residual: Tensor, widen: Tensor, at: Tensor | None) -> list[Tensor]:
     """What `Products` has, of the right shapes."""
-    N, D = residual.shape
+    N, D = len(residual) if at is None else len(at), residual.shape[1]
     return [residual.new_empty(N, width) for width in (D, D, widen.shape[0], widen.shape[0], D)]
 
 
@@ -117,12 +118,13 @@ class Attended(NamedTuple):
 
 def whole(
     residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], places: Tensor | None,
-    seeds: Tensor | None, rows: int, heads: int, is_short: bool, attention_dropout: float, dropout: float,
-    epsilon: float,
+    seeds: Tensor | None, at: Tensor | None, rows: int, heads: int, is_short: bool, attention_dropout: float,
+    dropout: float, epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """A layer: its states from its input, the `residual` [N, D], and what is read again: `Attended` and `Products`.
 
     `places` is the document of each token in short rows [B, L], and where documents start in others [documents + 1].
+    States are made of all tokens, or of those `at` [M] only.
     """
     matrix, bias = qkv_weights
     qkv = torch.addmm(bias, residual, matrix.T)
@@ -134,7 +136,8 @@ def whole(
     else:
         mixed, levels, state = long_rows.mix(vectors, places, attention_dropout)
     mixed = mixed.view_as(residual)
-    hidden, products = finish(mixed, residual, Weights(*weights), seeds, dropout, epsilon)
+    given = chosen(mixed, at), chosen(residual, at)
+    hidden, products = finish(*given, Weights(*weights), seeds, dropout, epsilon)
     return hidden, *Attended(qkv, mixed, levels, state), *products
 
 
@@ -145,24 +148,28 @@ def levels_and_state(residual: Tensor, heads: int, is_short: bool) -> tuple[Tens
 
 
 def shapes_of_whole(
-    residual, qkv_weights, weights, places, seeds, rows, heads, is_short, attention_dropout, dropout, epsilon
+    residual, qkv_weights, weights, places, seeds, at, rows, heads, is_short, attention_dropout, dropout, epsilon
 ):
     N, D = residual.shape
-    hidden, qkv, mixed = torch.empty_like(residual), residual.new_empty(N, 3 * D), torch.empty_like(residual)
-    kept = levels_and_state(residual, heads, is_short)
-    return hidden, qkv, mixed, *kept, *empty_products(residual, Weights(*weights).widen)
+    products = Products(*empty_products(residual, Weights(*weights).widen, at))
+    attended = Attended(
+        residual.new_empty(N, 3 * D), torch.empty_like(residual), *levels_and_state(residual, heads, is_short)
+    )
+    return torch.empty_like(products.between), *attended, *products
 
 
 @torch.library.custom_op("electra::gradients_of_whole_layer", mutates_args=())
 def gradients_of_whole_layer(
     residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], places: Tensor | None,
-    seeds: Tensor | None, attended: Sequence[Tensor], products: Sequence[Tensor], rows: int, heads: int,
-    is_short: bool, attention_dropout: float, dropout: float, epsilon: float, grown: Tensor,
+    seeds: Tensor | None, at: Tensor | None, attended: Sequence[Tensor], products: Sequence[Tensor], rows: int,
+    heads: int, is_short: bool, attention_dropout: float, dropout: float, epsilon: float, grown: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of the layer's input, of the matrix and bias of queries, keys and values, and of its weights."""
     qkv, mixed, levels, state = Attended(*attended)
-    aside, given = Aside(), (mixed, residual, Weights(*weights), Products(*products), seeds, dropout, epsilon)
+    aside, read = Aside(), (chosen(mixed, at), chosen(residual, at))
+    given = *read, Weights(*weights), Products(*products), seeds, dropout, epsilon
     of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), aside)
+    of_mixed, of_residual = (put_back(each, at, len(residual)) for each in (of_mixed, of_residual))
     vectors = short_rows.by_head(qkv, rows, heads)
     before, after = mixed.view(vectors[:, :, 0].shape), of_mixed.view(vectors[:, :, 0].shape)
     if is_short:
@@ -185,20 +192,20 @@ def _(residual, qkv_weights, weights, *others):
 
 
 def remember(ctx, inputs, output) -> None:
-    residual, qkv_weights, weights, places, seeds, *ctx.numbers = inputs
+    residual, qkv_weights, weights, places, seeds, at, *ctx.numbers = inputs
     _, *kept = output
     ctx.mark_non_differentiable(*kept)
     ctx.set_materialize_grads(False)  # there are none of what is kept: no zeros for them
-    ctx.save_for_backward(residual, *qkv_weights, *weights, places, seeds, *kept)
+    ctx.save_for_backward(residual, *qkv_weights, *weights, places, seeds, at, *kept)
 
 
 def backward(ctx, grown: Tensor, *_: Tensor):
     count, own = len(Weights._fields), len(Attended._fields)
     residual, matrix, bias, *rest = ctx.saved_tensors
-    weights, (places, seeds, *kept) = rest[:count], rest[count:]
-    given = residual, [matrix, bias], weights, places, seeds, kept[:own], kept[own:]
+    weights, (places, seeds, at, *kept) = rest[:count], rest[count:]
+    given = residual, [matrix, bias], weights, places, seeds, at, kept[:own], kept[own:]
     gradients = gradients_of_whole_layer(*given, *ctx.numbers, grown)
-    return gradients[0], gradients[1:3], gradients[3:], *[None] * 8
+    return gradients[0], gradients[1:3], gradients[3:], *[None] * 9
 
 
 def registered(name: str, tags: tuple[torch.Tag, ...]) -> torch.library.CustomOpDef:
@@ -214,15 +221,17 @@ noisy_layer = registered("noisy_layer", (torch.Tag.nondeterministic_seeded,))  #
 
 
 def layer_at_once(
-    hidden: Tensor, parameters: list[Tensor], places: Tensor | None, heads: int, is_short: bool,
+    hidden: Tensor, parameters: list[Tensor], places: Tensor | None, at: Tensor | None, heads: int, is_short: bool,
     attention_dropout: float, dropout: float, epsilon: float,
 ) -> Tensor:  # fmt: skip
-    """A layer's hidden states [B, L, D] from those before, `hidden`; `parameters` in the order of the layer."""
+    """A layer's hidden states [B, L, D] from those before, `hidden`; `parameters` in the order of the layer.
+
+    Of tokens at the positions `at` [B, M] only, where these are given: [B, M, D]."""
     rates = attention_dropout, dropout, epsilon
     seeds, states = seeds_for(hidden, max(dropout, attention_dropout)), hidden.flatten(0, 1).contiguous()
-    given = states, parameters[:2], parameters[2:], places, seeds, len(hidden), heads, is_short
+    given = states, parameters[:2], parameters[2:], places, seeds, flat_places(at, hidden), len(hidden), heads, is_short
     found, *_ = (noisy_layer if attention_dropout and not is_short else whole_layer)(*given, *rates)
-    return found.view_as(hidden)
+    return found.unflatten(0, (len(hidden), -1))
 
 
 def seeds_for(hidden: Tensor, dropout: float) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from electra.model.gpu import short_rows
 from electra.model.gpu.aside import Aside
+from electra.model.gpu.chosen_rows import chosen, put_back
 from electra.model.gpu.column_sums import column_sums
 from electra.model.gpu.gated_gelu import gated, gradient_of_gated
 from electra.model.gpu.sum_and_norm import gradients_of_sum_and_norm, sum_and_norm
@@ -44,10 +45,12 @@ class Products(NamedTuple):
 @torch.library.custom_op("electra::modern_layer", mutates_args=())
 def modern_layer(
     total: Tensor, added: Tensor | None, parameters: Sequence[Tensor], documents: Tensor | None, turns: Tensor,
-    rows: int, heads: int, window: int, epsilon: float,
+    at: Tensor | None, rows: int, heads: int, window: int, epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The sum [N, D] up to the feed-forward, and what that adds [N, D], from the same of the layer before, `total` and
-    `added`; also `Products`. The first layer has nothing added yet, and reads its input as it is."""
+    `added`; also `Products`. The first layer has nothing added yet, and reads its input as it is.
+
+    Both are of all tokens, or of those `at` [M] only."""
     weights = Weights(*parameters[-MATRICES:])
     if added is None:
         before, normal = total.new_empty(0), total.to(weights.qkv.dtype, copy=True)
@@ -55,8 +58,8 @@ def modern_layer(
         before, normal = sum_and_norm(total, added, parameters[0], epsilon)
     qkv = normal @ weights.qkv.T
     mixed = short_rows.mix(short_rows.by_head(qkv, rows, heads), documents, turns, None, window, 0.0).view_as(normal)
-    found = mixed @ weights.output.T
-    summed, between = sum_and_norm(total if added is None else before, found, weights.norm, epsilon)
+    found = chosen(mixed, at) @ weights.output.T
+    summed, between = sum_and_norm(chosen(total if added is None else before, at), found, weights.norm, epsilon)
     widened = between @ weights.widen.T
     activated = gated(widened)
     narrowed = activated @ weights.narrow.T
@@ -64,21 +67,23 @@ def modern_layer(
 
 
 @modern_layer.register_fake
-def _(total, added, parameters, documents, turns, rows, heads, window, epsilon):
-    weights, (N, D) = Weights(*parameters[-MATRICES:]), total.shape
-    before = total.new_empty(0) if added is None else torch.empty_like(total)
-    wide = weights.narrow.shape[1]
-    halves = [weights.qkv.new_empty(N, width) for width in (D, D, 3 * D, D, D, 2 * wide, wide)]
-    return torch.empty_like(total), halves[0], before, *halves[1:]
+def _(total, added, parameters, documents, turns, at, rows, heads, window, epsilon):
+    weights, (N, D), M = Weights(*parameters[-MATRICES:]), total.shape, len(total) if at is None else len(at)
+    before, wide = total.new_empty(0) if added is None else torch.empty_like(total), weights.narrow.shape[1]
+    read = [weights.qkv.new_empty(N, width) for width in (D, 3 * D, D)]
+    narrowed, *made = [weights.qkv.new_empty(M, width) for width in (D, D, 2 * wide, wide)]
+    return total.new_empty(M, D), narrowed, before, *read, *made
 
 
 @torch.library.custom_op("electra::gradients_of_modern_layer", mutates_args=())
 def gradients_of_modern_layer(
-    parameters: Sequence[Tensor], documents: Tensor | None, turns: Tensor, summed: Tensor, products: Sequence[Tensor],
-    rows: int, heads: int, window: int, epsilon: float, of_summed: Tensor, of_narrowed: Tensor,
+    parameters: Sequence[Tensor], documents: Tensor | None, turns: Tensor, at: Tensor | None, summed: Tensor,
+    products: Sequence[Tensor], rows: int, heads: int, window: int, epsilon: float, of_summed: Tensor,
+    of_narrowed: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of total, of added but in the first layer, and of the parameters."""
     weights, made, aside = Weights(*parameters[-MATRICES:]), Products(*products), Aside()
+    N, D = made.mixed.shape
     of_narrowed = of_narrowed.contiguous()
     of_narrow = aside(torch.mm, of_narrowed.T, made.activated)
     of_widened = gradient_of_gated(made.widened, of_narrowed @ weights.narrow)
@@ -87,8 +92,9 @@ def gradients_of_modern_layer(
         summed, weights.norm, of_widened @ weights.widen, of_summed.contiguous(), epsilon
     )
     of_norm = aside(column_sums, parts, weights.norm.dtype)
-    of_output = aside(torch.mm, of_found.T, made.mixed)
-    of_mixed = (of_found @ weights.output).view(rows, -1, heads, summed.shape[1] // heads)
+    of_output = aside(torch.mm, of_found.T, chosen(made.mixed, at))
+    of_total = put_back(of_total, at, N)
+    of_mixed = put_back(of_found @ weights.output, at, N).view(rows, -1, heads, D // heads)
     of_vectors, _ = short_rows.gradients_of_mix(
         short_rows.by_head(made.qkv, rows, heads), documents, turns, None, of_mixed, window, 0.0
     )
@@ -105,28 +111,28 @@ def gradients_of_modern_layer(
 
 
 @gradients_of_modern_layer.register_fake
-def _(parameters, documents, turns, summed, products, rows, heads, window, epsilon, of_summed, of_narrowed):
-    inputs = [summed] if len(parameters) == MATRICES else [summed, of_narrowed]
-    contiguous = torch.contiguous_format
-    return [torch.empty_like(each, memory_format=contiguous) for each in (*inputs, *parameters)]
+def _(parameters, documents, turns, at, summed, products, rows, heads, window, epsilon, of_summed, of_narrowed):
+    mixed = Products(*products).mixed
+    inputs = [summed.new_empty(mixed.shape), *([] if len(parameters) == MATRICES else [torch.empty_like(mixed)])]
+    return [*inputs, *(torch.empty_like(each, memory_format=torch.contiguous_format) for each in parameters)]
 
 
 def remember(ctx, inputs, output) -> None:
-    _, added, parameters, documents, turns, *ctx.numbers = inputs
+    _, added, parameters, documents, turns, at, *ctx.numbers = inputs
     summed, _, *products = output
     ctx.mark_non_differentiable(*products)
     ctx.set_materialize_grads(False)  # there are none of the products: no zeros for them
     ctx.is_first, ctx.count = added is None, len(parameters)
-    ctx.save_for_backward(*parameters, documents, turns, summed, *products)
+    ctx.save_for_backward(*parameters, documents, turns, at, summed, *products)
 
 
 def backward(ctx, of_summed: Tensor, of_narrowed: Tensor, *_: Tensor):
     saved = list(ctx.saved_tensors)
-    parameters, (documents, turns, summed, *products) = saved[: ctx.count], saved[ctx.count :]
-    given = parameters, documents, turns, summed, products, *ctx.numbers
+    parameters, (documents, turns, at, summed, *products) = saved[: ctx.count], saved[ctx.count :]
+    given = parameters, documents, turns, at, summed, products, *ctx.numbers
     of_total, *others = gradients_of_modern_layer(*given, of_summed, of_narrowed)
     of_added = None if ctx.is_first else others.pop(0)
-    return of_total, of_added, others, *[None] * 6
+    return of_total, of_added, others, *[None] * 7
 
 
 modern_layer.register_autograd(backward, setup_context=remember)
