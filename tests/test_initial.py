@@ -200,7 +200,7 @@ def test_segment_b_stays_as_pairs_taught_it_and_otherwise_follows_a(shards, tmp_
     assert torch.equal(follows[0], follows[1])
 
 
-@pytest.mark.parametrize("phases", [(), ("objective=rtd", "objective=mlm")])
+@pytest.mark.parametrize("phases", [(), ("objective=rtd", "objective=electra-15")])
 def test_resuming_does_not_read_it_again(make_source, settings_of_run, phases):
     runs = []
     for name in ("whole", "part"):
@@ -221,6 +221,32 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(make_source, s
     pretrain(replace(config, resume=True))
     expected = whole(load_model(config.init).discriminator)
     assert_same(load_model(model_folder(config.output)).discriminator, expected, but=("encoder.embeddings.segment",))
+
+
+def test_the_style_is_that_of_the_folder(shards, make_source, tmp_path, capsys):
+    given = f"pretrain --data {shards} --output {tmp_path}/run --init {make_source()} --steps 4 --length 16 --dry-run --device cpu"
+    main(given.split())
+    assert capsys.readouterr().out.startswith(
+        "classic: discriminator of 2 layers, 24 wide; generator of 2 layers, 8 wide"
+    )
+    with pytest.raises(SystemExit):
+        main([*given.split(), "--style", "modern"])
+    assert "--style modern cannot be: " in capsys.readouterr().err
+
+
+def test_it_is_said_what_a_run_starts_with(shards, make_source, tmp_path, capsys):
+    source = make_source()
+    given = (
+        f"pretrain --data {shards} --output {tmp_path}/run --init {source} --steps 4 --length 16 --dry-run --device cpu"
+    )
+    for more, sentence in (("", f"generator: starts as {source}"), ("--init-generator fresh", "generator: new")):
+        main([*given.split(), *more.split()])
+        assert f"discriminator: starts as {source}; {sentence}" in capsys.readouterr().out.splitlines()
+    with pytest.raises(SystemExit):
+        main([*given.split(), "--init-generator", "frsh"])
+    assert "--init-generator is frsh, and there is no such folder; give one that holds a model, or fresh" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_size_and_its_settings_come_from_the_folder(shards, make_source, tmp_path, capsys):

@@ -210,13 +210,19 @@ def test_shares_that_are_not_named_divide_what_is_left():
         ("--generator uniform --sharing all", "sharing=all needs a generator, and --generator uniform is none"),
         ("--entropy-bonus 0.1", "--entropy-bonus is 0.1, which only --objective adversarial pays"),
         ("--objective frozen-rtd --sharing none", "needs a generator that was trained before; train it in a phase of"),
-        ("--phases objective=mlm objective=frozen-rtd", "sharing=embeddings would move a frozen generator; add --shar"),
+        ("--phases objective=mlm objective=frozen-rtd", "--sharing embeddings would move a frozen generator; add --s"),
         (
             "--phases objective=mlm objective=frozen-rtd --sharing none",
             "cannot start with the weights of a generator 16 wide and 1 deep: it is 32 and 1; give both one size",
         ),
         ("--phases objective=best", "there is no objective 'best'; choose from rtd, electra-15"),
-        ("--phases colour=blue", "'colour=blue' in --phases is not one of a phase's settings, objective, length"),
+        ("--phases colour=blue", "'colour=blue' in --phases is not one of a phase's settings (objective, length"),
+        ("--phases share=0.9 share=0.1,lenght=64", "share); did you mean length?"),
+        ("--phases share=0.9,share=0.1", "share comes twice in the phase 'share=0.9,share=0.1'; put a space between"),
+        ("--phases share=0.999 share=0.001", "a share of 0.001 of 80 steps is less than one step"),
+        ("--phases objective=rtd objective=mlm", "mlm after rtd would leave the discriminator behind"),
+        ("--phases objective=rtd --objective adversarial", "--objective adversarial is that of no phase"),
+        ("--no-hands-over", "--no-hands-over is for --phases, and there are none"),
         ("--phases length=long", "'length=long' in --phases: 'long' is not a whole number"),
         ("--phases share=0.5 share=0.6", "the shares in --phases are 0.5 and 0.6; they must be above 0 and, all toge"),
         ("--phases length=16 length=1024", "a row of 1024 tokens is longer than the model's 512 positions"),
@@ -230,6 +236,36 @@ def test_contradictory_settings_are_refused_in_one_sentence(shards, tmp_path, ca
     assert sentence in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        (
+            "",
+            [
+                "classic: discriminator of 1 layer, 32 wide; generator of 1 layer, 16 wide; embeddings shared",
+                "rtd: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
+            ],
+        ),
+        (
+            "--phases objective=mlm objective=frozen-rtd,length=8 --sharing none --no-hands-over",
+            [
+                "classic: discriminator of 1 layer, 32 wide; generator of 1 layer, 16 wide; nothing shared",
+                "phase 1 of 2, mlm: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
+                "phase 2 of 2, frozen-rtd: 8 × 8 tokens a step, 30 % masked; muon at 0.005, linear; the discriminator "
+                "starts with new weights",
+            ],
+        ),
+        ("--objective mlm --dropout 0.1", ["classic: masked language model of 1 layer, 32 wide, dropout 0.1", "mlm"]),
+        ("--generator uniform", ["classic: discriminator of 1 layer, 32 wide; no generator: uniform replacements"]),
+        ("--objective replace-mlm", ["classic: corrector of 1 layer, 32 wide; generator of 1"]),
+    ],
+)
+def test_a_dry_run_says_what_the_run_would_be(shards, tmp_path, capsys, flags, lines):
+    main(f"pretrain --data {shards} --output {tmp_path}/run --steps 80 --dry-run {SMALL} {flags}".split())
+    said = capsys.readouterr().out.splitlines()
+    assert [line[: len(start)] for line, start in zip(said, lines, strict=False)] == lines
 
 
 def test_the_record_of_a_run_has_its_phases(settings_of_run):

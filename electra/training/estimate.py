@@ -17,8 +17,9 @@ PER_PARAMETER = 16  # bytes: weight, gradient and two moments in fp32
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run's size; time and memory are estimates."""
+    """What a run is, in words, and its size; time and memory are estimates."""
 
+    outline: list[str]
     parameters: int
     steps: int
     tokens: int
@@ -31,6 +32,7 @@ class Estimate:
 
     def __str__(self) -> str:
         lines = [
+            *self.outline,
             f"parameters  {self.parameters:,}",
             f"steps       {self.steps:,}",
             f"tokens      {self.tokens:,} ({self.epochs:.2f} times the training text)",
@@ -70,6 +72,7 @@ def estimate(
     predicting = [pair.generator, pair.discriminator if pair.head == "correction" else None]  # copying: in chunks
     logits = 3 * 4 * masked * sum(part.vocabulary for part in predicting if part)  # logits, noise, gradient in fp32
     return Estimate(
+        outline=[],
         parameters=parameters,
         steps=steps,
         tokens=steps * rows * length,

@@ -29,8 +29,8 @@ class InitialConfig(ModelConfig):
     """A model to go on from in place of a new one; its size is then the run's."""
 
     init: Path | None = None
-    """Go on from this model, on text of your own: a run, a model folder, or a Hugging Face folder of ELECTRA or BERT.
-    The size is the model's, the tokenizer of --data must be its own, and heads that it lacks are new."""
+    """Go on from this model, on text of your own: a run, a model folder, or a Hugging Face folder of ELECTRA, BERT
+    or ModernBERT. The size is the model's, the tokenizer of --data must be its own, and heads that it lacks are new."""
     init_generator: Literal["fresh"] | Path | None = None
     """A folder to take the generator from, or fresh for a new one; left out, it is the one in --init, and a new one
     where there is none. The one released with ELECTRA-Small is as wide as its discriminator. With --phases that begin
@@ -84,8 +84,10 @@ class InitialConfig(ModelConfig):
         return size if self.dropout is None else replace(size, dropout=self.dropout, attention_dropout=self.dropout)
 
     def check_size(self, encoder: EncoderConfig, vocabulary: int) -> None:
-        """Refuse a --size that is another than the model's, and a table that is not as long as the vocabulary."""
+        """Refuse a style or --size other than the model's, and a table that is not as long as the vocabulary."""
         size = size_as_wide(encoder)
+        if self.style != encoder.style:
+            raise ConfigError(f"--style {self.style} cannot be: {self.init} is {encoder.style}; leave --style out")
         if self.size != size:
             raise ConfigError(
                 f"--size {self.size} cannot be: {self.init} is {encoder.width} wide, which goes with {size}; "
@@ -100,7 +102,7 @@ class InitialConfig(ModelConfig):
 
 def initial_size(given: dict[str, Any]) -> dict[str, str]:
     """Size and style of the model that flags say to go on from; nothing where none can be read: the run says so."""
-    if not given.get("init") or "size" in given:
+    if not given.get("init"):
         return {}
     with suppress(DataError, KeyError):
         encoder = encoder_size(Path(given["init"]))
@@ -139,6 +141,9 @@ def generator_size(path: Path) -> EncoderConfig:
 def require_tokenizers(config: InitialConfig, shards: Shards) -> None:
     """Refuse shards that were made with another tokenizer than the model's: its rows would mean other words."""
     for path in filter(None, (config.init, config.generator_source())):
+        if not path.exists():
+            flag, or_fresh = ("--init", "") if path == config.init else ("--init-generator", f", or {FRESH}")
+            raise ConfigError(f"{flag} is {path}, and there is no such folder; give one that holds a model{or_fresh}")
         folder = model_folder(path)
         shards.require_tokenizer(tokenizer_beside(folder))
 

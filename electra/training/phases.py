@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from electra.errors import ConfigError
@@ -40,21 +41,27 @@ def read_phases(texts: Sequence[str]) -> list[Departure]:
 
 def read_settings(text: str) -> dict[str, Any]:
     """The settings in one phase's text."""
-    table = {}
+    table: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         name, kinds = name.strip().replace("-", "_"), SETTINGS | {"share": float}
         if not equals or name not in kinds:
-            raise ConfigError(
-                f"{part!r} in --phases is not one of a phase's settings, {', '.join(kinds)}; "
-                f"write a phase as for instance share=0.1,length=512"
-            )
+            raise ConfigError(unknown(part, name, [kind.replace("_", "-") for kind in kinds]))
+        if name in table:
+            raise ConfigError(f"{name} comes twice in the phase {text!r}; put a space between phases, not a comma")
         try:
             table[name] = kinds[name](value)
         except ValueError:
             kind = "whole number" if kinds[name] is int else "number"
             raise ConfigError(f"{part!r} in --phases: {value!r} is not a {kind}") from None
     return table
+
+
+def unknown(part: str, name: str, names: list[str]) -> str:
+    """What to say of a setting that a phase has not."""
+    near = get_close_matches(name.replace("_", "-"), names, n=1)
+    advice = f"did you mean {near[0]}?" if near else "write a phase as for instance share=0.1,length=512"
+    return f"{part!r} in --phases is not one of a phase's settings ({', '.join(names)}); {advice}"
 
 
 def shares(tables: list[dict[str, Any]]) -> list[float]:

@@ -101,6 +101,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     }
 
     def __post_init__(self) -> None:
+        if self.init is not None and self.branch_from is not None:
+            raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
         for part in (TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
             part.__post_init__(self)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
@@ -114,8 +116,6 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
         if self.starts_with_waves and self.style == "modern":
             raise ConfigError("starts_with_waves fills the position table, and the modern style has none; leave it out")
-        if self.init is not None and self.branch_from is not None:
-            raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
         read_phases(self.phases)
 
     @classmethod
@@ -137,7 +137,10 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         if self.tokens is not None:
             return Budget(steps=math.ceil(self.tokens * (end - begin) / (self.batch_size * self.length)))
         assert self.steps is not None
-        return Budget(steps=max(1, round(self.steps * end) - round(self.steps * begin)))
+        steps = round(self.steps * end) - round(self.steps * begin)
+        if steps < 1:
+            raise ConfigError(f"a share of {end - begin:g} of {self.steps} steps is less than one step; give it more")
+        return Budget(steps=steps)
 
     def has_begun(self) -> bool:
         """Whether there is a checkpoint to resume from."""
@@ -253,7 +256,14 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
     if config.entropy_bonus and "adversarial" not in objectives:
         raise ConfigError(f"entropy_bonus is {config.entropy_bonus}, which only --objective adversarial pays")
     if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
-        raise ConfigError(f"sharing={config.sharing} would move a frozen generator; add --sharing none")
+        raise ConfigError(f"--sharing {config.sharing} would move a frozen generator; add --sharing none")
+    refuse_idle_settings(config, objectives)
+    for before, after in pairwise(objectives):
+        if OBJECTIVES[before].head and not OBJECTIVES[after].head:
+            raise ConfigError(
+                f"--phases: {after} after {before} would leave the discriminator behind, which it does not train; "
+                f"put it first"
+            )
     if config.init is not None and not config.has_begun():
         refuse_start(config, objectives)
     if kinds[0].is_frozen and not has_trained_generator(config):
@@ -261,6 +271,14 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
             f"--objective {objectives[0]} needs a generator that was trained before; "
             f"train it in a phase of its own: --phases objective=mlm objective={objectives[0]}"
         )
+
+
+def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Refuse settings that no phase of the run looks at."""
+    if config.objective not in objectives and config.objective != PretrainConfig.objective:
+        raise ConfigError(f"--objective {config.objective} is that of no phase in --phases; leave it out")
+    if not config.hands_over and len(objectives) == 1:
+        raise ConfigError("--no-hands-over is for --phases, and there are none; leave it out")
 
 
 def refuse_start(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:

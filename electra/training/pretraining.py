@@ -48,6 +48,7 @@ from electra.training.machine import (
     environment,
     peak_flops,
 )
+from electra.training.outline import outline
 from electra.training.plan import Phase, PretrainConfig, plan
 from electra.training.samples import write_samples
 from electra.training.trainer import Outcome, Trainer
@@ -67,7 +68,7 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     if device.type == "cpu" and config.size != "tiny" and not config.dry_run:
         print(f"no GPU: a step of the {config.size} size takes seconds here; --size tiny is for CPUs", file=sys.stderr)
     if config.dry_run:
-        return estimate_run(phases, shards, device)
+        return replace(estimate_run(phases, shards, device), outline=outline(config, phases))
     with held(config.output):
         return train(config, phases, shards, device)
 
@@ -77,7 +78,10 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
     record = run_record(config, phases, shards)
     checkpoint = last_checkpoint(config, record)
     start = config.start(phases[0].model)
+    print(*outline(config, phases), sep="\n", file=sys.stderr, flush=True)
     for phase in phases[0 if checkpoint is None else phase_of(checkpoint) :]:
+        if len(phases) > 1:
+            print(f"phase {phase.number + 1} of {len(phases)}: {phase.config.objective}", file=sys.stderr, flush=True)
         torch.manual_seed(config.seed)
         lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a run
         write_record(config.output, record)

@@ -1,0 +1,76 @@
+"""What a run is, in words: its models, where they come from, and what each phase does."""
+
+from collections.abc import Iterator
+
+from electra.model.config import EncoderConfig
+from electra.model.electra import ElectraConfig
+from electra.training.initial import sizes_in
+from electra.training.plan import Phase, PretrainConfig, starts_discriminator
+
+SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "corrector that may copy"}
+
+
+def outline(config: PretrainConfig, phases: list[Phase]) -> list[str]:
+    """A run in a few lines."""
+    model = max(phases, key=lambda phase: phase.model.discriminator is not None).model
+    starts = [] if config.init is None or config.has_begun() else [start_in_words(config, model)]
+    return [models_in_words(config, model), *starts, *phases_in_words(phases)]
+
+
+def models_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
+    """The parts of a model, and what they share."""
+    parts = []
+    if model.discriminator is not None:
+        parts.append(encoder_in_words(SECOND[model.head], model.discriminator))
+    if model.generator is not None:
+        name = "generator" if parts else "masked language model"
+        parts.append(encoder_in_words(name, model.generator))
+    elif config.generator_kind != "model":
+        parts.append(f"no generator: {config.generator_kind} replacements")
+    if model.generator and model.discriminator:
+        shared = {"none": "nothing shared", "all": "all shared"}
+        parts.append(
+            shared.get(model.sharing, "embeddings shared" + ", disentangled" * (model.sharing != "embeddings"))
+        )
+    return f"{config.style}: {'; '.join(parts)}"
+
+
+def encoder_in_words(name: str, encoder: EncoderConfig) -> str:
+    """Its size, and its dropout where it has any."""
+    dropped = f", dropout {encoder.dropout:g}" if encoder.dropout else ""
+    return f"{name} of {encoder.layers} layer{'s' * (encoder.layers > 1)}, {encoder.width} wide{dropped}"
+
+
+def start_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
+    """Where the weights of a run's first models come from."""
+    assert config.init is not None
+    is_own = "discriminator" in sizes_in(config.init) or model.discriminator is None
+    head = "" if is_own else ", a masked language model: the head is new"
+    name = SECOND[model.head] if model.discriminator else "masked language model"
+    said = f"{name}: starts as {config.init}{head}"
+    if model.generator is None or model.discriminator is None:
+        return said
+    source = config.generator_source()
+    return f"{said}; generator: {'new' if source is None else f'starts as {source}'}"
+
+
+def phases_in_words(phases: list[Phase]) -> Iterator[str]:
+    """What each phase does."""
+    for before, phase in zip([None, *phases], phases, strict=False):
+        number = f"phase {phase.number + 1} of {len(phases)}, " if len(phases) > 1 else ""
+        yield f"{number}{phase_in_words(phase)}{first_weights(before, phase)}"
+
+
+def phase_in_words(phase: Phase) -> str:
+    """Objective, batch, masks, learning rate."""
+    config = phase.config
+    batch = f"{config.batch_size} × {config.length} tokens a step, {100 * config.mask_fraction:g} % masked"
+    return f"{config.objective}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
+
+
+def first_weights(before: Phase | None, phase: Phase) -> str:
+    """How a discriminator starts that the phase before did not have."""
+    if before is None or before.model.discriminator is not None or phase.model.discriminator is None:
+        return ""
+    weights = "the generator's weights" if starts_discriminator(before, phase) else "new weights"
+    return f"; the discriminator starts with {weights}"
