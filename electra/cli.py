@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, get_type_hints
@@ -67,8 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(str(error), arguments)
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:  # no such file, no permission, disk full: the system's own sentence names the file
-        fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), arguments)
+    except OSError as error:
+        fail(told(error, arguments), arguments)
+
+
+def told(error: OSError, arguments: list[str]) -> str:
+    """No such file, no permission, disk full: the system's own sentence, but where a file is given for a folder."""
+    if not error.filename:
+        return str(error)
+    path = Path(error.filename)
+    files = [str(part) for part in (path, *path.parents) if part.is_file()]
+    if files and isinstance(error, FileExistsError | NotADirectoryError):
+        flags = {value: f"{flag} " for flag, value in pairwise(arguments) if flag.startswith("--")}
+        return f"{flags.get(files[0], '')}{files[0]} is a file; name a folder"
+    return f"{error.strerror or error}: {path}"
 
 
 def fail(sentence: str, arguments: list[str]) -> NoReturn:
@@ -248,6 +260,8 @@ def config_file(flags: list[str]) -> tuple[Path | None, list[str]]:
 def read_fields(path: Path) -> dict[Any, Any]:
     """The fields in a JSON or YAML file."""
     read = read_yaml if path.suffix in (".yaml", ".yml") else read_json
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; --config takes a JSON or YAML file with the command's fields")
     try:
         fields = read(path.read_text(encoding="utf-8"), path)
     except UnicodeDecodeError as error:

@@ -112,7 +112,7 @@ def test_every_commands_help_explains_every_flag(capsys, command):
         ("detect --model x", "electra detect needs the text, in quotes; if it starts with a dash, behind --\n"),
         ("inspect", "electra inspect needs the folder that `electra shard` wrote\n"),
         ("flops --config", "--config needs a file"),
-        ("flops --config missing.json", "No such file or directory: missing.json"),
+        ("flops --config missing.json", "there is no file missing.json; --config takes a JSON or YAML"),
         ("export --model nowhere --output x", "there is no folder nowhere"),
         ("import --from . --output x", ". is not a model folder: it has no config.json"),
     ],
@@ -346,12 +346,21 @@ def test_damaged_weights_are_one_sentence_and_exit_code_2(
     assert not Path("new").exists()
 
 
-def test_a_read_only_place_is_named(capsys, tmp_path, make_pair):
+def test_a_file_in_place_of_a_folder_is_named(capsys, tmp_path, make_pair, shards):
     save_model(make_pair(), tmp_path / "run")
     (tmp_path / "file").write_text("")
     code, _, err = outcome(capsys, "export", "--model", f"{tmp_path}/run", "--output", f"{tmp_path}/file/hf")
-    assert code == 2
-    assert "Not a directory" in err or "File exists" in err
+    assert (code, err) == (2, f"electra: {tmp_path}/file is a file; name a folder\n")
+    flags = ("--corpus", f"{shards.parent}/text.txt", "--tokenizer", f"{shards}/tokenizer")
+    code, _, err = outcome(capsys, "shard", *flags, "--output", f"{tmp_path}/file")
+    assert (code, err) == (2, f"electra: --output {tmp_path}/file is a file; name a folder\n")
+
+
+def test_a_model_without_a_generator_may_never_have_had_one(capsys, tmp_path, encoder_folder):
+    for command in (["fill", "a [MASK]"], ["export", "--part", "generator", "--output", f"{tmp_path}/hf"]):
+        code, _, err = outcome(capsys, *command, "--model", str(encoder_folder))
+        assert code == 2
+        assert "this model has no generator: a run with --generator uniform or unigram trains none, and an imp" in err
 
 
 @pytest.mark.parametrize("flags", [("--weight-decay", "nan"), ("--minutes", "inf"), ("--learning-rate", "inf")])

@@ -126,6 +126,26 @@ def test_what_is_used_is_the_discriminator_alone(capsys):
     assert "generator" not in shown
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--steps", "3", "--batch-size", "4"], "which has no --batch-size and no --steps; leave out"),
+        (["--mask-fraction", "0.2"], "which has no --mask-fraction; leave out"),
+    ],
+)
+def test_the_reading_of_one_text_has_no_batches_and_steps(capsys, flags, told):
+    with pytest.raises(SystemExit, match="2"):
+        main(["flops", "--inference", *flags])
+    assert told in capsys.readouterr().err
+
+
+def test_layers_that_see_a_window_are_counted_whole_and_that_is_said():
+    whole, windows = (count_costs(FlopsConfig(style="modern", global_every=every)) for every in (1, 3))
+    assert whole.total_flops == windows.total_flops
+    assert whole.note is None
+    assert str(windows).splitlines()[-1].startswith("8 of 12 layers see a window of 128 tokens and are counted as if ")
+
+
 def test_the_paper_has_no_count_for_the_modern_style():
     with pytest.raises(ConfigError, match="as_published counts as the paper does, which has no modern style"):
         FlopsConfig(style="modern", as_published=True)

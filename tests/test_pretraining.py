@@ -541,7 +541,7 @@ def test_a_checkpoint_cut_in_half_is_named_with_the_one_before(settings_of_run, 
 def test_data_that_is_gone_or_other_is_named(settings_of_run, tmp_path):
     config = settings_of_run()
     pretrain(config)
-    with pytest.raises(DataError, match=r"no shards in .*gone; make them with"):
+    with pytest.raises(DataError, match=r"there is no folder .*gone; make shards with"):
         pretrain(replace(config, resume=True, data=tmp_path / "gone"))
     (tmp_path / "vocab.txt").write_text((config.data.parent / "vocab.txt").read_text() + "frog\n")
     text = str(config.data.parent / "text.txt")

@@ -9,11 +9,13 @@ import pytest
 from electra.cli import main
 from electra.errors import DataError
 from electra.report.overview import ReportConfig, report, short_names
-from electra.report.runs import Point, best_of, ends_of, flops_of, points_of, step_flops
+from electra.report.plots import panels
+from electra.report.runs import Point, best_of, departures_of, ends_of, flops_of, points_of, step_flops
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders
-from electra.training.plan import plan
+from electra.training.plan import PretrainConfig, plan
 from electra.training.pretraining import pretrain
+from electra.training.recipes import settings_for
 from electra.training.trainer import Place
 
 
@@ -77,7 +79,9 @@ def test_pages_tables_and_plots_are_written(runs, tmp_path, capsys):
     assert shown.startswith("What it cost, matrix products only:\n\n| run | size | objective | parameters |")
     assert "| b   | tiny | mlm " in shown
     page = (tmp_path / "report/report.md").read_text()
-    assert shown.strip() in page
+    tables, written = shown.strip().rsplit("\n\n", 1)
+    assert tables in page
+    assert written == f"written to {tmp_path}/report: report.md, report.json, loss.png, mlm_loss.png, frozen_auc.png"
     for plot in ("loss.png", "mlm_loss.png", "frozen_auc.png"):
         assert (tmp_path / "report" / plot).read_bytes().startswith(b"\x89PNG")
         assert f"![]({plot})" in page
@@ -123,6 +127,60 @@ def test_a_table_names_the_run_it_is_of(runs, tmp_path):
     other = write_table(tmp_path / "other", tmp_path / "hf", 60.0)
     with pytest.raises(DataError, match=r"none of the runs; say whose it is: --glue RUN=.*other"):
         report(ReportConfig(runs=tuple(runs), glue=(str(other),)))
+
+
+def test_a_run_stays_where_its_table_cannot_be_read(runs, tmp_path, capsys):
+    result = report(ReportConfig(runs=tuple(runs), glue=(f"{runs[0]}={tmp_path}",)))
+    assert capsys.readouterr().err == (
+        f"no score for {runs[0]}: there is no table.json in {tmp_path}; name a folder that electra glue wrote\n"
+    )
+    assert result.left_out == {}
+    assert [run.glue for run in result.runs.values()] == [None, None]
+
+
+def test_a_folder_of_runs_is_no_run_and_they_are_pointed_to(runs, capsys):
+    with pytest.raises(DataError, match=rf"no run: name the runs inside: {runs[0].parent}/\*$"):
+        report(ReportConfig(runs=(runs[0].parent,)))
+
+
+def test_departures_are_from_the_recipe_at_the_size(tmp_path):
+    def told(**settings) -> str:
+        chosen = {name: settings[name] for name in ("recipe", "style") if name in settings}
+        usual = settings_for(**{"recipe": "fast", "size": "tiny"} | chosen)
+        places = {"size": "tiny", "data": tmp_path, "output": tmp_path}
+        return departures_of(PretrainConfig(**usual | places | settings))
+
+    assert told() == told(steps=7, device="cpu") == ""
+    assert told(style="modern", generator_kind="unigram") == "modern, unigram"
+    assert told(recipe="faithful", layers=6, sharing="none") == "faithful, sharing none, layers 6"
+    assert told(starts_with_waves=False, learning_rate=0.001) == "learning-rate 0.001, no-starts-with-waves"
+    assert told(phases=("share=0.9", "share=0.1,length=32")) == "phases share=0.9 share=0.1,length=32"
+
+
+def test_the_best_of_two_stages_is_of_the_second(settings_of_run):
+    config = settings_of_run(
+        phases=("objective=mlm", "objective=frozen-rtd"), sharing="none", evaluate_every=5, learning_rate=1e-4
+    )
+    pretrain(config)
+    [run] = report(ReportConfig(runs=(config.output,))).runs.values()
+    first, second = run.points[:2], run.points[2:]
+    assert [point.step for point in second] == [15, 20]
+    assert run.best["loss"] == min(point.measures["loss"] for point in second)
+    assert run.best["loss"] > max(point.measures["loss"] for point in first)  # masked tokens alone
+    assert "phases objective=mlm objective=frozen-rtd" in run.departures
+
+
+def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their_own(runs, settings_of_run):
+    config = settings_of_run("c", objective="replace-mlm", generator_kind="uniform", generator_width=None)
+    pretrain(config)
+    result = report(ReportConfig(runs=(runs[0], config.output)))
+    assert "| corrector loss |" in str(result)
+    assert "compare it only between runs of one objective, all with a generator or all without" in str(result)
+    assert {title: list(lines) for title, lines in panels("loss", result.runs).items()} == {
+        "held-out loss, rtd": ["a"],
+        "held-out loss, replace-mlm without a generator": ["c"],
+    }
+    assert [list(lines) for lines in panels("mlm_loss", result.runs).values()] == [["a", "c"]]
 
 
 def test_phases_cost_what_each_of_them_does(settings_of_run):
@@ -199,7 +257,7 @@ def with_bytes(run: Path) -> None:
         (with_cut_config, "config.json is not valid JSON"),
         (with_other_state, "config.json, metrics.jsonl or state.json is damaged: KeyError('place')"),
         (with_wrong_settings, "config.json, metrics.jsonl or state.json is damaged"),
-        (shutil.rmtree, "no run: it has no metrics.jsonl"),
+        (shutil.rmtree, "there is no such folder"),
     ],
 )
 def test_runs_that_are_unfinished_or_damaged_are_named_and_left_out(runs, damage, reason, capsys):
@@ -215,8 +273,9 @@ def test_runs_that_are_unfinished_or_damaged_are_named_and_left_out(runs, damage
     ("flags", "sentence"),
     [
         ([], "no runs came; name their folders: electra report runs/a"),
-        (["gone"], "none of the runs can be reported; gone: no run: it has no metrics.jsonl"),
-        (["gone", "--glue", "nowhere"], "there is no folder nowhere"),
+        (["gone"], "none of the runs can be reported; gone: there is no such folder"),
+        (["."], "none of the runs can be reported; .: no run: it has no metrics.jsonl"),
+        (["gone", "--glue", "nowhere"], "there is no table.json in nowhere; name a folder that electra glue wrote"),
     ],
 )
 def test_nothing_to_report_is_a_mistake(tmp_path, monkeypatch, capsys, flags, sentence):

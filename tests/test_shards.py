@@ -305,11 +305,24 @@ def test_shards_of_another_tokenizer_are_refused(text):
 
 
 def test_missing_and_unfinished_shards_are_told_apart(tmp_path):
-    with pytest.raises(DataError, match=r"no shards in .*; make them with: electra shard"):
+    with pytest.raises(DataError, match=r"no shards in .*; make shards with: electra shard .* --output shards/$"):
         open_shards(tmp_path)
     (tmp_path / "unfinished.json").write_text("{}")
     with pytest.raises(DataError, match="are unfinished; run the command that makes them again"):
         open_shards(tmp_path)
+
+
+def test_what_stands_in_place_of_shards_is_named(tmp_path):
+    (tmp_path / "text.txt").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").touch()
+    for name, said in (
+        ("text.txt", r"text.txt is a file, and shards are a folder; .* --corpus .*text.txt --output shards/$"),
+        ("run", "run is a run or a model, not a folder of shards; .* --corpus … --output shards/$"),
+        ("nope", "^there is no folder .*nope; .* --corpus … --output shards/$"),
+    ):
+        with pytest.raises(DataError, match=said):
+            open_shards(tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,8 @@ class Electra(nn.Module):
         """The generator, for what needs one."""
         if self.generator is None:
             raise ConfigError(
-                "this model has no generator; import it with one: electra import --from … --generator FOLDER --output …"
+                "this model has no generator: a run with --generator uniform or unigram trains none, and an imported "
+                "model has one only if it came along: electra import --from … --generator FOLDER --output …"
             )
         return self.generator
 

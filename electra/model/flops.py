@@ -66,7 +66,8 @@ def classic_items(config: EncoderConfig, length: int, every: int, finished: int)
 
 
 def modern_items(config: EncoderConfig, length: int, every: int, finished: int) -> list[Item]:
-    """The same of a modern encoder; layers that see a window compute the whole row and hide the rest."""
+    """The same of a modern encoder; layers that see a window are counted as if they saw the whole row, as some
+    kernels compute it."""
     E, D, F = config.embedding_width, config.width, config.feedforward
     layers = [
         dense("query, key, value", D, 3 * D, every, has_bias=False),

@@ -324,7 +324,11 @@ def check_labels(settings: Settings, architecture: Architecture, folder: Path) -
     labels = settings.get("id2label")
     if architecture.labels and labels != {str(number): name for number, name in enumerate(architecture.labels)}:
         wanted = " and ".join(architecture.labels)
-        raise DataError(f"{folder}: id2label is {labels!r}; only a discriminator's, {wanted}, can be taken in")
+        has = "labels without names" if labels is None else f"labels of its own, {labels!r}"
+        raise DataError(
+            f"{folder} is a classifier of tokens with {has}; only a discriminator, with the labels {wanted}, "
+            f"can be taken in"
+        )
 
 
 def read_weights(folder: Path) -> Tensors:

@@ -15,14 +15,16 @@ from electra.objective.masking import MaskedShare, slots
 from electra.training.recipes import settings_for
 
 PAPER = settings_for("faithful", ModelConfig.size)
-TAKEN = ("mask_fraction", "length", "batch_size", "steps")  # from the paper's settings of a size
+TRAINING_ONLY = ("mask_fraction", "batch_size", "steps")
+TAKEN = ("length", *TRAINING_ONLY)  # from the paper's settings of a size
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlopsConfig(MaskedShare, ModelConfig):
     """Count parameters and floating-point operations (matrix products only) of a pair, item by item.
 
-    Length, batch and steps are those of the paper for --size: shown are those of the size below."""
+    Length, batch and steps go with --size, as in the paper, which has all but tiny: shown are those of the size below.
+    """
 
     length: int = PAPER["length"]
     """Tokens in a row."""
@@ -33,7 +35,8 @@ class FlopsConfig(MaskedShare, ModelConfig):
     vocabulary: int = SMALL.vocabulary
     """Entries of the token table."""
     inference: bool = False
-    """Count one reading of a text by the discriminator, of 128 tokens unless --length says otherwise."""
+    """Count one reading of a text by the discriminator, of 128 tokens unless --length says otherwise; there are then no
+    batches and steps."""
     as_published: bool = False
     """Count like the paper's table, to compare with it: single numbers (dropout, GELU, norms) too, embeddings looked up
     by products with one-hot vectors, 5 of 32 tokens predicted, and a backward pass as dear as a forward pass (it is
@@ -55,8 +58,10 @@ class FlopsConfig(MaskedShare, ModelConfig):
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The paper's settings of the size among the flags that were given; texts are read at the default length."""
         settings = settings_for("faithful", given.get("size", cls.size))
-        is_read = "inference" in given
-        return {name: settings[name] for name in TAKEN if not (is_read and name == "length")}
+        if "inference" not in given:
+            return {name: settings[name] for name in TAKEN}
+        refuse_training(given)
+        return {name: settings[name] for name in TRAINING_ONLY}
 
     def pair(self) -> ElectraConfig:
         """The pair, or what is left of it after training."""
@@ -64,6 +69,15 @@ class FlopsConfig(MaskedShare, ModelConfig):
         if self.inference:
             return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
         return pair
+
+
+def refuse_training(given: dict[str, Any]) -> None:
+    """Refuse flags that say nothing of the reading of one text."""
+    if told := [f"--{name.replace('_', '-')}" for name in TRAINING_ONLY if name in given]:
+        raise ConfigError(
+            f"--inference counts the reading of one text, which has no {' and no '.join(told)}; "
+            f"leave out one or the other"
+        )
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class Costs:
     purpose: str  # what the operations all together are for
     training_flops_per_row: int | None  # None where nothing is trained
     total_flops: int
+    note: str | None  # what one should know of the count
 
     def __str__(self) -> str:
         lines = [f"{'':<24}{'parameters':>15}{'forward FLOPs a row':>22}"]
@@ -84,7 +99,8 @@ class Costs:
         if self.training_flops_per_row is not None:
             lines += [f"the pair, what is shared counted once: {self.parameters:,} parameters"]
             lines += [f"a training step: {self.training_flops_per_row:.4g} FLOPs a row"]
-        return "\n".join([*lines, f"{self.purpose}: {self.total_flops:.4e} FLOPs"])
+        lines += [f"{self.purpose}: {self.total_flops:.4e} FLOPs"]
+        return "\n".join([*lines, *filter(None, [self.note])])
 
 
 def line(name: str, parameters: int, flops: int) -> str:
@@ -100,10 +116,21 @@ def count_costs(config: FlopsConfig) -> Costs:
     parts, training = count_items(pair, config)
     forward = sum(flops(items) for items in parts.values())
     if config.inference:
-        return Costs(parts, stored(pair), f"reading {config.length} tokens", None, forward)
+        return Costs(parts, stored(pair), f"reading {config.length} tokens", None, forward, note_on(pair))
     step = training * forward
     purpose = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
-    return Costs(parts, stored(pair), purpose, step, step * config.batch_size * config.steps)
+    return Costs(parts, stored(pair), purpose, step, step * config.batch_size * config.steps, note_on(pair))
+
+
+def note_on(pair: ElectraConfig) -> str | None:
+    """What is to be said of layers that see a window only, where there are any."""
+    for part in filter(None, (pair.discriminator, pair.generator)):
+        if local := sum(not part.is_global(layer) for layer in range(part.layers)):
+            return (
+                f"{local} of {part.layers} layers see a window of {part.local_attention} tokens and are counted as if "
+                f"they saw the whole row: some kernels compute all of it and hide the rest, others need less"
+            )
+    return None
 
 
 def count_items(pair: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:

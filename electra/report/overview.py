@@ -12,7 +12,7 @@ from electra.report.plots import draw_plots
 from electra.report.runs import Run, find_tables, read_run
 from electra.text.files import write_whole
 
-SHOWN = ("loss", "mlm_loss", "mlm_accuracy", "rtd_loss", "rtd_auc", "frozen_auc")
+SHOWN = ("loss", "mlm_loss", "mlm_accuracy", "corrector_loss", "rtd_loss", "rtd_auc", "frozen_auc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,12 @@ class Report:
     output: str | None
 
     def __str__(self) -> str:
+        files = ["report.md", "report.json", *self.plots]
+        written = [f"written to {self.output}: {', '.join(files)}"] if self.output else []
+        return "\n\n".join([self.tables(), *written])
+
+    def tables(self) -> str:
+        """The tables, and what one should know of them."""
         parts = ["What it cost, matrix products only:", markdown(cost_cells(self.runs))]
         for title, which in (("Held-out measures at the end:", "final"), ("Each at its best:", "best")):
             parts += [title, markdown(measure_cells(self.runs, which))]
@@ -55,7 +61,9 @@ class Report:
 
     def page(self) -> str:
         """The report as a page of Markdown, with its plots."""
-        return "\n\n".join([f"# {', '.join(self.runs)}", str(self), *(f"![]({plot})" for plot in self.plots)]) + "\n"
+        return (
+            "\n\n".join([f"# {', '.join(self.runs)}", self.tables(), *(f"![]({plot})" for plot in self.plots)]) + "\n"
+        )
 
 
 def report(config: ReportConfig) -> Report:
@@ -100,8 +108,9 @@ def short_names(folders: list[Path]) -> list[str]:
 def notes_on(runs: dict[str, Run]) -> list[str]:
     """What one should know before comparing."""
     notes = []
-    if len({run.objective for run in runs.values()}) > 1:
-        notes.append("loss adds up what an objective has: compare it only between runs of one objective")
+    if len({run.loss_kind() for run in runs.values()}) > 1:
+        alike = "of one objective, all with a generator or all without"
+        notes.append(f"loss adds up what an objective has: compare it only between runs {alike}")
     tasks = {name: " ".join(sorted(run.glue.tasks)) for name, run in runs.items() if run.glue}
     if len(set(tasks.values())) > 1:
         told = "; ".join(f"{name}: {over}" for name, over in tasks.items())
@@ -112,13 +121,15 @@ def notes_on(runs: dict[str, Run]) -> list[str]:
 def cost_cells(runs: dict[str, Run]) -> list[list[str]]:
     """The table of costs and scores."""
     has_scores = any(run.glue for run in runs.values())
+    has_departures = any(run.departures for run in runs.values())
     head = ["run", "size", "objective", "parameters", "steps", "tokens", "minutes", "tokens/s", "FLOPs"]
-    cells = [head + ["GLUE mean", "tasks"] * has_scores]
+    cells = [head + ["GLUE mean", "tasks"] * has_scores + ["departures"] * has_departures]
     for name, run in runs.items():
         counts = [f"{run.parameters:,}", f"{run.steps:,}", f"{run.tokens:,}"]
         speed = [f"{run.minutes:.1f}", f"{run.tokens_per_second:,.0f}", f"{run.flops:.3g}"]
         score = [f"{run.glue.mean:.2f}", str(len(run.glue.tasks))] if run.glue else ["", ""]
-        cells.append([name, run.size, run.objective, *counts, *speed, *(score if has_scores else [])])
+        told = score * has_scores + [run.departures] * has_departures
+        cells.append([name, run.size, run.objective, *counts, *speed, *told])
     return cells
 
 

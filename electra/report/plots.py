@@ -11,16 +11,26 @@ CURVES = {"loss": "held-out loss", "mlm_loss": "held-out MLM loss of the generat
 SCORE = "score"
 
 
+Triples = list[tuple[float, float, float]]  # FLOPs, minutes, and what was reached
+Lines = dict[str, Triples]  # by the names of runs
+
+
 def draw_plots(folder: Path, runs: dict[str, Run]) -> list[str]:
     """Write a PNG of each measure, and of scores where there are any; returns their names. Needs matplotlib."""
     names = [name for name in CURVES if any(name in run.final for run in runs.values())]
-    plots = {name: (CURVES[name], {label: curve(run, name) for label, run in runs.items()}) for name in names}
+    plots = {name: panels(name, runs) for name in names}
     if scores := {label: [(run.flops, run.minutes, run.glue.mean)] for label, run in runs.items() if run.glue}:
-        plots[SCORE] = ("GLUE mean", scores)
-    return [f"{name}.png" for name, (title, lines) in plots.items() if draw(folder / f"{name}.png", title, lines)]
+        plots[SCORE] = {"GLUE mean": scores}
+    return [f"{name}.png" for name, rows in plots.items() if draw(folder / f"{name}.png", rows)]
 
 
-Triples = list[tuple[float, float, float]]  # FLOPs, minutes, and what was reached
+def panels(name: str, runs: dict[str, Run]) -> dict[str, Lines]:
+    """The lines of a measure, by the titles of the panels that they share: only losses of one kind compare."""
+    found: dict[str, Lines] = {}
+    for label, run in runs.items():
+        title = f"{CURVES[name]}, {run.loss_kind()}" if name == "loss" else CURVES[name]
+        found.setdefault(title, {})[label] = curve(run, name)
+    return found
 
 
 def curve(run: Run, name: str) -> Triples:
@@ -28,18 +38,19 @@ def curve(run: Run, name: str) -> Triples:
     return [(point.flops, point.minutes, point.measures[name]) for point in run.points if name in point.measures]
 
 
-def draw(path: Path, title: str, lines: dict[str, Triples]) -> bool:
+def draw(path: Path, rows: dict[str, Lines]) -> bool:
     """Write a figure: a line or a point for each run, against FLOPs and against minutes; says whether it could."""
-    figure = empty_figure(12, 4.5)
+    figure = empty_figure(12, 4.5 * len(rows))
     if figure is None:
         return False
-    for which, axes in enumerate(figure.subplots(1, 2)):
-        draw_panel(axes, which, title, lines)
+    for halves, (title, lines) in zip(figure.subplots(len(rows), 2, squeeze=False), rows.items(), strict=True):
+        for which, axes in enumerate(halves):
+            draw_panel(axes, which, title, lines)
     figure.savefig(path, dpi=100)
     return True
 
 
-def draw_panel(axes: Any, which: int, title: str, lines: dict[str, Triples]) -> None:
+def draw_panel(axes: Any, which: int, title: str, lines: Lines) -> None:
     """One half of a figure: against the cost of this number."""
     for label, triples in lines.items():
         if triples:

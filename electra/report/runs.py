@@ -1,5 +1,6 @@
 """What a finished run was: its costs, and its held-out measures along the way."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,12 +17,15 @@ from electra.objective.masking import slots
 from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.journal import METRICS, read_lines
-from electra.training.plan import Phase, PretrainConfig, phases_of
+from electra.training.plan import BUDGETS, Phase, PretrainConfig, phases_of
 from electra.training.pretraining import phase_of
+from electra.training.recipes import settings_for
 from electra.training.trainer import Place
 
 LOWER = ("loss",)  # how measures end that are better when they are lower
 HIGHER = ("accuracy", "precision", "recall", "auc")
+SPOKEN = ("recipe", "style", "generator_kind", "optimizer")  # settings whose values say what they are values of
+UNTOLD = PretrainConfig.FREE | {"size", "objective", *BUDGETS}  # settings with a column of their own, or of no weight
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Run:
     folder: str
     size: str
     objective: str  # of several phases, one after the other
+    departures: str  # from the defaults of its recipe and size
     parameters: int
     steps: int
     tokens: int
@@ -56,9 +61,13 @@ class Run:
     tokens_per_second: float
     flops: float  # matrix products only
     final: dict[str, float]
-    best: dict[str, float]  # of the measures of which one knows whether more or less is better
+    best: dict[str, float]  # of the measures of which one knows whether more or less is better, with the last objective
     points: list[Point]
     glue: Glue | None
+
+    def loss_kind(self) -> str:
+        """What its loss adds up: losses of different kinds do not compare."""
+        return self.objective if "mlm_loss" in self.final else f"{self.objective} without a generator"
 
 
 def read_run(folder: Path, table: Path | None) -> Run:
@@ -82,6 +91,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
+        departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,
         tokens=place.tokens,
@@ -89,21 +99,52 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         tokens_per_second=place.tokens / place.seconds if place.seconds else 0.0,
         flops=flops_until(place.step),
         final=points[-1].measures,
-        best=best_of(points),
+        best=best_of([point for point in points if point.step > place.start_step]),
         points=points,
-        glue=None if table is None else read_glue(table),
+        glue=None if table is None else score_of(folder, table),
     )
 
 
 def recorded_settings(folder: Path) -> PretrainConfig:
     """The settings a run was begun with; those of other versions that this one does not know are passed over."""
-    if not (folder / METRICS).is_file():
-        raise DataError(f"no run: it has no {METRICS}")
+    require_run(folder)
     record = read_json(folder / CONFIG).get("pretraining")
     if record is None:
         raise DataError("no run of electra pretrain")
     known = {field.name for field in fields(PretrainConfig)}
-    return PretrainConfig(**{name: value for name, value in record.items() if name in known})
+    settings = {name: value for name, value in record.items() if name in known}
+    return PretrainConfig(**settings | {"phases": tuple(settings.get("phases", ()))})
+
+
+def require_run(folder: Path) -> None:
+    """Refuse what is no run, and say what it is instead."""
+    if not folder.is_dir():
+        raise DataError("there is no such folder")
+    if not (folder / METRICS).is_file():
+        holds_runs = any(folder.glob(f"*/{METRICS}"))
+        advice = f"name the runs inside: {folder}/*" if holds_runs else f"it has no {METRICS}"
+        raise DataError(f"no run: {advice}")
+
+
+def departures_of(settings: PretrainConfig) -> str:
+    """How a run departs from the defaults of its recipe and size, in the words of flags."""
+    usual = settings_for(settings.recipe, settings.size, settings.style)
+    told = []
+    for field in sorted(fields(settings), key=lambda field: field.name not in SPOKEN):
+        value = getattr(settings, field.name)
+        if field.name not in UNTOLD and value != usual.get(field.name, field.default):
+            told.append(in_words(field.name, value))
+    return ", ".join(told)
+
+
+def in_words(name: str, value: Any) -> str:
+    """A setting as one would say it: modern, no-hands-over, layers 6."""
+    if name in SPOKEN:
+        return str(value)
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return flag if value else f"no-{flag}"
+    return f"{flag} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
 def last_place(folder: Path, phases: list[Phase]) -> Place:
@@ -173,14 +214,30 @@ def best_of(points: list[Point]) -> dict[str, float]:
     return best
 
 
+def score_of(run: Path, table: Path) -> Glue | None:
+    """The score of a run in a table of `electra glue`; where it cannot be read, standard error says why."""
+    try:
+        return read_glue(table)
+    except (DataError, OSError) as error:
+        print(f"no score for {run}: {error}", file=sys.stderr)
+        return None
+
+
 def read_glue(table: Path) -> Glue | None:
     """The score in a table of `electra glue`; one without a mean has none."""
-    content = read_json(table)
+    content = read_table(table)
     try:
         tasks = [line["task"] for line in content["lines"] if line["task"] != LEFT_OUT]
         return None if content["mean"] is None else Glue(content["mean"], tasks)
     except (KeyError, TypeError):
         raise DataError(f"{table} is no table of electra glue; make it again with the command that made it") from None
+
+
+def read_table(table: Path) -> dict[str, Any]:
+    """What a table of `electra glue` says."""
+    if not table.is_file():
+        raise DataError(f"there is no {table.name} in {table.parent}; name a folder that electra glue wrote")
+    return read_json(table)
 
 
 def find_tables(given: tuple[str, ...], runs: list[Path]) -> dict[Path, Path]:
@@ -198,7 +255,7 @@ def given_table(entry: str, runs: list[Path]) -> dict[Path, Path]:
     """The run that FOLDER, or RUN=FOLDER, is the table of, and the table."""
     run, _, folder = entry.rpartition("=")
     table = Path(folder) if folder.endswith(".json") else Path(folder, TABLE)
-    model = Path(run or str(read_json(table).get("model"))).resolve()
+    model = Path(run or str(read_table(table).get("model"))).resolve()
     for other in runs:
         if model.is_relative_to(other.resolve()):
             return {other: table}

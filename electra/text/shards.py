@@ -28,6 +28,8 @@ INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 """The settings of a run, there until its index is."""
 TOKENIZER = "tokenizer"
+RUN = ("metrics.jsonl", "config.json")
+"""Files that runs and models have, and shards have not."""
 TYPES = {"U16": np.uint16, "U32": np.uint32}
 
 
@@ -178,12 +180,23 @@ def open_shards(folder: Path) -> Shards:
     if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
         raise DataError(f"the shards in {folder} are unfinished; run the command that makes them again, it goes on")
     if not (folder / INDEX).exists():
-        raise DataError(f"no shards in {folder}; make them with: electra shard --corpus … --output {folder}")
+        corpus = folder if folder.is_file() else "…"
+        raise DataError(f"{found_at(folder)}; make shards with: electra shard --corpus {corpus} --output shards/")
     shards = Shards(folder, read_index(folder))
     wrong = [shard.name for shard in shards.index.shards if shards.has_wrong_size(shard)]
     if wrong:
         raise damaged_error(shards, wrong)
     return shards
+
+
+def found_at(path: Path) -> str:
+    """What there is in place of shards."""
+    if path.is_file():
+        return f"{path} is a file, and shards are a folder"
+    if not path.exists():
+        return f"there is no folder {path}"
+    is_run = any((path / name).exists() for name in RUN)
+    return f"{path} is a run or a model, not a folder of shards" if is_run else f"there are no shards in {path}"
 
 
 def read_index(folder: Path) -> Index:
