@@ -224,7 +224,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(make_source, s
 
 
 def test_the_style_is_that_of_the_folder(shards, make_source, tmp_path, capsys):
-    given = f"pretrain --data {shards} --output {tmp_path}/run --init {make_source()} --steps 4 --length 16 --dry-run --device cpu"
+    given = f"pretrain --data {shards} --output {tmp_path}/run --init {make_source()} --steps 4 --length 16 --dry-run"
     main(given.split())
     assert capsys.readouterr().out.startswith(
         "classic: discriminator of 2 layers, 24 wide; generator of 2 layers, 8 wide"
