@@ -62,6 +62,47 @@ def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_
     assert list((run / "tensorboard").glob("events*"))
 
 
+@pytest.mark.parametrize(
+    "departures",
+    [
+        {"objective": "electra-15"},
+        {"objective": "all-tokens-mlm"},
+        {"generator_kind": "uniform", "generator_width": None},
+        {"mask_fraction": 0.5, "discriminator_weight": 5.0},
+        {"whole_words": True},
+    ],
+    ids=lambda departures: ",".join(map(str, departures.values())),
+)
+def test_the_held_out_loss_lies_beside_the_loss_that_is_trained(settings_of_run, departures):
+    budget = {"steps": 100, "log_every": 20, "save_every": 100, "evaluate_every": 100}
+    config = settings_of_run(**budget, learning_rate=5e-3, batch_size=32, **departures)
+    held_out, last = pretrain(config).measures["loss"], lines(config.output, "train")[-1]
+    weights = {"generator": 1.0, "corrector": 1.0, "discriminator": config.discriminator_weight}
+    trained = sum(weight * last.get(name, 0.0) for name, weight in weights.items())
+    assert held_out == pytest.approx(trained, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("departures", "said"),
+    [
+        ({}, " replaced, says the discriminator |"),
+        ({"objective": "mlm"}, ""),
+        ({"objective": "replace-mlm"}, " stood there, says the corrector |"),
+        ({"objective": "all-tokens-mlm"}, " stood there, says the corrector |"),
+        ({"generator_kind": "uniform", "generator_width": None}, " replaced, says the discriminator |"),
+    ],
+    ids=lambda given: ",".join(map(str, given.values())) if isinstance(given, dict) else None,
+)
+def test_samples_show_fills_and_only_what_is_said_of_them(settings_of_run, departures, said):
+    config = settings_of_run(steps=2, **departures)
+    pretrain(config)
+    page = (config.output / "samples.md").read_text().splitlines()
+    titles, *rows = (line for line in page if line.startswith("| "))
+    assert titles == f"| token | original | fill |{said}"
+    assert page.count(titles) == 4
+    assert {row.count("|") for row in rows} == {titles.count("|")}
+
+
 def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(settings_of_run, monkeypatch):
     losses = iter([float("nan"), 1.0, 2.0, 3.0])
     monkeypatch.setattr(PretrainingLesson, "evaluate", lambda lesson: {"loss": next(losses)})
