@@ -1,5 +1,7 @@
 """Measures on held-out text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_score
 
-from electra.objective.measures import Verdicts, auc, frozen_fills, measure
-from electra.objective.objectives import Corrupted, Settings
+from electra.objective.losses import total
+from electra.objective.measures import SEED, Verdicts, auc, frozen_fills, held_out_loss, measure
+from electra.objective.objectives import OBJECTIVES, Corrupted, Settings
 
 VERDICTS = st.lists(st.tuples(st.integers(-5, 5), st.booleans()), min_size=2, max_size=60)
 
@@ -55,14 +58,11 @@ def test_a_pair_is_measured_whole_and_a_lone_part_as_far_as_it_goes(make_pair, m
     unigram = torch.full((60,), 1 / 60)
     electra, batches = make_pair("none").eval(), [make_batch()]
     whole = measure(electra, batches, unigram, vocabulary)
-    assert {"loss", "mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy", "rtd_auc", "frozen_auc"} <= set(
-        whole
-    )
-    assert whole["loss"] == pytest.approx(whole["mlm_loss"] + 50 * whole["rtd_loss"])
+    assert {"mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy", "rtd_auc", "frozen_auc"} <= set(whole)
     assert whole["generator_entropy"] == pytest.approx(torch.tensor(60.0).log().item(), abs=0.2)
     electra.discriminator = None
     assert set(measure(electra, batches, unigram, vocabulary)) == {
-        *("loss", "mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy")
+        *("mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy")
     }
 
 
@@ -70,3 +70,32 @@ def test_measures_do_not_change_from_one_time_to_the_next(make_pair, make_batch,
     electra = make_pair().eval()
     first, second = (measure(electra, [make_batch()], torch.full((60,), 1 / 60), vocabulary) for _ in range(2))
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("name", "is_drawn"),
+    [
+        (name, is_drawn)
+        for name in OBJECTIVES
+        for is_drawn in (False, True)
+        if not (is_drawn and OBJECTIVES[name].needs_generator)
+    ],
+)
+def test_the_held_out_loss_is_the_objectives_own_by_the_runs_settings(
+    make_pair, make_batch, vocabulary, name, is_drawn
+):
+    electra, batch = make_pair("none", objective=name).eval(), make_batch(lengths=[16, 16, 9, 12])
+    own = {"mask_fraction": 0.3, "discriminator_weight": 7.0, "frequencies": torch.eye(60)[10] if is_drawn else None}
+    settings = Settings(vocabulary=vocabulary, **own)
+    trained = OBJECTIVES["rtd" if name == "adversarial" else name]  # of a policy, its MLM loss is taken
+    expected = total(trained.losses(electra, batch, replace(settings, seed=SEED))).item()
+    for seed in (1, 2):
+        found = held_out_loss(name, electra, [batch], replace(settings, seed=seed))
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_held_out_token_counts_alike_whatever_its_batch(make_pair, make_batch, vocabulary):
+    electra, batch = make_pair().eval(), make_batch(lengths=[16, 16, 7, 7])
+    settings = Settings(vocabulary=vocabulary)
+    cut, whole = (held_out_loss("rtd", electra, batches, settings) for batches in (batch.pieces(2), [batch]))
+    assert cut == pytest.approx(whole, rel=1e-5)

@@ -24,6 +24,7 @@ from electra.text.batches import BatchesConfig, validation_batches
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
 from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
+from electra.training.curves import PRETRAINING, series, whole_loss, with_losses
 from electra.training.journal import read_lines
 from electra.training.pretraining import (
     PretrainingLesson,
@@ -60,6 +61,58 @@ def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "replaced, says the discriminator" in (run / "samples.md").read_text()
     assert list((run / "tensorboard").glob("events*"))
+
+
+@pytest.mark.parametrize(
+    "departures",
+    [
+        {"objective": "electra-15"},
+        {"objective": "all-tokens-mlm"},
+        {"generator_kind": "uniform", "generator_width": None},
+        {"mask_fraction": 0.5, "discriminator_weight": 5.0},
+        {"whole_words": True},
+    ],
+    ids=lambda departures: ",".join(map(str, departures.values())),
+)
+def test_the_held_out_loss_lies_beside_the_loss_that_is_trained(settings_of_run, departures):
+    budget = {"steps": 100, "log_every": 20, "save_every": 100, "evaluate_every": 100}
+    config = settings_of_run(**budget, learning_rate=5e-3, batch_size=32, **departures)
+    held_out = pretrain(config).measures["loss"]
+    trained = whole_loss(lines(config.output, "train")[-1], config.discriminator_weight)
+    assert held_out == pytest.approx(trained, rel=0.1)
+
+
+def test_curves_of_training_and_held_out_text_share_a_panel_only_if_they_are_of_one_loss(settings_of_run):
+    config = settings_of_run(discriminator_weight=3.0)
+    pretrain(config)
+    drawn = with_losses(config.output, read_lines(config.output / "metrics.jsonl"))
+    train = lines(config.output, "train")
+    expected = [(line["step"], line["generator"] + 3 * line["discriminator"]) for line in train]
+    assert series(drawn, "train", "loss") == [(step, pytest.approx(loss)) for step, loss in expected]
+    shared = [names for _, names in PRETRAINING if len({kind for kind, _ in names}) == 2]
+    assert shared == [(("train", "loss"), ("validation", "loss"))]
+    assert whole_loss({"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}, 50.0) is None
+
+
+@pytest.mark.parametrize(
+    ("departures", "said"),
+    [
+        ({}, " replaced, says the discriminator |"),
+        ({"objective": "mlm"}, ""),
+        ({"objective": "replace-mlm"}, " stood there, says the corrector |"),
+        ({"objective": "all-tokens-mlm"}, " stood there, says the corrector |"),
+        ({"generator_kind": "uniform", "generator_width": None}, " replaced, says the discriminator |"),
+    ],
+    ids=lambda given: ",".join(map(str, given.values())) if isinstance(given, dict) else None,
+)
+def test_samples_show_fills_and_only_what_is_said_of_them(settings_of_run, departures, said):
+    config = settings_of_run(steps=2, **departures)
+    pretrain(config)
+    page = (config.output / "samples.md").read_text().splitlines()
+    titles, *rows = (line for line in page if line.startswith("| "))
+    assert titles == f"| token | original | fill |{said}"
+    assert page.count(titles) == 4
+    assert {row.count("|") for row in rows} == {titles.count("|")}
 
 
 def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(settings_of_run, monkeypatch):

@@ -1,4 +1,7 @@
-"""Measures on held-out text: always the same masks, whatever the run's own settings are, so that runs compare."""
+"""Measures on held-out text: the run's own loss, and measures that are the same for all runs, so that they compare.
+
+Masks and replacements are always the same: they never depend on a run's seed.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -9,12 +12,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.model.electra import Corrector, Electra, Generator
+from electra.objective.losses import Loss, Losses, total
 from electra.objective.masking import Masked, mask
-from electra.objective.objectives import Corrupted, Settings, corrupt, draw, entropy, sample
+from electra.objective.objectives import (
+    OBJECTIVES,
+    Corrupted,
+    Objective,
+    ObjectiveName,
+    Settings,
+    corrupt,
+    draw,
+    entropy,
+    sample,
+)
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
 SEED = 20200310  # of the masks and replacements that are measured on; never a run's own
+
+MEASURED: dict[ObjectiveName, Objective] = OBJECTIVES | {"adversarial": OBJECTIVES["rtd"]}
+"""Whose losses are a run's held-out loss: its own objective's, but a policy loss says little, so that of an adversarial
+generator its MLM loss is taken, beside the discriminator's weighed loss."""
 
 
 @dataclass
@@ -70,8 +88,24 @@ def auc(scores: NDArray, is_positive: NDArray) -> float:
 
 
 @torch.no_grad()
+def held_out_loss(name: ObjectiveName, electra: Electra, batches: Iterable[Batch], settings: Settings) -> float:
+    """What a run brings down, on held-out batches: all its losses by the run's own settings, weighed as in training."""
+    fixed = replace(settings, seed=SEED, detour=None)
+    return total(added_up([MEASURED[name].losses(electra, batch, fixed) for batch in batches])).item()
+
+
+def added_up(batches: list[Losses]) -> Losses:
+    """The losses of batches as those of one."""
+    together = {}
+    for name, first in batches[0].items():
+        sums, counts = zip(*((losses[name].sum, losses[name].count) for losses in batches), strict=True)
+        together[name] = Loss(torch.stack(sums).sum(), torch.stack(counts).sum(), first.weight)
+    return together
+
+
+@torch.no_grad()
 def measure(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabulary: Vocabulary) -> dict[str, float]:
-    """All measures of a pair (or of the part that is there) over held-out batches; `unigram` [V] adds up to 1."""
+    """The measures that compare, of a pair or of the part that is there, over batches; `unigram` [V] adds up to 1."""
     settings = Settings(vocabulary=vocabulary, seed=SEED)
     tally, joint, frozen = Tally(), Verdicts(), Verdicts()
     for batch in batches:
@@ -87,13 +121,7 @@ def measure(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabul
     found = tally.means()
     for prefix, verdicts in (("rtd", joint), ("frozen", frozen)):
         found |= verdicts.measures(prefix) if verdicts.logits else {}
-    return {"loss": whole_loss(found, settings)} | found
-
-
-def whole_loss(found: dict[str, float], settings: Settings) -> float:
-    """The losses that there are, weighed as in training; without a generator, the one on frozen replacements counts."""
-    verdicts = found.get("rtd_loss", found.get("frozen_loss", 0.0))
-    return found.get("mlm_loss", 0.0) + found.get("corrector_loss", 0.0) + settings.discriminator_weight * verdicts
+    return found
 
 
 @dataclass(frozen=True)

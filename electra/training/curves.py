@@ -3,21 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+from electra.model.storage import CONFIG, read_json
 from electra.text.figures import empty_figure
 from electra.training.journal import METRICS, read_lines
 
 Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind
 
-PRETRAINING: Panels = (
-    ("generator: MLM loss", (("train", "generator"), ("validation", "mlm_loss"))),
+PRETRAINING: Panels = (  # train and held-out curves share a panel only where they are of the same masks and losses
+    ("all losses, weighed", (("train", "loss"), ("validation", "loss"))),
+    ("training: generator", (("train", "generator"),)),
+    ("training: discriminator or corrector", (("train", "discriminator"), ("train", "corrector"))),
+    ("held out: MLM loss of the generator", (("validation", "mlm_loss"),)),
     (
-        "discriminator: its loss",
-        (
-            ("train", "discriminator"),
-            ("train", "corrector"),
-            ("validation", "rtd_loss"),
-            ("validation", "corrector_loss"),
-        ),
+        "held out: discriminator or corrector",
+        (("validation", "rtd_loss"), ("validation", "frozen_loss"), ("validation", "corrector_loss")),
     ),
     ("area under the curve", (("validation", "rtd_auc"), ("validation", "frozen_auc"))),
     ("accuracy and right samples", (("validation", "mlm_accuracy"), ("validation", "samples_right"))),
@@ -32,7 +31,7 @@ def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
     figure = empty_figure(12, 3.5 * rows)
     if figure is None:
         return None
-    lines = read_lines(run / METRICS)
+    lines = with_losses(run, read_lines(run / METRICS)) if panels is PRETRAINING else read_lines(run / METRICS)
     for (title, metrics), axes in zip(panels, figure.subplots(rows, 3).flat, strict=True):
         for kind, name in metrics:
             points = series(lines, kind, name)
@@ -45,6 +44,20 @@ def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
             axes.legend(fontsize=8)
     figure.savefig(run / "curves.png", dpi=100)
     return run / "curves.png"
+
+
+def with_losses(run: Path, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A pre-training's lines, those of training with the sum of their losses, weighed as the run's settings say."""
+    weight = read_json(run / CONFIG)["pretraining"]["discriminator_weight"]
+    return [line | {"loss": whole_loss(line, weight)} if line["kind"] == "train" else line for line in lines]
+
+
+def whole_loss(line: dict[str, Any], discriminator_weight: float) -> float | None:
+    """What a line's losses are together; None in adversarial training, whose held-out loss is of other parts."""
+    if "baseline" in line:
+        return None
+    weights = {"generator": 1.0, "corrector": 1.0, "discriminator": discriminator_weight}
+    return sum(weight * line[name] for name, weight in weights.items() if line.get(name) is not None)
 
 
 def series(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[int, float]]:

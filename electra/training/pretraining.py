@@ -28,7 +28,7 @@ from electra.model.storage import (
 )
 from electra.objective.losses import Counts, Losses
 from electra.objective.masking import slots
-from electra.objective.measures import measure
+from electra.objective.measures import held_out_loss, measure
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, Settings
 from electra.text.batches import Batch, Batches, BatchesConfig, Position, validation_batches
 from electra.text.files import is_used
@@ -269,13 +269,15 @@ class PretrainingLesson:
         return 1.0
 
     def evaluate(self) -> dict[str, float]:
-        """Measures on held-out text, and a page of sentences to look at."""
+        """The loss and measures on held-out text, and a page of sentences to look at."""
         self.model.eval()
         with self.working.autocast(), torch.no_grad():
+            loss = held_out_loss(self.config.objective, self.model, self.held_out, self.settings)
             measures = measure(self.model, self.held_out, self.unigram, self.settings.vocabulary)
-            write_samples(self.config.output, self.model, self.held_out[0], self.shards.tokenizer)
+            drawn = self.settings.frequencies
+            write_samples(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, drawn)
         self.model.train()
-        return measures
+        return {"loss": loss} | measures
 
     def rates(self, tokens_per_second: float) -> dict[str, float]:
         """Operations a second, and their share of what the device is sold with."""
@@ -328,7 +330,8 @@ def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.devic
 
 def held_out_form(config: PretrainConfig) -> BatchesConfig:
     """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
-    return BatchesConfig(length=min(128, config.length), batch_size=min(32, config.evaluation_rows), form="dense")
+    length, rows = min(128, config.length), min(32, config.evaluation_rows)
+    return BatchesConfig(length=length, batch_size=rows, form="dense", whole_words=config.whole_words)
 
 
 def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
