@@ -203,7 +203,7 @@ def test_phases_cost_what_each_of_them_does(settings_of_run):
 
 
 def test_phases_of_minutes_end_where_the_clock_says(settings_of_run, shards):
-    config = settings_of_run(steps=None, minutes=2.0, phases=("share=0.75", "objective=mlm"))
+    config = settings_of_run(steps=None, minutes=2.0, phases=("share=0.75", "objective=replace-mlm"))
     phases = plan(config, open_shards(shards))
     clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
     ends = ends_of(phases, Place(step=21, seconds=121.0), clock)
