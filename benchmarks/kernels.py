@@ -1,6 +1,7 @@
 """Our kernels by themselves, on a GPU: what they take, forward and back, and what torch's own operations take.
 
-    python benchmarks/kernels.py [--rows 1024] [--width 256] [--heads 4] [--feedforward 1024] [--dropout 0] [--json]
+    python benchmarks/kernels.py [--rows 1024] [--length 128] [--width 256] [--heads 4] [--feedforward 1024]
+        [--dropout 0] [--json]
 
 Both sides compute the same from the same inputs in bf16, recorded as CUDA graphs, so that launches do not count;
 with dropout, each side draws noise of its own.
@@ -24,7 +25,7 @@ if HAS_TRITON:
     from electra.model.gpu.biased_gelu import biased_gelu
     from electra.model.gpu.classic_layer import layer_at_once
     from electra.model.gpu.gated_gelu import gated_gelu
-    from electra.model.gpu.short_rows import attend_in_short_rows
+    from electra.model.gpu.short_rows import LONGEST, attend_in_short_rows
     from electra.objective.one_pass import scored
 
 Way = Callable[..., Tensor]
@@ -191,6 +192,8 @@ def main() -> None:
     as_json, sizes = given.pop("json"), Sizes(**given)
     if not HAS_TRITON:
         raise SystemExit("our kernels need an NVIDIA GPU, Triton and a C compiler, which are not here")
+    if sizes.length > LONGEST:
+        raise SystemExit(f"--length is {sizes.length}; these kernels take rows of at most {LONGEST} tokens")
     found = [measured(case) for case in cases(sizes)]
     if as_json:
         print(json.dumps({"sizes": asdict(sizes), "microseconds": [asdict(one) for one in found]}, indent=2))

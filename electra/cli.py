@@ -260,7 +260,7 @@ def config_file(flags: list[str]) -> tuple[Path | None, list[str]]:
 def read_fields(path: Path) -> dict[Any, Any]:
     """The fields in a JSON or YAML file."""
     read = read_yaml if path.suffix in (".yaml", ".yml") else read_json
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # pipes are read, too
         raise ConfigError(f"there is no file {path}; --config takes a JSON or YAML file with the command's fields")
     try:
         fields = read(path.read_text(encoding="utf-8"), path)

@@ -242,6 +242,8 @@ def test_it_is_said_what_a_run_starts_with(shards, make_source, tmp_path, capsys
     for more, sentence in (("", f"generator: starts as {source}"), ("--init-generator fresh", "generator: new")):
         main([*given.split(), *more.split()])
         assert f"discriminator: starts as {source}; {sentence}" in capsys.readouterr().out.splitlines()
+    main([*given.split(), "--objective", "mlm"])
+    assert f"masked language model: starts as {source}, with a new head" in capsys.readouterr().out.splitlines()
     with pytest.raises(SystemExit):
         main([*given.split(), "--init-generator", "frsh"])
     assert "--init-generator is frsh, and there is no such folder; give one that holds a model, or fresh" in (

@@ -268,6 +268,29 @@ def test_a_dry_run_says_what_the_run_would_be(shards, tmp_path, capsys, flags, l
     assert [line[: len(start)] for line, start in zip(said, lines, strict=False)] == lines
 
 
+def test_what_is_refused_today_does_not_stop_a_run_that_was_begun(settings_of_run):
+    config = settings_of_run(steps=2)
+    pretrain(config)
+    record = json.loads((config.output / "config.json").read_text())
+    record["pretraining"]["hands_over"] = False
+    (config.output / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="--no-hands-over is for --phases"):
+        pretrain(replace(config, hands_over=False))
+    assert pretrain(replace(config, hands_over=False, resume=True)).step == 2
+
+
+def test_a_phase_of_one_step_is_a_phase(settings_of_run, shards):
+    config = settings_of_run(steps=4, phases=("share=0.375", "share=0.25", "share=0.375"))
+    assert all(phase.budget.steps for phase in plan(config, open_shards(shards)))
+
+
+def test_each_phase_has_a_best_of_its_own(settings_of_run):
+    phases = ("share=0.5,mask-fraction=0.1", "share=0.5,mask-fraction=0.6")  # the second's loss is far higher
+    config = settings_of_run(steps=4, phases=phases, save_every=1, evaluate_every=1, keep=1)
+    pretrain(config)
+    assert "step-000000002" not in [folder.name for folder in checkpoint_folders(config.output)]
+
+
 def test_the_record_of_a_run_has_its_phases(settings_of_run):
     config = settings_of_run(**TWO_STAGE, steps=4)
     pretrain(config)

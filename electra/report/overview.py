@@ -108,8 +108,8 @@ def short_names(folders: list[Path]) -> list[str]:
 def notes_on(runs: dict[str, Run]) -> list[str]:
     """What one should know before comparing."""
     notes = []
-    if len({run.loss_kind() for run in runs.values()}) > 1:
-        alike = "of one objective, all with a generator or all without"
+    if len({(run.loss_kind(), run.departures) for run in runs.values()}) > 1:
+        alike = "of one objective, all with a generator or all without, with the same masks and weights of losses"
         notes.append(f"loss adds up what an objective has: compare it only between runs {alike}")
     tasks = {name: " ".join(sorted(run.glue.tasks)) for name, run in runs.items() if run.glue}
     if len(set(tasks.values())) > 1:

@@ -87,7 +87,10 @@ class InitialConfig(ModelConfig):
         """Refuse a style or --size other than the model's, and a table that is not as long as the vocabulary."""
         size = size_as_wide(encoder)
         if self.style != encoder.style:
-            raise ConfigError(f"--style {self.style} cannot be: {self.init} is {encoder.style}; leave --style out")
+            raise ConfigError(
+                f"--style {self.style} cannot be: {self.init} is {encoder.style}; leave --style out, or say --style "
+                f"{encoder.style}"
+            )
         if self.size != size:
             raise ConfigError(
                 f"--size {self.size} cannot be: {self.init} is {encoder.width} wide, which goes with {size}; "
@@ -122,6 +125,16 @@ def sizes_in(path: Path) -> dict[str, EncoderConfig]:
     return {part: size for part, size in sizes.items() if size is not None}
 
 
+def gives_verdicts(path: Path) -> bool:
+    """Whether what a folder holds ends in verdicts: a discriminator, and no corrector or generator."""
+    folder = model_folder(path)
+    settings = read_json(folder / CONFIG)
+    if "model_type" in settings:
+        return architecture_of(settings, folder).part == "discriminator"
+    pair = model_config(folder)
+    return pair.discriminator is not None and pair.head == "verdict"
+
+
 def encoder_size(path: Path) -> EncoderConfig:
     """The size of the encoder that is gone on from: the discriminator's, or a lone generator's."""
     sizes = sizes_in(path)
@@ -140,10 +153,12 @@ def generator_size(path: Path) -> EncoderConfig:
 
 def require_tokenizers(config: InitialConfig, shards: Shards) -> None:
     """Refuse shards that were made with another tokenizer than the model's: its rows would mean other words."""
-    for path in filter(None, (config.init, config.generator_source())):
-        if not path.exists():
-            flag, or_fresh = ("--init", "") if path == config.init else ("--init-generator", f", or {FRESH}")
-            raise ConfigError(f"{flag} is {path}, and there is no such folder; give one that holds a model{or_fresh}")
+    source = config.generator_source()
+    if source is not None and not source.exists():
+        raise ConfigError(
+            f"--init-generator is {source}, and there is no such folder; give one that holds a model, or {FRESH}"
+        )
+    for path in filter(None, (config.init, source)):
         folder = model_folder(path)
         shards.require_tokenizer(tokenizer_beside(folder))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig
-from electra.training.initial import sizes_in
+from electra.training.initial import gives_verdicts
 from electra.training.plan import Phase, PretrainConfig, starts_discriminator
 
 SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "corrector that may copy"}
@@ -13,7 +13,7 @@ SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "cor
 def outline(config: PretrainConfig, phases: list[Phase]) -> list[str]:
     """A run in a few lines."""
     model = max(phases, key=lambda phase: phase.model.discriminator is not None).model
-    starts = [] if config.init is None or config.has_begun() else [start_in_words(config, model)]
+    starts = [] if config.init is None or config.has_begun() else [start_in_words(config, phases[0].model)]
     return [models_in_words(config, model), *starts, *phases_in_words(phases)]
 
 
@@ -44,8 +44,8 @@ def encoder_in_words(name: str, encoder: EncoderConfig) -> str:
 def start_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
     """Where the weights of a run's first models come from."""
     assert config.init is not None
-    is_own = "discriminator" in sizes_in(config.init) or model.discriminator is None
-    head = "" if is_own else ", a masked language model: the head is new"
+    wants_verdicts = model.discriminator is not None and model.head == "verdict"
+    head = "" if gives_verdicts(config.init) == wants_verdicts else ", with a new head"
     name = SECOND[model.head] if model.discriminator else "masked language model"
     said = f"{name}: starts as {config.init}{head}"
     if model.generator is None or model.discriminator is None:

@@ -137,10 +137,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         if self.tokens is not None:
             return Budget(steps=math.ceil(self.tokens * (end - begin) / (self.batch_size * self.length)))
         assert self.steps is not None
-        steps = round(self.steps * end) - round(self.steps * begin)
-        if steps < 1:
-            raise ConfigError(f"a share of {end - begin:g} of {self.steps} steps is less than one step; give it more")
-        return Budget(steps=steps)
+        return Budget(steps=max(1, round(self.steps * end) - round(self.steps * begin)))
 
     def has_begun(self) -> bool:
         """Whether there is a checkpoint to resume from."""
@@ -257,13 +254,9 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
         raise ConfigError(f"entropy_bonus is {config.entropy_bonus}, which only --objective adversarial pays")
     if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
         raise ConfigError(f"--sharing {config.sharing} would move a frozen generator; add --sharing none")
-    refuse_idle_settings(config, objectives)
-    for before, after in pairwise(objectives):
-        if OBJECTIVES[before].head and not OBJECTIVES[after].head:
-            raise ConfigError(
-                f"--phases: {after} after {before} would leave the discriminator behind, which it does not train; "
-                f"put it first"
-            )
+    if not config.has_begun():
+        refuse_idle_settings(config, objectives)
+        refuse_lost_parts(config, objectives)
     if config.init is not None and not config.has_begun():
         refuse_start(config, objectives)
     if kinds[0].is_frozen and not has_trained_generator(config):
@@ -275,10 +268,25 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
 
 def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Refuse settings that no phase of the run looks at."""
-    if config.objective not in objectives and config.objective != PretrainConfig.objective:
+    is_given = config.objective != PretrainConfig.objective and config.branch_from is None  # else it is the trunk's
+    if is_given and config.objective not in objectives:
         raise ConfigError(f"--objective {config.objective} is that of no phase in --phases; leave it out")
     if not config.hands_over and len(objectives) == 1:
         raise ConfigError("--no-hands-over is for --phases, and there are none; leave it out")
+
+
+def refuse_lost_parts(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Refuse phases without a step, and those that leave behind what was trained."""
+    for phase in read_phases(config.phases):
+        share = phase.end - phase.begin
+        if config.steps is not None and config.steps * share < 1 - 1e-9:
+            raise ConfigError(f"a share of {share:g} of {config.steps} steps is less than one step; give it more")
+    for before, after in pairwise(objectives):
+        if OBJECTIVES[before].head and not OBJECTIVES[after].head:
+            raise ConfigError(
+                f"--phases: {after} after {before} would leave the discriminator behind, which it does not train; "
+                f"put it first"
+            )
 
 
 def refuse_start(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:

@@ -127,6 +127,8 @@ def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Sta
         trainer.follow(checkpoint)
     elif checkpoint is not None:
         trainer.resume(checkpoint)
+        if phase_of(checkpoint) < phase.number:
+            trainer.place.best_loss = None  # with other masks a loss is another
     elif config.branch_from is not None:
         trainer.branch(model_folder(config.branch_from))
     elif start is not None:
