@@ -132,8 +132,11 @@ def activations(sizes: Sizes) -> list[Case]:
     """GELU with a bias, and with a gate."""
     N, F = sizes.rows * sizes.length, sizes.feedforward
     biased = Case("bias and GELU", biased_gelu, lambda x, b: functional.gelu(x + b), (numbers(N, F), numbers(F)))
-    plain = lambda both: functional.gelu(both[:, :F]) * both[:, F:]  # noqa: E731
-    return [biased, Case("GELU with a gate", gated_gelu, plain, (numbers(N, 2 * F),))]
+
+    def gated(both: Tensor) -> Tensor:
+        return functional.gelu(both[:, :F]) * both[:, F:]
+
+    return [biased, Case("GELU with a gate", gated_gelu, gated, (numbers(N, 2 * F),))]
 
 
 def vocabulary(sizes: Sizes) -> Case:

@@ -12,7 +12,7 @@ from torch import nn
 
 from electra.errors import ConfigError, DataError
 from electra.model.config import EncoderConfig
-from electra.model.electra import Discriminator, Electra, ElectraConfig
+from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import TokenEmbeddings
 from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
@@ -202,8 +202,8 @@ def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
 def read_start(config: InitialConfig, model: ElectraConfig) -> Start:
     """Read the weights that a run goes on from, for the parts that its first model has."""
     assert config.init is not None
-    has_verdicts, tensors = read_encoder(config.init)
-    if has_verdicts != (model.discriminator is not None and model.head == "verdict"):  # the head does something else
+    tensors = read_encoder(config.init)
+    if not has_head_for(config.init, model):
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
     source = config.generator_source() if model.generator and model.discriminator else None
     start = Start(tensors, None if source is None else read_generator(source))
@@ -211,14 +211,17 @@ def read_start(config: InitialConfig, model: ElectraConfig) -> Start:
     return start
 
 
-def read_encoder(path: Path) -> tuple[bool, Tensors]:
-    """The tensors of the discriminator in a folder, or of a lone generator, and whether it gives verdicts."""
+def has_head_for(path: Path, model: ElectraConfig) -> bool:
+    """Whether what a folder holds says what the discriminator of a model, or its lone generator, is to say."""
+    return gives_verdicts(path) == (model.discriminator is not None and model.head == "verdict")
+
+
+def read_encoder(path: Path) -> Tensors:
+    """The tensors of the discriminator in a folder, or of a lone generator."""
     folder = model_folder(path)
     if "model_type" in read_json(folder / CONFIG):
-        arrival = read_huggingface(folder)
-        return arrival.part == "discriminator", arrival.tensors
-    part = part_of(load_model(folder), "encoder")
-    return isinstance(part, Discriminator), folded(part.state_dict())
+        return read_huggingface(folder).tensors
+    return folded(part_of(load_model(folder), "encoder").state_dict())
 
 
 def read_generator(path: Path) -> Tensors:

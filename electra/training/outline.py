@@ -4,17 +4,23 @@ from collections.abc import Iterator
 
 from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig
-from electra.training.initial import gives_verdicts
-from electra.training.plan import Phase, PretrainConfig, starts_discriminator
+from electra.training.initial import has_head_for
+from electra.training.plan import Phase, PretrainConfig, starts_discriminator, whole_model
 
 SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "corrector that may copy"}
+
+SHARED = {
+    "none": "nothing shared",
+    "embeddings": "embeddings shared",
+    "disentangled": "embeddings shared, disentangled",
+    "all": "all shared",
+}
 
 
 def outline(config: PretrainConfig, phases: list[Phase]) -> list[str]:
     """A run in a few lines."""
-    model = max(phases, key=lambda phase: phase.model.discriminator is not None).model
     starts = [] if config.init is None or config.has_begun() else [start_in_words(config, phases[0].model)]
-    return [models_in_words(config, model), *starts, *phases_in_words(phases)]
+    return [models_in_words(config, whole_model(phases)), *starts, *phases_in_words(phases)]
 
 
 def models_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
@@ -28,10 +34,7 @@ def models_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
     elif config.generator_kind != "model":
         parts.append(f"no generator: {config.generator_kind} replacements")
     if model.generator and model.discriminator:
-        shared = {"none": "nothing shared", "all": "all shared"}
-        parts.append(
-            shared.get(model.sharing, "embeddings shared" + ", disentangled" * (model.sharing != "embeddings"))
-        )
+        parts.append(SHARED[model.sharing])
     return f"{config.style}: {'; '.join(parts)}"
 
 
@@ -44,8 +47,7 @@ def encoder_in_words(name: str, encoder: EncoderConfig) -> str:
 def start_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
     """Where the weights of a run's first models come from."""
     assert config.init is not None
-    wants_verdicts = model.discriminator is not None and model.head == "verdict"
-    head = "" if gives_verdicts(config.init) == wants_verdicts else ", with a new head"
+    head = "" if has_head_for(config.init, model) else ", with a new head"
     name = SECOND[model.head] if model.discriminator else "masked language model"
     said = f"{name}: starts as {config.init}{head}"
     if model.generator is None or model.discriminator is None:

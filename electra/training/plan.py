@@ -191,6 +191,11 @@ class Phase:
     begins_stage: bool
 
 
+def whole_model(phases: list[Phase]) -> ElectraConfig:
+    """All parts that any phase of a run has."""
+    return max(phases, key=lambda phase: phase.model.discriminator is not None).model
+
+
 def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
     """The phases of a run; settings that contradict each other are refused."""
     refuse_contradictions(

@@ -49,7 +49,7 @@ from electra.training.machine import (
     peak_flops,
 )
 from electra.training.outline import outline
-from electra.training.plan import Phase, PretrainConfig, plan
+from electra.training.plan import Phase, PretrainConfig, plan, whole_model
 from electra.training.samples import write_samples
 from electra.training.trainer import Outcome, Trainer
 from electra.training.working_copy import WorkingCopy
@@ -187,7 +187,7 @@ def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> d
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     settings["data"] = config.data.absolute()  # a run may be resumed from another folder
     record = {
-        "model": asdict(max(phases, key=lambda phase: phase.model.discriminator is not None).model),
+        "model": asdict(whole_model(phases)),
         "pretraining": settings,
         "data": {"tokens": shards.index.totals("tokens"), "tokenizer": shards.tokenizer.fingerprint},
         "command": shlex.join(sys.argv),

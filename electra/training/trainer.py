@@ -354,11 +354,11 @@ class Trainer:
     def move_if(self, is_finite: Tensor, norm: Tensor) -> None:
         """Move the weights where the device says so; Python does not wait to hear it, and clipping is left to kernels.
 
-        Both are attributes that torch's fused optimizers ask for, though its types do not name them, so that they are
-        ignored here; gradients are divided by the scale."""
+        Both are attributes that torch's fused optimizers ask for; gradients are divided by the scale."""
+        scale = (norm / (self.config.clip or float("inf"))).clamp(min=1)
         for optimizer in self.optimizers:
-            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
-            optimizer.grad_scale = (norm / (self.config.clip or float("inf"))).clamp(min=1)  # type: ignore[attr-defined]
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # torch's types do not name it
+            optimizer.grad_scale = scale  # type: ignore[attr-defined]  # nor this
         self.move()
 
     def skip(self, count: int) -> None:
