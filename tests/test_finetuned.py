@@ -9,8 +9,8 @@ from made import write_rows
 from peers import peer
 from transformers import BertConfig, BertModel, ElectraModel
 
-from electra.errors import DataError
-from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, load_finetuned, write_finetuned
+from electra.errors import ConfigError, DataError
+from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned, load_start, write_finetuned
 from electra.finetune.tasks import own_task
 from electra.finetune.tuning import TuningConfig, TuningLesson
 from electra.training.trainer import Budget, Trainer
@@ -28,7 +28,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
     theirs = peer(kind, **({"config_class": BertConfig, "layout": "base"} if kind is BertModel else {}))
     theirs.save_pretrained(tmp_path)
-    encoder, _ = load_encoder(tmp_path, dropout=0.0)
+    encoder = load_start(tmp_path, dropout=0.0).encoder
     ours = FineTuned(encoder, outputs=3)
     input_ids, attention_mask, segment_ids = rows()
     hidden = theirs(input_ids, attention_mask.long(), segment_ids).last_hidden_state[:, 0]
@@ -116,7 +116,7 @@ def test_settings_of_the_paper_by_size(tmp_path):
 
 def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
-    encoder, folder = load_encoder(encoder_folder)
+    encoder, _, folder = load_start(encoder_folder)
     model = FineTuned(encoder, task.outputs).eval()
     (tmp_path / "tuned").mkdir()
     write_finetuned(model, task, 32, tmp_path / "tuned", folder)
@@ -125,8 +125,13 @@ def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     ids = torch.tensor([[2, 5, 6, 3]])
     mask = torch.ones_like(ids, dtype=torch.bool)
     assert torch.equal(model(ids, mask, ids * 0), again(ids, mask, ids * 0))
-    onwards, _ = load_encoder(tmp_path / "tuned")  # to go on from, for another task
+    onwards = load_start(tmp_path / "tuned").encoder  # to go on from, for another task
     assert torch.equal(onwards.eval()(ids), encoder.eval()(ids))
+
+
+def test_a_classic_head_reads_the_first_token_only(encoder_folder):
+    with pytest.raises(ConfigError, match="pooling is mean; the head of a classic encoder reads the first token only"):
+        FineTuned(load_start(encoder_folder).encoder, outputs=2, pooling="mean")
 
 
 def test_what_is_no_fine_tuned_model_is_named(encoder_folder):

@@ -11,7 +11,7 @@ from made import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetune.finetuned import FineTuned, load_finetuned
+from electra.finetune.finetuned import FineTuned, begin, load_finetuned, load_start
 from electra.finetune.tasks import own_task
 from electra.finetune.tuning import TuningConfig, TuningLesson
 from electra.model.electra import SHARING
@@ -131,10 +131,14 @@ def test_a_trained_pair_detects_fills_and_embeds(settings_of_run):
     assert model.embed(["the big cat", "the dog"]).shape == (2, 32)
 
 
-@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
-def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folder, tmp_path, capsys, kind):
+@pytest.mark.parametrize(
+    ("kind", "pooling"),
+    [("classification", "cls"), ("classification", "mean"), ("multi-label", "mean"), ("regression", "cls")],
+)
+def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folder, tmp_path, capsys, kind, pooling):
     rows = write_rows(tmp_path / "rows.jsonl", kind, 240, seed=0)
     flags = f"--model {modern_folder} --train {rows} --dev {rows} --text text --label label --output {tmp_path}/out"
+    flags += f" --pooling {pooling}"
     tuned = run(
         f"finetune {flags} --epochs 12 --learning-rate 3e-3 --length 32 --device cpu --dropout 0 --json", capsys
     )
@@ -151,6 +155,18 @@ def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folde
         expected = expected if task.labels else task.unscaled(expected)
         assert np.abs(theirs(input_ids, attention_mask=mask).logits.numpy() - expected).max() < 1e-5
     assert list(theirs.config.id2label.values()) == list(task.labels or ("score",))
+    assert theirs.config.classifier_pooling == pooling
+
+
+def test_a_head_starts_with_what_transformers_takes_over(modern_folder, tmp_path, capsys):
+    run(f"export --model {modern_folder} --output {tmp_path}/hf", capsys)
+    theirs = ModernBertForSequenceClassification.from_pretrained(
+        tmp_path / "hf", num_labels=3, ignore_mismatched_sizes=True
+    )
+    for folder in (modern_folder, tmp_path / "hf"):
+        ours = begin(load_start(folder), outputs=3, pooling="cls").head
+        assert torch.equal(ours.dense.weight, theirs.head.dense.weight)
+        assert torch.equal(ours.norm.weight, theirs.head.norm.weight)
 
 
 def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path):

@@ -152,7 +152,7 @@ def export_finetuned(config: ExportConfig) -> Written:
     tensors = to_huggingface(multiplied_out(state, size), ARCHITECTURES[alike]) | head_of(head)
     settings = huggingface_config(size, name, torch.float32, vocabulary_of(folder, size))
     settings |= labelled(task.labels or ("score",)) | {"problem_type": PROBLEMS[task.kind]}
-    settings |= {"classifier_dropout": size.dropout, "classifier_pooling": "cls"} if size.is_modern() else {}
+    settings |= {"classifier_dropout": size.dropout, "classifier_pooling": model.pooling} if size.is_modern() else {}
     return write_huggingface(config.output, tensors, settings, folder)
 
 

@@ -7,6 +7,7 @@ tokenizer files lie beside.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -62,20 +63,29 @@ class ModernHead(ClassicHead):
 
 
 HEADS = {"classic": ClassicHead, "modern": ModernHead}
+Pooling = Literal["cls", "mean"]
 
 
 class FineTuned(nn.Module):
-    """Says something of a text or a pair, from the first token's state."""
+    """Says something of a text or a pair, from the first token's state or, modern ones, from the mean of all."""
 
-    def __init__(self, encoder: Encoder, outputs: int) -> None:
+    def __init__(self, encoder: Encoder, outputs: int, pooling: Pooling = "cls") -> None:
         super().__init__()
-        self.encoder = encoder
+        if pooling != "cls" and not encoder.config.is_modern():
+            raise ConfigError(f"pooling is {pooling}; the head of a classic encoder reads the first token only: cls")
+        self.encoder, self.pooling = encoder, pooling
         self.head = HEADS[encoder.config.style](encoder.config, outputs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
         """Logits [B, outputs]."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(hidden[:, 0])
+        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_state(hidden, attention_mask))
+
+
+def mean_state(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The mean [B, D] of the states [B, L, D] of tokens that are no padding."""
+    weights = attention_mask.to(hidden.dtype)[..., None]
+    return (hidden * weights).sum(1) / weights.sum(1)
 
 
 @dataclass(frozen=True)
@@ -118,32 +128,57 @@ READINGS: dict[Kind, Reading] = {
 }
 
 
-def load_encoder(path: Path, dropout: float | None = None) -> tuple[Encoder, Path]:
-    """The encoder of a run, a model folder, a fine-tuned model or a Hugging Face folder, and where it was found."""
+class Start(NamedTuple):
+    """What a fine-tuning starts from."""
+
+    encoder: Encoder
+    head: dict[str, Tensor]  # of the model that was read, its own names without the prefix
+    folder: Path  # where it was found
+
+
+def load_start(path: Path, dropout: float | None = None) -> Start:
+    """The encoder of a run, a model folder, a fine-tuned model or a Hugging Face folder, and the head it had there."""
     folder = model_folder(path)
-    config, weights = read_encoder(folder)
+    config, tensors = read_part(folder)
     if dropout is not None:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         encoder = Encoder(config)
+    weights, head = (without_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return encoder, folder
+    return Start(encoder, head, folder)
 
 
-def read_encoder(folder: Path) -> tuple[EncoderConfig, dict[str, Tensor]]:
-    """The size and the weights of the encoder that is fine-tuned: the discriminator's, or a lone generator's."""
+def begin(start: Start, outputs: int, pooling: Pooling) -> FineTuned:
+    """A model to be fine-tuned: new, but for what a modern head has before its last layer where one was read.
+
+    `transformers` takes these over in the same way, as both are called head.dense and head.norm there.
+    """
+    model = FineTuned(start.encoder, outputs, pooling)
+    known = dict(model.head.named_parameters())
+    taken = {name: start.head[name] for name in ("dense.weight", "norm.weight") if name in known and name in start.head}
+    with torch.no_grad():
+        for name, tensor in taken.items():
+            known[name].copy_(tensor)
+    return model
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names start so, without it."""
+    return {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+
+
+def read_part(folder: Path) -> tuple[EncoderConfig, dict[str, Tensor]]:
+    """The size and the weights of the model that is fine-tuned: the discriminator, or a lone generator."""
     settings = read_json(folder / CONFIG)
     if "task" in settings:
-        config, tensors = encoder_config(settings, folder), read_tensors(folder / WEIGHTS)
-    elif "model_type" in settings:
+        return encoder_config(settings, folder), read_tensors(folder / WEIGHTS)
+    if "model_type" in settings:
         arrival = read_huggingface(folder)
-        config, tensors = arrival.config, arrival.tensors
-    else:
-        part = part_of(load_model(folder), "encoder")
-        config, tensors = part.encoder.config, folded(part.state_dict())
-    prefix = "encoder."
-    return config, {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+        return arrival.config, arrival.tensors
+    part = part_of(load_model(folder), "encoder")
+    return part.encoder.config, folded(part.state_dict())
 
 
 def encoder_config(settings: dict, folder: Path) -> EncoderConfig:
@@ -157,7 +192,8 @@ def encoder_config(settings: dict, folder: Path) -> EncoderConfig:
 def write_finetuned(model: FineTuned, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
     """Write a fine-tuned model's files into a folder, with the length of its rows and another's tokenizer files."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
-    write_json(folder / CONFIG, {"encoder": asdict(model.encoder.config), "task": asdict(task), "length": length})
+    settings = {"encoder": asdict(model.encoder.config), "task": asdict(task), "length": length}
+    write_json(folder / CONFIG, settings | {"pooling": model.pooling})
     copy_tokenizer(tokenizer, folder)
 
 
@@ -171,7 +207,7 @@ def load_finetuned(folder: Path) -> tuple[FineTuned, Task]:
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
     with torch.device("meta"):
-        model = FineTuned(Encoder(encoder_config(settings, folder)), task.outputs)
+        model = FineTuned(Encoder(encoder_config(settings, folder)), task.outputs, settings.get("pooling", "cls"))
     weights = read_tensors(folder / WEIGHTS)
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
     model.load_state_dict(weights, assign=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from electra.errors import ConfigError
 from electra.finetune.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
-from electra.finetune.finetuned import READINGS, FineTuned, load_encoder, write_finetuned
+from electra.finetune.finetuned import READINGS, Pooling, begin, load_start, write_finetuned
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import draw_confusion
 from electra.finetune.tasks import HUB, Task, read_examples
@@ -65,6 +65,8 @@ class TuningConfig:
     dropout: float | None = None
     """Of the encoder and before the head; as in pre-training unless given: a model that never met dropout falls apart
     under it."""
+    pooling: Pooling | None = None
+    """What the head reads: the first token's state, cls, unless a modern encoder is told to take the mean of all."""
     length: int = 128
     """Longer texts are cut, the longer of a pair first; how many is reported."""
     seeds: int = 1
@@ -173,13 +175,14 @@ class TuningLesson:
         self.config, self.task, self.seed = config, task, seed
         self.device = choose_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
-        encoder, self.folder = load_encoder(config.model, config.dropout)
-        check_length(config.length, encoder.config)
-        self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.config.vocabulary), cache
+        start = load_start(config.model, config.dropout)
+        encoder, self.folder = start.encoder.config, start.folder
+        check_length(config.length, encoder)
+        self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.vocabulary), cache
         torch.manual_seed(seed)
-        self.model = FineTuned(encoder, task.outputs).to(self.device)
+        self.model = begin(start, task.outputs, config.pooling or "cls").to(self.device)
         self.working = WorkingCopy(self.model, self.precision)
-        self.reading, self.pad_id = READINGS[task.kind], encoder.config.pad_id
+        self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
         self.step = 0

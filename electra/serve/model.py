@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from electra.errors import ConfigError
+from electra.finetune.finetuned import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, has_head, load_model, read_names, tokenizer_beside
 from electra.text.tokenizer import TextTokenizer
 from electra.training.checkpoint import model_folder
 from electra.training.machine import Device, choose_device
-
-Pooling = Literal["mean", "cls"]
 
 
 @dataclass(frozen=True)
