@@ -148,10 +148,19 @@ def test_the_recorded_commit_is_never_another_repositorys(tmp_path, monkeypatch)
 def test_a_bare_encoder_gives_no_verdicts(run, tmp_path):
     export(ExportConfig(model=run, output=tmp_path / "hf", part="encoder"))
     import_model(ImportConfig(source=tmp_path / "hf", output=tmp_path / "bare"))
-    model = electra.load(tmp_path / "bare")
-    with pytest.raises(ConfigError, match="came as a bare encoder"):
-        model.detect("the cat sat")
-    assert model.embed("the cat sat").shape == (1, 32)
+    for folder in ("bare", "hf"):
+        model = electra.load(tmp_path / folder)
+        with pytest.raises(ConfigError, match="came as a bare encoder"):
+            model.detect("the cat sat")
+        assert model.embed("the cat sat").shape == (1, 32)
+
+
+def test_a_hugging_face_folder_answers_as_the_run_it_came_from(run, tmp_path):
+    for part in ("discriminator", "generator"):
+        export(ExportConfig(model=run, output=tmp_path / part, part=part))
+    ours, text = electra.load(run), "the [MASK] sat"
+    assert electra.load(tmp_path / "discriminator").detect("the cat sat") == ours.detect("the cat sat")
+    assert electra.load(tmp_path / "generator").fill(text) == ours.fill(text)
 
 
 def test_a_text_that_is_not_utf_8_is_refused(run, capsys):

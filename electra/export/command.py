@@ -11,7 +11,7 @@ from electra.errors import ConfigError
 from electra.finetune.cells import best_model
 from electra.finetune.finetuned import load_finetuned
 from electra.model.config import EncoderConfig
-from electra.model.electra import TABLE_FIELDS, Discriminator, Electra, ElectraConfig, Sharing
+from electra.model.electra import Discriminator, Electra
 from electra.model.huggingface import (
     ARCHITECTURES,
     CLASSIFIERS,
@@ -21,6 +21,7 @@ from electra.model.huggingface import (
     Tensors,
     folded,
     huggingface_config,
+    joined,
     labelled,
     multiplied_out,
     part_of,
@@ -179,15 +180,10 @@ def import_model(config: ImportConfig) -> Written:
     if config.generator is not None:
         arrivals.append(read_huggingface(config.generator))
         check_roles(arrivals)
-    sizes = {arrival.part: arrival.config for arrival in arrivals}
-    tensors = {f"{arrival.part}.{name}": tensor for arrival in arrivals for name, tensor in arrival.tensors.items()}
-    sharing: Sharing = "embeddings" if shares_embeddings(arrivals) else "none"
-    if sharing == "embeddings":  # stored once, under the generator's name
-        tensors = {name: tensor for name, tensor in tensors.items() if "discriminator.encoder.embeddings" not in name}
-    model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
+    model, tensors = joined(arrivals)
     with written_whole(config.output) as draft:
         tokenizer = write_parts(model, tensors, draft, config.source)
-    described = f"{' and '.join(sizes)}, sharing {sharing}"
+    described = f"{' and '.join(arrival.part for arrival in arrivals)}, sharing {model.sharing}"
     left_out = [name for arrival in arrivals for name in arrival.left_out]
     return Written(str(config.output), described, count(tensors), tokenizer, left_out)
 
@@ -197,16 +193,6 @@ def check_roles(arrivals: list[Arrival]) -> None:
     came = [arrival.part for arrival in arrivals]
     if came != ["discriminator", "generator"]:
         raise ConfigError(f"--from holds a {came[0]} and --generator a {came[1]}; give the discriminator to --from")
-
-
-def shares_embeddings(arrivals: list[Arrival]) -> bool:
-    """Whether two parts have equal tables and LayerNorm: pairs trained with shared embeddings do."""
-    if len(arrivals) < 2:
-        return False
-    first, second = arrivals
-    names = [name for name in first.tensors if name.startswith("encoder.embeddings.")]
-    has_like_settings = all(getattr(first.config, name) == getattr(second.config, name) for name in TABLE_FIELDS)
-    return has_like_settings and all(torch.equal(first.tensors[name], second.tensors[name]) for name in names)
 
 
 def count(tensors: Tensors) -> int:

@@ -62,14 +62,18 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_model(folder: Path) -> Electra:
     """Read a model folder; weights keep their stored precision, and a head that is not there starts afresh."""
-    config = model_config(folder)
+    return assembled(model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+
+
+def assembled(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
+    """A model from its weights, which were read at `path`."""
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         electra = Electra(config)
-    weights, wanted = read_tensors(folder / WEIGHTS), dict(electra.named_parameters())
+    wanted = dict(electra.named_parameters())
     is_headless = isinstance(electra.discriminator, Discriminator) and not has_head(weights)
     if is_headless:
         wanted = {name: weight for name, weight in wanted.items() if not name.startswith(HEAD)}
-    check_tensors(weights, wanted, folder / WEIGHTS)
+    check_tensors(weights, wanted, path)
     electra.load_state_dict(weights, strict=False, assign=True)
     if is_headless:
         give_head(electra.the_discriminator())

@@ -19,7 +19,7 @@ class TextConfig:
     text: tyro.conf.Positional[str]
     """The text, in quotes; if it starts with a dash, behind --."""
     model: Path
-    """A model folder or a run folder."""
+    """A model folder, a run folder, or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
     json: bool = False

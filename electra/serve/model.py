@@ -11,7 +11,17 @@ from electra.errors import ConfigError
 from electra.finetune.finetuned import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
-from electra.model.storage import WEIGHTS, has_head, load_model, read_names, tokenizer_beside
+from electra.model.huggingface import joined, read_huggingface
+from electra.model.storage import (
+    CONFIG,
+    WEIGHTS,
+    assembled,
+    has_head,
+    model_config,
+    read_json,
+    read_tensors,
+    tokenizer_beside,
+)
 from electra.text.tokenizer import TextTokenizer
 from electra.training.checkpoint import model_folder
 from electra.training.machine import Device, choose_device
@@ -99,9 +109,12 @@ class Model:
 
 
 def load(path: str | Path, device: Device = "auto") -> Model:
-    """Load a model folder, or the newest checkpoint of a run, with its tokenizer."""
+    """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
     folder = model_folder(Path(path))
-    electra = load_model(folder)
-    parts = [part for part in (electra.config.generator, electra.config.discriminator) if part is not None]
+    if "model_type" in read_json(folder / CONFIG):
+        config, weights = joined([read_huggingface(folder)])
+    else:
+        config, weights = model_config(folder), read_tensors(folder / WEIGHTS)
+    parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = tokenizer_beside(folder, min(part.vocabulary for part in parts))
-    return Model(electra, tokenizer, choose_device(device), has_head(read_names(folder / WEIGHTS)))
+    return Model(assembled(config, weights, folder / WEIGHTS), tokenizer, choose_device(device), has_head(weights))
