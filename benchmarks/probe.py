@@ -1,10 +1,12 @@
 """How good are pre-trained models, with no look at any dev set: fine-tune them on slices of GLUE's training files.
 
-    python benchmarks/probe.py --data glue/ --model runs/a runs/b [--tasks qnli sst2 rte] [--seeds 3] [--json]
+    python benchmarks/probe.py --data glue/ --model runs/a runs/b [--tasks qnli sst2 rte] [--seeds 3] \
+        [--learning-rate 3e-4 6e-4] [--pooling cls mean] [--json]
 
 A dev set that decided which model is kept is no fair measure of it any more; these rows may decide. All models learn
 from the same --rows rows and are measured on the same --held-out others, of small tasks at most a fifth of the rows.
-Settings are those of `electra finetune`, but for the epochs. The table has the median over seeds of each task's first
+Settings are those of `electra finetune`, but for the epochs; with several rates or poolings each model has a row for
+each. The table has the median over seeds of each task's first
 metric and the standard deviation. Compare models by it, not with published scores: there are fewer rows and epochs,
 and the rows of SST-2 are phrases, some of them parts of others.
 """
@@ -13,11 +15,14 @@ import argparse
 import json
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from electra.finetune.cells import Cell, cells_of, run_cells
+from electra.finetune.finetuned import Pooling
 from electra.finetune.finetuning import over_seeds
 from electra.finetune.glue import markdown
 from electra.finetune.tasks import Task, glue_task, split_rows
@@ -73,19 +78,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--learning-rate", nargs="+", type=float, default=[None])
+    parser.add_argument("--pooling", nargs="+", choices=get_args(Pooling), default=[None], help="of modern models")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         whole = [glue_task(task, arguments.data) for task in arguments.tasks]
         tasks = [sliced(task, arguments.rows, arguments.held_out, folder) for task in whole]
         groups = {}
-        for number, model in enumerate(arguments.model):
+        ways = product(arguments.model, arguments.learning_rate, arguments.pooling)
+        for number, (model, rate, pooling) in enumerate(ways):
             settings = {"epochs": arguments.epochs, "seeds": arguments.seeds, "length": arguments.length}
+            settings |= {"learning_rate": rate, "pooling": pooling}
+            name = " ".join(str(word) for word in (model, rate, pooling) if word is not None)
             for task in tasks:
                 output = folder / str(number) / task.name
                 config = TuningConfig(model=model, output=output, **settings)
-                groups[str(model), task.name] = cells_of(config, task, output)
+                groups[name, task.name] = cells_of(config, task, output)
         found = probes(groups, tasks)
     print(json.dumps(found) if arguments.json else table(found, tasks))
 

@@ -67,6 +67,11 @@ def test_models_are_probed_without_a_look_at_dev_rows(result_of, encoder_folder,
     first, second = found.values()
     assert first["stsb"].keys() == {"median", "spread"}
     assert first == second  # one model under two names: the same rows, the same seeds
+    rates = result_of(
+        "probe", "--data", data, "--model", models[0], "--tasks", "stsb", "--learning-rate", 1e-3, 1e-2, *sizes
+    )
+    assert list(rates) == [f"{models[0]} 0.001", f"{models[0]} 0.01"]
+    assert len({scores["stsb"]["median"] for scores in rates.values()}) == 2
 
 
 @pytest.mark.parametrize(("held_out", "measured"), [(5, 5), (2000, 12)])
