@@ -30,7 +30,7 @@ from timing import wait
 
 from electra.export.command import ExportConfig, export
 from electra.finetune.features import labels_of
-from electra.finetune.finetuned import READINGS, read_encoder
+from electra.finetune.finetuned import READINGS, read_part
 from electra.finetune.finetuning import FinetuneConfig, finetune, median, spread
 from electra.finetune.glue import GLUE_6
 from electra.finetune.metrics import METRICS
@@ -140,7 +140,7 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     torch.manual_seed(seed)
     peer, train = Peer(config, task), read_examples(task, "train")
     loader = peer.loader(train.doubled() if task.doubles else train, batch_size=config.batch, shuffle=True)
-    encoder, _ = read_encoder(config.model)
+    encoder, _ = read_part(config.model)
     settings, steps = config.trainer(encoder, len(loader)), config.epochs_for(task) * len(loader)
     groups = layer_groups(peer.model, settings.learning_rate, config.decay_for(encoder))
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, eps=settings.epsilon, fused=True)
