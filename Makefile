@@ -25,6 +25,7 @@ check: install
 
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kernels.py
 
 demo: install
 	$(BIN)/electra demo

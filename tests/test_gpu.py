@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layers import by_steps, made_layer
 from made import write_rows
 from safetensors.torch import load_file
 from torch.nn import functional
@@ -19,7 +20,7 @@ from electra.model.encoder import ClassicLayer, Encoder
 from electra.objective.losses import total
 from electra.objective.masking import MaskingConfig, mask
 from electra.objective.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
-from electra.objective.randomness import row_keys, scramble
+from electra.objective.randomness import row_keys
 from electra.text.batches import Batch, starts_of
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.journal import Journal
@@ -133,7 +134,7 @@ def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
 @pytest.mark.parametrize("has_documents", [True, False])
 @pytest.mark.parametrize(("width", "length"), [(64, 110), (192, 128), (768, 110)])  # cuDNN takes rows of 128
 def test_a_layer_at_once_is_as_exact_as_step_by_step(width, length, kernel, has_documents):
-    layer, hidden, grown, documents = made_layer(width, length=length)
+    layer, hidden, grown, documents = made_layer(width, length=length, device="cuda")
     reach = reach_of(None, documents if has_documents else None, kernel=kernel)
     as_exact_as_by_steps(layer, hidden, grown, reach, documents if has_documents else None)
 
@@ -141,7 +142,7 @@ def test_a_layer_at_once_is_as_exact_as_step_by_step(width, length, kernel, has_
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
 @pytest.mark.parametrize(("length", "heads"), [(110, 1), (40, 2), (13, 2)])
 def test_a_layer_at_once_drops_as_one_by_steps_does(rates, length, heads):
-    layer, hidden, grown, documents = made_layer(64, *rates, length=length, heads=heads)
+    layer, hidden, grown, documents = made_layer(64, *rates, length=length, heads=heads, device="cuda")
     as_exact_as_by_steps(layer, hidden, grown, reach_of(None, documents, kernel="short rows"), documents)
 
 
@@ -167,34 +168,6 @@ def as_exact_as_by_steps(
     exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
     for truth, rounded, ours in zip(exact, plain, found, strict=True):
         assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
-
-
-def by_steps(
-    layer: ClassicLayer, hidden: torch.Tensor, documents: torch.Tensor | None, seeds: torch.Tensor | None
-) -> torch.Tensor:
-    """A layer by plain operations, with the same noise."""
-    (B, L, D), H = hidden.shape, layer.attention.heads
-    block = max(16, 2 ** (L - 1).bit_length())  # of the kernel: weights are numbered as if rows were so long
-    after, second, within = (None, None, None) if seeds is None else seeds.tolist()
-    numbers = torch.arange(B * L * D, device=hidden.device).view(B, L, D)
-    pairs = torch.arange(B * H * block * block, device=hidden.device).view(B, H, block, block)[:, :, :L, :L]
-    query, key, value = (each.transpose(1, 2) for each in layer.attention.qkv(hidden).view(B, L, 3, H, -1).unbind(2))
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5  # [B, H, L, L]
-    if documents is not None:
-        scores = scores.masked_fill(documents[:, None, :, None] != documents[:, None, None, :], float("-inf"))
-    weights = scores.softmax(-1) * factors(within, pairs, layer.attention.dropout)
-    mixed = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
-    between = layer.attention.output(mixed) * factors(after, numbers, layer.dropout.p)
-    hidden = layer.attention_norm(hidden + between)
-    return layer.feedforward_norm(hidden + layer.feedforward(hidden) * factors(second, numbers, layer.dropout.p))
-
-
-def factors(seed: int | None, numbers: torch.Tensor, dropout: float) -> torch.Tensor | float:
-    """What the kernels' dropout multiplies by (`model.gpu.noise`)."""
-    if seed is None or not dropout:
-        return 1.0
-    bits = scramble((scramble(numbers ^ scramble(seed)) + seed) % 2**32)
-    return torch.where(bits < dropout * 2**32, 0.0, 1 / (1 - dropout))
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
@@ -243,7 +216,7 @@ def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
 
 @pytest.mark.parametrize(("has_documents", "length"), [(True, 110), (False, 110), (False, 128)])
 def test_dropout_in_long_rows_drops_and_has_its_own_gradient(has_documents, length):
-    layer, hidden, grown, documents = made_layer(64, 0.0, 0.2, length=length)
+    layer, hidden, grown, documents = made_layer(64, 0.0, 0.2, length=length, device="cuda")
     reach = reach_of(None, documents if has_documents else None, kernel="documents")
 
     def found(states: torch.Tensor, seed: int = 1) -> torch.Tensor:
@@ -284,19 +257,6 @@ def test_whole_long_rows_are_as_exact_as_plain_attention(length):
     exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
     for truth, rounded, ours in zip(exact, plain, found, strict=True):
         assert (ours - truth).norm() < 1.5 * (rounded - truth).norm()
-
-
-def made_layer(
-    width: int, dropout: float = 0.0, attention_dropout: float = 0.0, *, length: int = 110, heads: int | None = None
-) -> tuple[ClassicLayer, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layer whose parameters all matter, hidden states and the gradient of what comes of them, and documents."""
-    torch.manual_seed(0)
-    rates = {"dropout": dropout, "attention_dropout": attention_dropout}
-    layer = ClassicLayer(EncoderConfig(width=width, heads=heads or width // 64, feedforward=4 * width, **rates)).cuda()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=1 if parameter.dim() == 1 else width**-0.5)
-    hidden, grown = torch.randn(2, 37, length, width, device="cuda").bfloat16().float()
-    return layer, hidden, grown, (torch.rand(37, length, device="cuda") < 0.03).cumsum(1)
 
 
 def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):

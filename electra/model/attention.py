@@ -133,8 +133,8 @@ def kernel_for(weight: Tensor, length: int, head_width: int, is_listed: bool) ->
     A compiled graph also needs a list of documents (`is_listed`, or none to list): one made in it would have another
     length in every batch.
     """
-    if not weight.is_cuda or precision_at(weight) not in HALVES or head_width % 8 or head_width > WIDEST:
-        return "mask"
     if is_for_kernels(weight) and length <= short_rows.LONGEST and head_width in short_rows.WIDTHS:
         return "short rows"
+    if not weight.is_cuda or precision_at(weight) not in HALVES or head_width % 8 or head_width > WIDEST:
+        return "mask"
     return "mask" if torch.compiler.is_compiling() and not is_listed else "documents"

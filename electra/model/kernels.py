@@ -13,7 +13,9 @@ def has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
-HAS_TRITON = torch.cuda.is_available() and find_spec("triton") is not None and has_compiler()
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's own switch: kernels run on the CPU too, one program after the other, to be tested where there is no GPU."""
+HAS_TRITON = find_spec("triton") is not None and (IS_INTERPRETED or (torch.cuda.is_available() and has_compiler()))
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -23,5 +25,5 @@ def precision_at(tensor: Tensor) -> torch.dtype:
 
 
 def is_for_kernels(tensor: Tensor) -> bool:
-    """Whether our own kernels take a tensor: on a GPU, in half precision."""
-    return HAS_TRITON and tensor.is_cuda and precision_at(tensor) in HALVES
+    """Whether our own kernels take a tensor: on a GPU in half precision; in Triton's interpreter any."""
+    return HAS_TRITON and (IS_INTERPRETED or (tensor.is_cuda and precision_at(tensor) in HALVES))

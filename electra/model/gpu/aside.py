@@ -18,14 +18,17 @@ class Aside:
 
     Gradients of weights are needed at the end of a step only, and those of hidden states at once: small kernels of the
     one fill what the other leaves free. Nothing that is read aside may be written before `join`; it is held until then.
+    Where there is no GPU (in Triton's interpreter) things are run at once.
     """
 
     def __init__(self) -> None:
-        self.main = torch.cuda.current_stream()
-        self.stream = stream_beside(self.main.stream_id, self.main.device_index)
+        self.main = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self.stream = stream_beside(self.main.stream_id, self.main.device_index) if self.main else None
         self.held: list[Any] = []
 
     def __call__(self, act: Callable[..., Any], *given: Any) -> Any:
+        if self.main is None or self.stream is None:
+            return act(*given)
         self.held.append(given)
         self.stream.wait_stream(self.main)
         with torch.cuda.stream(self.stream):
@@ -33,5 +36,6 @@ class Aside:
 
     def join(self) -> None:
         """What comes next on the current stream waits for what was put aside."""
-        self.main.wait_stream(self.stream)
-        self.held.clear()
+        if self.main is not None and self.stream is not None:
+            self.main.wait_stream(self.stream)
+            self.held.clear()

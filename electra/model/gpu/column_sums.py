@@ -17,9 +17,12 @@ def sum_kernel(parts, first, second, third, D, P, PARTS: tl.constexpr, COLUMNS: 
         is_there = (part < P)[:, None] & (column < D)[None, :]
         total += tl.load(parts + part[:, None] * tl.num_programs(1) * D + column[None, :], mask=is_there, other=0.0)
     sums = tl.sum(total, 0)
-    tl.store(first + column, sums.to(first.dtype.element_ty), mask=(column < D) & (matrix == 0))
-    tl.store(second + column, sums.to(second.dtype.element_ty), mask=(column < D) & (matrix == 1))
-    tl.store(third + column, sums.to(third.dtype.element_ty), mask=(column < D) & (matrix == 2))
+    if matrix == 0:
+        tl.store(first + column, sums.to(first.dtype.element_ty), mask=column < D)
+    elif matrix == 1:
+        tl.store(second + column, sums.to(second.dtype.element_ty), mask=column < D)
+    else:
+        tl.store(third + column, sums.to(third.dtype.element_ty), mask=column < D)
 
 
 def column_sums(parts: Tensor, precision: torch.dtype) -> Tensor:

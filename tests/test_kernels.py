@@ -1,0 +1,148 @@
+"""Our kernels on a CPU: in Triton's interpreter they make what plain operations make, and the same gradients.
+
+    TRITON_INTERPRET=1 python -m pytest tests/test_kernels.py
+
+Rounding, streams and speed show on a GPU only (test_gpu.py); whether a kernel is right shows here, in fp32.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from layers import by_steps, made_layer
+from torch import Tensor, nn
+
+from electra.model import kernels
+from electra.model.attention import reach_of
+from electra.model.config import EncoderConfig
+from electra.model.electra import Electra, ElectraConfig
+from electra.model.encoder import Encoder
+from electra.objective.losses import total
+from electra.objective.objectives import OBJECTIVES, Settings
+from electra.text.batches import Batch
+from electra.text.vocabulary import Vocabulary
+
+pytestmark = [
+    pytest.mark.skipif(not (kernels.IS_INTERPRETED and kernels.HAS_TRITON), reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.filterwarnings("ignore:divide by zero"),  # the interpreter's numpy says it of log(0), which is meant
+]
+
+
+@pytest.fixture
+def both_ways(monkeypatch):
+    """Do something by kernels and by plain operations: what comes of it, and the gradients of a module's parameters."""
+
+    def outcomes(model: nn.Module, act: Callable[[], tuple[Tensor, ...]]) -> tuple[list[Tensor], list[Tensor]]:
+        found = []
+        for is_interpreted in (True, False):
+            with monkeypatch.context() as patched:
+                patched.setattr(kernels, "IS_INTERPRETED", is_interpreted)
+                model.zero_grad()
+                made = act()
+            gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            found.append([*(each.detach() for each in made), *gradients])
+        return found[0], found[1]
+
+    return outcomes
+
+
+def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
+    """Equal but for the order of sums."""
+    for one, other in zip(ours, plain, strict=True):
+        assert (one.float() - other.float()).norm() <= 1e-5 * other.float().norm() + 1e-7
+
+
+def small_encoder(style: str, **own: int) -> Encoder:
+    """An encoder whose parameters all matter."""
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "width": 64, "heads": 2, "feedforward": 96, "embedding_width": 32, "vocabulary": 60}
+    encoder = Encoder(EncoderConfig(style=style, dropout=0.0, attention_dropout=0.0, **sizes, **own))
+    for name, parameter in encoder.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=float("weight" in name), std=0.3)
+    return encoder
+
+
+@pytest.mark.parametrize("wanted", ["all", "some"])
+@pytest.mark.parametrize("hidden_part", ["documents", "padding", "nothing"])
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_an_encoder_in_short_rows(both_ways, style, hidden_part, wanted):
+    encoder = small_encoder(style, **({"global_every": 2, "local_attention": 8} if style == "modern" else {}))
+    ids, documents = torch.randint(5, 60, (3, 21)), (torch.rand(3, 21) < 0.1).cumsum(1)
+    is_token = torch.arange(21) < torch.tensor([[21], [9], [17]]) if hidden_part == "padding" else None
+    at = torch.randint(0, 9, (3, 5)) if wanted == "some" else None
+    assert encoder.kernel(21) == "short rows"
+
+    def act() -> tuple[Tensor]:
+        states = encoder(ids, is_token, None, documents if hidden_part == "documents" else None, at=at)
+        if is_token is not None and at is None:
+            states = states[is_token]
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        return (states,)
+
+    assert_equal(*both_ways(encoder, act))
+
+
+@pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
+def test_dropout_by_the_same_noise(rates):
+    from electra.model.gpu.classic_layer import seeds_for
+
+    layer, hidden, grown, documents = made_layer(64, *rates, rows=2, length=19, heads=2)
+    reach = reach_of(None, documents, kernel="short rows")
+    torch.manual_seed(1)
+    seeds, found = seeds_for(hidden, max(rates)), []
+    for is_at_once in (True, False):
+        given = hidden.clone().requires_grad_()
+        layer.zero_grad()
+        torch.manual_seed(1)
+        states = layer.at_once(given, reach) if is_at_once else by_steps(layer, given, documents, seeds)
+        (states * grown).sum().backward()
+        found.append([states.detach(), given.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_losses_and_gradients_of_a_step(both_ways, style, objective):
+    vocabulary, needs = Vocabulary(size=300), OBJECTIVES[objective]
+    sizes = {"layers": 1, "heads": 1, "width": 32, "feedforward": 48, "embedding_width": 16, "positions": 32}
+    size = EncoderConfig(style=style, vocabulary=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
+    torch.manual_seed(0)
+    kinds = {"head": needs.head or "verdict", "has_baseline": needs.has_baseline}
+    parts = (
+        {"discriminator": size, "sharing": "embeddings"} if needs.head else {"discriminator": None, "sharing": "none"}
+    )
+    electra = Electra(ElectraConfig(generator=size, **parts, **kinds))
+    ids = torch.randint(110, vocabulary.size, (3, 20))
+    batch = Batch(ids, torch.tensor(3), torch.arange(3), documents=(torch.rand(3, 20) < 0.1).cumsum(1).int())
+
+    def act() -> tuple[Tensor, ...]:
+        losses = needs.losses(electra, batch, Settings(vocabulary=vocabulary))
+        total(losses).backward()
+        return tuple(loss.sum / loss.count for loss in losses.values())
+
+    assert_equal(*both_ways(electra, act))
+
+
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
+    encoder = small_encoder(style)
+    compiled = torch.compile(encoder, backend="aot_eager", dynamic=False)
+    ids, at = torch.randint(5, 60, (2, 12)), torch.randint(0, 12, (2, 3))
+
+    def act() -> tuple[Tensor]:
+        torch._dynamo.reset()
+        states = (compiled if kernels.IS_INTERPRETED else encoder)(ids, at=at)
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        return (states,)
+
+    assert_equal(*both_ways(encoder, act))
+
+
+def test_gradients_side_by_side_and_their_sums():
+    from electra.model.gpu import long_rows
+
+    parts = [torch.randn(2, 40, 2, 32) for _ in range(3)]
+    together, sums = long_rows.side_by_side(torch.empty(2, 40, 3, 2, 32), *parts)
+    assert torch.equal(together, torch.stack(parts, dim=2))
+    torch.testing.assert_close(sums.sum(0), together.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)
