@@ -1,4 +1,5 @@
-# make test: environment, installation, formatter check, linter, types, tests. PYTHON and VENV may be set.
+# make test: environment, installation, formatter check, linter, types, tests, kernels in Triton's interpreter.
+# PYTHON and VENV may be set.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

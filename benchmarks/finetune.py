@@ -30,13 +30,14 @@ from timing import wait
 
 from electra.export.command import ExportConfig, export
 from electra.finetune.features import labels_of
-from electra.finetune.finetuned import READINGS, read_part
+from electra.finetune.finetuned import READINGS
 from electra.finetune.finetuning import FinetuneConfig, finetune, median, spread
 from electra.finetune.glue import GLUE_6
 from electra.finetune.metrics import METRICS
 from electra.finetune.tasks import Examples, Task, glue_task, read_examples
 from electra.finetune.tuning import MEASURED_ROWS, RESULT
 from electra.model.electra import Electra
+from electra.model.folders import read_part
 from electra.model.sizes import ModelConfig
 from electra.model.storage import read_json, save_model
 from electra.text.tokenizer import load_tokenizer

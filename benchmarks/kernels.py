@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = vars(parser.parse_args())
     as_json, sizes = given.pop("json"), Sizes(**given)
-    if not HAS_TRITON:
+    if not (HAS_TRITON and torch.cuda.is_available()):
         raise SystemExit("our kernels need an NVIDIA GPU, Triton and a C compiler, which are not here")
     if sizes.length > LONGEST:
         raise SystemExit(f"--length is {sizes.length}; these kernels take rows of at most {LONGEST} tokens")

@@ -6,7 +6,7 @@
 A dev set that decided which model is kept is no fair measure of it any more; these rows may decide. All models learn
 from the same --rows rows and are measured on the same --held-out others, of small tasks at most a fifth of the rows.
 Settings are those of `electra finetune`, but for the epochs; with several rates or poolings each model has a row for
-each. The table has the median over seeds of each task's first
+each (classic models one: they have no pooling). The table has the median over seeds of each task's first
 metric and the standard deviation. Compare models by it, not with published scores: there are fewer rows and epochs,
 and the rows of SST-2 are phrases, some of them parts of others.
 """
@@ -22,11 +22,12 @@ from typing import get_args
 import numpy as np
 
 from electra.finetune.cells import Cell, cells_of, run_cells
-from electra.finetune.finetuned import Pooling
+from electra.finetune.finetuned import load_pretrained
 from electra.finetune.finetuning import over_seeds
 from electra.finetune.glue import markdown
 from electra.finetune.tasks import Task, glue_task, split_rows
 from electra.finetune.tuning import TuningConfig
+from electra.model.config import Pooling
 
 SEED = 0  # decides which rows are taken
 MOST_HELD_OUT = 0.2  # of the rows of a task
@@ -44,6 +45,11 @@ def sliced(task: Task, rows: int, held_out: int, folder: Path) -> Task:
         files[split] = folder / f"{task.name}-{split}.jsonl"
         files[split].write_text("".join(json.dumps(found[place]) + "\n" for place in places))
     return replace(task, splits={split: str(file) for split, file in files.items()})
+
+
+def is_modern(model: Path) -> bool:
+    """Whether a model's encoder is, so that its head may read the mean of all tokens."""
+    return load_pretrained(model).encoder.config.is_modern()
 
 
 def probes(groups: dict[tuple[str, str], list[Cell]], tasks: list[Task]) -> dict[str, dict[str, Found]]:
@@ -78,7 +84,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--learning-rate", nargs="+", type=float, default=[None])
+    parser.add_argument("--learning-rate", nargs="+", type=float, default=[None], help="the highest; 3e-4 for small")
     parser.add_argument("--pooling", nargs="+", choices=get_args(Pooling), default=[None], help="of modern models")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -87,7 +93,8 @@ def main() -> None:
         whole = [glue_task(task, arguments.data) for task in arguments.tasks]
         tasks = [sliced(task, arguments.rows, arguments.held_out, folder) for task in whole]
         groups = {}
-        ways = product(arguments.model, arguments.learning_rate, arguments.pooling)
+        poolings = {model: arguments.pooling if is_modern(model) else [None] for model in arguments.model}
+        ways = [(model, *way) for model in poolings for way in product(arguments.learning_rate, poolings[model])]
         for number, (model, rate, pooling) in enumerate(ways):
             settings = {"epochs": arguments.epochs, "seeds": arguments.seeds, "length": arguments.length}
             settings |= {"learning_rate": rate, "pooling": pooling}

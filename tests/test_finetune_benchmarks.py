@@ -72,6 +72,10 @@ def test_models_are_probed_without_a_look_at_dev_rows(result_of, encoder_folder,
     )
     assert list(rates) == [f"{models[0]} 0.001", f"{models[0]} 0.01"]
     assert len({scores["stsb"]["median"] for scores in rates.values()}) == 2
+    ways = result_of(
+        "probe", "--data", data, "--model", models[0], "--tasks", "stsb", "--pooling", "cls", "mean", *sizes
+    )
+    assert list(ways) == [str(models[0])]  # a classic model has no choice
 
 
 @pytest.mark.parametrize(("held_out", "measured"), [(5, 5), (2000, 12)])

@@ -1,5 +1,6 @@
 """Fine-tuned models: equal to a linear head over transformers' encoder, and at home in their folders."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ from made import write_rows
 from peers import peer
 from transformers import BertConfig, BertModel, ElectraModel
 
-from electra.errors import ConfigError, DataError
-from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned, load_start, write_finetuned
+from electra.cli import main
+from electra.errors import DataError
+from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned, load_pretrained, write_finetuned
 from electra.finetune.tasks import own_task
 from electra.finetune.tuning import TuningConfig, TuningLesson
 from electra.training.trainer import Budget, Trainer
@@ -28,7 +30,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
     theirs = peer(kind, **({"config_class": BertConfig, "layout": "base"} if kind is BertModel else {}))
     theirs.save_pretrained(tmp_path)
-    encoder = load_start(tmp_path, dropout=0.0).encoder
+    encoder = load_pretrained(tmp_path, dropout=0.0).encoder
     ours = FineTuned(encoder, outputs=3)
     input_ids, attention_mask, segment_ids = rows()
     hidden = theirs(input_ids, attention_mask.long(), segment_ids).last_hidden_state[:, 0]
@@ -116,7 +118,7 @@ def test_settings_of_the_paper_by_size(tmp_path):
 
 def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
-    encoder, _, folder = load_start(encoder_folder)
+    encoder, _, _, folder = load_pretrained(encoder_folder)
     model = FineTuned(encoder, task.outputs).eval()
     (tmp_path / "tuned").mkdir()
     write_finetuned(model, task, 32, tmp_path / "tuned", folder)
@@ -125,13 +127,31 @@ def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     ids = torch.tensor([[2, 5, 6, 3]])
     mask = torch.ones_like(ids, dtype=torch.bool)
     assert torch.equal(model(ids, mask, ids * 0), again(ids, mask, ids * 0))
-    onwards = load_start(tmp_path / "tuned").encoder  # to go on from, for another task
+    onwards = load_pretrained(tmp_path / "tuned").encoder  # to go on from, for another task
     assert torch.equal(onwards.eval()(ids), encoder.eval()(ids))
 
 
-def test_a_classic_head_reads_the_first_token_only(encoder_folder):
-    with pytest.raises(ConfigError, match="pooling is mean; the head of a classic encoder reads the first token only"):
-        FineTuned(load_start(encoder_folder).encoder, outputs=2, pooling="mean")
+def test_a_classic_head_reads_the_first_token_only(encoder_folder, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0)
+    with pytest.raises(SystemExit) as exit:
+        main(
+            f"finetune --model {encoder_folder} --train {rows} --output {tmp_path}/out --length 32 --pooling mean".split()
+        )
+    assert exit.value.code == 2
+    assert "pooling is mean, and the head of a classic encoder reads the first token only" in capsys.readouterr().err
+
+
+def test_what_a_folder_says_of_pooling_is_checked(encoder_folder, tmp_path):
+    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    encoder, _, _, folder = load_pretrained(encoder_folder)
+    write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path, folder)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings.pop("pooling") == "cls"
+    (tmp_path / "config.json").write_text(json.dumps(settings))  # as it was before there was a choice
+    assert load_finetuned(tmp_path)[0].pooling == "cls"
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"pooling": "max"}))
+    with pytest.raises(DataError, match=r"config.json: there is no pooling 'max'; choose from cls, mean"):
+        load_finetuned(tmp_path)
 
 
 def test_what_is_no_fine_tuned_model_is_named(encoder_folder):

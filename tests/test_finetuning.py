@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from electra.cli import main
 from electra.export.command import ExportConfig, export
 from electra.finetune.cells import Cell
-from electra.finetune.finetuned import FineTuned, load_start, write_finetuned
+from electra.finetune.finetuned import FineTuned, load_pretrained, write_finetuned
 from electra.finetune.finetuning import FinetuneConfig, finetune, mean_logits, over_seeds
 from electra.finetune.prediction import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 from electra.finetune.tuning import Score
@@ -253,7 +253,7 @@ def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_
 @pytest.fixture
 def untrained(settings, tmp_path):
     """A fine-tuned model that has learnt nothing yet."""
-    encoder, _, folder = load_start(settings().model)
+    encoder, _, _, folder = load_pretrained(settings().model)
     task = settings().the_task()
     (tmp_path / "out").mkdir()
     write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path / "out", folder)

@@ -18,7 +18,7 @@ from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import Encoder
 from electra.objective.losses import total
-from electra.objective.objectives import OBJECTIVES, Settings
+from electra.objective.objectives import OBJECTIVES, Settings, goes_in_one_pass
 from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
@@ -66,7 +66,7 @@ def small_encoder(style: str, **own: int) -> Encoder:
 @pytest.mark.parametrize("wanted", ["all", "some"])
 @pytest.mark.parametrize("hidden_part", ["documents", "padding", "nothing"])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_an_encoder_in_short_rows(both_ways, style, hidden_part, wanted):
+def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted):
     encoder = small_encoder(style, **({"global_every": 2, "local_attention": 8} if style == "modern" else {}))
     ids, documents = torch.randint(5, 60, (3, 21)), (torch.rand(3, 21) < 0.1).cumsum(1)
     is_token = torch.arange(21) < torch.tensor([[21], [9], [17]]) if hidden_part == "padding" else None
@@ -84,7 +84,7 @@ def test_an_encoder_in_short_rows(both_ways, style, hidden_part, wanted):
 
 
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
-def test_dropout_by_the_same_noise(rates):
+def test_a_layer_drops_what_its_noise_says(rates):
     from electra.model.gpu.classic_layer import seeds_for
 
     layer, hidden, grown, documents = made_layer(64, *rates, rows=2, length=19, heads=2)
@@ -103,7 +103,7 @@ def test_dropout_by_the_same_noise(rates):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_losses_and_gradients_of_a_step(both_ways, style, objective):
+def test_a_step_has_the_same_losses_and_gradients(both_ways, style, objective):
     vocabulary, needs = Vocabulary(size=300), OBJECTIVES[objective]
     sizes = {"layers": 1, "heads": 1, "width": 32, "feedforward": 48, "embedding_width": 16, "positions": 32}
     size = EncoderConfig(style=style, vocabulary=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
@@ -116,8 +116,12 @@ def test_losses_and_gradients_of_a_step(both_ways, style, objective):
     ids = torch.randint(110, vocabulary.size, (3, 20))
     batch = Batch(ids, torch.tensor(3), torch.arange(3), documents=(torch.rand(3, 20) < 0.1).cumsum(1).int())
 
+    settings = Settings(vocabulary=vocabulary)
+    assert electra.the_generator().encoder.kernel(20) == "short rows"
+    assert goes_in_one_pass(torch.empty(0), settings)
+
     def act() -> tuple[Tensor, ...]:
-        losses = needs.losses(electra, batch, Settings(vocabulary=vocabulary))
+        losses = needs.losses(electra, batch, settings)
         total(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 
@@ -128,6 +132,7 @@ def test_losses_and_gradients_of_a_step(both_ways, style, objective):
 def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
     encoder = small_encoder(style)
     compiled = torch.compile(encoder, backend="aot_eager", dynamic=False)
+    assert encoder.kernel(12) == "short rows"
     ids, at = torch.randint(5, 60, (2, 12)), torch.randint(0, 12, (2, 3))
 
     def act() -> tuple[Tensor]:
@@ -139,7 +144,7 @@ def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
     assert_equal(*both_ways(encoder, act))
 
 
-def test_gradients_side_by_side_and_their_sums():
+def test_gradients_are_put_side_by_side_and_summed():
     from electra.model.gpu import long_rows
 
     parts = [torch.randn(2, 40, 2, 32) for _ in range(3)]

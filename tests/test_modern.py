@@ -11,11 +11,19 @@ from made import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetune.finetuned import FineTuned, begin, load_finetuned, load_start
+from electra.finetune.finetuned import (
+    FineTuned,
+    load_finetuned,
+    load_pretrained,
+    mean_state,
+    new_model,
+    write_finetuned,
+)
 from electra.finetune.tasks import own_task
 from electra.finetune.tuning import TuningConfig, TuningLesson
 from electra.model.electra import SHARING
 from electra.model.encoder import Encoder
+from electra.model.storage import load_model, save_model
 from electra.serve.model import load
 from electra.training.checkpoint import model_folder
 from electra.training.journal import read_lines
@@ -158,15 +166,51 @@ def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folde
     assert theirs.config.classifier_pooling == pooling
 
 
-def test_a_head_starts_with_what_transformers_takes_over(modern_folder, tmp_path, capsys):
-    run(f"export --model {modern_folder} --output {tmp_path}/hf", capsys)
+@pytest.fixture
+def trained_head(modern_folder, tmp_path):
+    """The folder of a model whose head has a norm that is no longer as it was drawn."""
+    electra = load_model(modern_folder)
+    torch.nn.init.normal_(electra.the_discriminator().head.norm.weight)
+    save_model(electra, tmp_path / "trained", modern_folder)
+    return tmp_path / "trained"
+
+
+def test_a_head_starts_with_what_transformers_takes_over(trained_head, tmp_path, capsys):
+    run(f"export --model {trained_head} --output {tmp_path}/hf", capsys)
     theirs = ModernBertForSequenceClassification.from_pretrained(
         tmp_path / "hf", num_labels=3, ignore_mismatched_sizes=True
     )
-    for folder in (modern_folder, tmp_path / "hf"):
-        ours = begin(load_start(folder), outputs=3, pooling="cls").head
+    for folder in (trained_head, tmp_path / "hf"):
+        ours = new_model(load_pretrained(folder), outputs=3).head
         assert torch.equal(ours.dense.weight, theirs.head.dense.weight)
         assert torch.equal(ours.norm.weight, theirs.head.norm.weight)
+
+
+def test_a_bare_encoder_gets_a_head_by_the_seed(trained_head, tmp_path, capsys):
+    run(f"export --model {trained_head} --part encoder --output {tmp_path}/hf", capsys)
+    run(f"import --from {tmp_path}/hf --output {tmp_path}/bare", capsys)
+    heads = []
+    for seed in (1, 1, 2):
+        start = load_pretrained(tmp_path / "bare")
+        torch.manual_seed(seed)
+        heads.append(new_model(start, outputs=3).head.dense.weight)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_another_task_goes_on_with_what_the_head_read(trained_head, tmp_path):
+    start = load_pretrained(trained_head)
+    assert start.pooling == "cls"
+    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    (tmp_path / "tuned").mkdir()
+    write_finetuned(new_model(start, task.outputs, "mean"), task, 32, tmp_path / "tuned", start.folder)
+    onwards = load_pretrained(tmp_path / "tuned")
+    assert (new_model(onwards, 1).pooling, new_model(onwards, 1, "cls").pooling) == ("mean", "cls")
+
+
+def test_a_mean_counts_the_tokens_exactly():
+    hidden, attention_mask = torch.ones(1, 400, 2, dtype=torch.bfloat16), torch.arange(400)[None] < 365
+    assert mean_state(hidden, attention_mask).tolist() == [[1.0, 1.0]]  # 365 is not a number in bf16
 
 
 def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path):

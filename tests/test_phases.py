@@ -12,7 +12,7 @@ import torch
 from electra.cli import main
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, export
-from electra.finetune.finetuned import load_start
+from electra.finetune.finetuned import load_pretrained
 from electra.model.storage import load_model, read_tensors
 from electra.serve.model import load
 from electra.text.shards import open_shards
@@ -57,7 +57,7 @@ def test_objectives_generators_and_phases_run_from_the_command_line_and_lower_th
     assert "finished: 80 steps" in capsys.readouterr().out
     losses = [line[lowered] for line in lines(tmp_path / "run", "train") if lowered in line]
     assert losses[-1] < losses[0]
-    encoder = load_start(tmp_path / "run").encoder
+    encoder = load_pretrained(tmp_path / "run").encoder
     assert encoder.config.width == 32
     export(ExportConfig(model=tmp_path / "run", output=tmp_path / "hf", part="encoder"))
 
@@ -309,5 +309,5 @@ def test_objectives_train_modern_pairs_and_go_on_from_others(settings_of_run, ob
     sizes = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
     config = settings_of_run("other", **modern | sizes, objective=objective, init=first.output)
     assert pretrain(config).step == 2
-    encoder = load_start(config.output).encoder
+    encoder = load_pretrained(config.output).encoder
     assert encoder.config.style == "modern"

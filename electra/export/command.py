@@ -12,6 +12,7 @@ from electra.finetune.cells import best_model
 from electra.finetune.finetuned import load_finetuned
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
+from electra.model.folders import join
 from electra.model.huggingface import (
     ARCHITECTURES,
     CLASSIFIERS,
@@ -21,7 +22,6 @@ from electra.model.huggingface import (
     Tensors,
     folded,
     huggingface_config,
-    joined,
     labelled,
     multiplied_out,
     part_of,
@@ -180,7 +180,7 @@ def import_model(config: ImportConfig) -> Written:
     if config.generator is not None:
         arrivals.append(read_huggingface(config.generator))
         check_roles(arrivals)
-    model, tensors = joined(arrivals)
+    model, tensors = join(arrivals)
     with written_whole(config.output) as draft:
         tokenizer = write_parts(model, tensors, draft, config.source)
     described = f"{' and '.join(arrival.part for arrival in arrivals)}, sharing {model.sharing}"

@@ -1,13 +1,13 @@
 """A fine-tuned model: the discriminator's encoder under a new head, and the folder it lives in.
 
-config.json says what the encoder and the task are and how long rows may be, model.safetensors holds the weights,
-tokenizer files lie beside.
+config.json says what the encoder and the task are, how long rows may be and what the head reads of them (pooling),
+model.safetensors holds the weights, tokenizer files lie beside.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -18,15 +18,15 @@ from torch.nn import functional
 from electra.errors import ConfigError, DataError
 from electra.finetune.labels import Kind
 from electra.finetune.tasks import Task
-from electra.model.config import EncoderConfig
+from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, linear, norm
-from electra.model.huggingface import folded, part_of, read_huggingface
+from electra.model.folders import read_part
+from electra.model.huggingface import Tensors
 from electra.model.storage import (
     CONFIG,
     WEIGHTS,
     check_tensors,
     copy_tokenizer,
-    load_model,
     read_json,
     read_tensors,
     write_json,
@@ -63,7 +63,6 @@ class ModernHead(ClassicHead):
 
 
 HEADS = {"classic": ClassicHead, "modern": ModernHead}
-Pooling = Literal["cls", "mean"]
 
 
 class FineTuned(nn.Module):
@@ -71,8 +70,13 @@ class FineTuned(nn.Module):
 
     def __init__(self, encoder: Encoder, outputs: int, pooling: Pooling = "cls") -> None:
         super().__init__()
+        if pooling not in get_args(Pooling):
+            raise ConfigError(f"there is no pooling {pooling!r}; choose from {', '.join(get_args(Pooling))}")
         if pooling != "cls" and not encoder.config.is_modern():
-            raise ConfigError(f"pooling is {pooling}; the head of a classic encoder reads the first token only: cls")
+            raise ConfigError(
+                f"pooling is {pooling}, and the head of a classic encoder reads the first token only; leave out "
+                f"--pooling, or fine-tune a modern encoder"
+            )
         self.encoder, self.pooling = encoder, pooling
         self.head = HEADS[encoder.config.style](encoder.config, outputs)
 
@@ -84,8 +88,8 @@ class FineTuned(nn.Module):
 
 def mean_state(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """The mean [B, D] of the states [B, L, D] of tokens that are no padding."""
-    weights = attention_mask.to(hidden.dtype)[..., None]
-    return (hidden * weights).sum(1) / weights.sum(1)
+    total = (hidden * attention_mask[..., None]).sum(1, dtype=torch.float32)
+    return (total / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
@@ -128,18 +132,23 @@ READINGS: dict[Kind, Reading] = {
 }
 
 
-class Start(NamedTuple):
+class Pretrained(NamedTuple):
     """What a fine-tuning starts from."""
 
     encoder: Encoder
-    head: dict[str, Tensor]  # of the model that was read, its own names without the prefix
-    folder: Path  # where it was found
+    head: Tensors  # of the model that was read, where it had one
+    pooling: Pooling  # what that head read
+    folder: Path
 
 
-def load_start(path: Path, dropout: float | None = None) -> Start:
-    """The encoder of a run, a model folder, a fine-tuned model or a Hugging Face folder, and the head it had there."""
+def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
+    """What a run, a model folder, a fine-tuned model or a Hugging Face folder has to start a fine-tuning from."""
     folder = model_folder(path)
-    config, tensors = read_part(folder)
+    settings = read_json(folder / CONFIG)
+    is_tuned = "task" in settings
+    config, tensors = (
+        (encoder_config(settings, folder), read_tensors(folder / WEIGHTS)) if is_tuned else read_part(folder)
+    )
     if dropout is not None:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
@@ -147,38 +156,27 @@ def load_start(path: Path, dropout: float | None = None) -> Start:
     weights, head = (without_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return Start(encoder, head, folder)
+    return Pretrained(encoder, head, settings.get("pooling" if is_tuned else "classifier_pooling") or "cls", folder)
 
 
-def begin(start: Start, outputs: int, pooling: Pooling) -> FineTuned:
-    """A model to be fine-tuned: new, but for what a modern head has before its last layer where one was read.
-
-    `transformers` takes these over in the same way, as both are called head.dense and head.norm there.
-    """
-    model = FineTuned(start.encoder, outputs, pooling)
-    known = dict(model.head.named_parameters())
-    taken = {name: start.head[name] for name in ("dense.weight", "norm.weight") if name in known and name in start.head}
-    with torch.no_grad():
-        for name, tensor in taken.items():
-            known[name].copy_(tensor)
-    return model
-
-
-def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def without_prefix(tensors: Tensors, prefix: str) -> Tensors:
     """Those whose names start so, without it."""
     return {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
 
 
-def read_part(folder: Path) -> tuple[EncoderConfig, dict[str, Tensor]]:
-    """The size and the weights of the model that is fine-tuned: the discriminator, or a lone generator."""
-    settings = read_json(folder / CONFIG)
-    if "task" in settings:
-        return encoder_config(settings, folder), read_tensors(folder / WEIGHTS)
-    if "model_type" in settings:
-        arrival = read_huggingface(folder)
-        return arrival.config, arrival.tensors
-    part = part_of(load_model(folder), "encoder")
-    return part.encoder.config, folded(part.state_dict())
+def new_model(start: Pretrained, outputs: int, pooling: Pooling | None = None) -> FineTuned:
+    """A model to be fine-tuned. Its head is new, but for what a modern one has before its last layer.
+
+    That goes on from the head that was read, and reads what that one did unless told otherwise: `transformers` takes
+    both over in the same way.
+    """
+    model = FineTuned(start.encoder, outputs, pooling or start.pooling)
+    known = dict(model.head.named_parameters())
+    with torch.no_grad():
+        for name in ("dense.weight", "norm.weight"):
+            if name in known and name in start.head:
+                known[name].copy_(start.head[name])
+    return model
 
 
 def encoder_config(settings: dict, folder: Path) -> EncoderConfig:
@@ -202,12 +200,13 @@ def load_finetuned(folder: Path) -> tuple[FineTuned, Task]:
     settings = read_json(folder / CONFIG)
     if "task" not in settings:
         raise DataError(f"{folder} is not a fine-tuned model; make one with: electra finetune --model {folder} …")
+    encoder = encoder_config(settings, folder)
     try:
         task = Task.from_dict(settings["task"])
+        with torch.device("meta"):
+            model = FineTuned(Encoder(encoder), task.outputs, settings.get("pooling", "cls"))
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
-    with torch.device("meta"):
-        model = FineTuned(Encoder(encoder_config(settings, folder)), task.outputs, settings.get("pooling", "cls"))
     weights = read_tensors(folder / WEIGHTS)
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
     model.load_state_dict(weights, assign=True)

@@ -15,11 +15,11 @@ from torch import nn
 
 from electra.errors import ConfigError
 from electra.finetune.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
-from electra.finetune.finetuned import READINGS, Pooling, begin, load_start, write_finetuned
+from electra.finetune.finetuned import READINGS, load_pretrained, new_model, write_finetuned
 from electra.finetune.metrics import METRICS
 from electra.finetune.plots import draw_confusion
 from electra.finetune.tasks import HUB, Task, read_examples
-from electra.model.config import EncoderConfig, check_length
+from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
 from electra.objective.losses import Counts, Loss, Losses
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
@@ -66,7 +66,8 @@ class TuningConfig:
     """Of the encoder and before the head; as in pre-training unless given: a model that never met dropout falls apart
     under it."""
     pooling: Pooling | None = None
-    """What the head reads: the first token's state, cls, unless a modern encoder is told to take the mean of all."""
+    """What the head of a modern encoder reads: the first token's state (cls) or the mean of all. Unless given, what
+    the model's head was made for: cls, or what its folder says (classifier_pooling in Hugging Face's)."""
     length: int = 128
     """Longer texts are cut, the longer of a pair first; how many is reported."""
     seeds: int = 1
@@ -175,12 +176,12 @@ class TuningLesson:
         self.config, self.task, self.seed = config, task, seed
         self.device = choose_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
-        start = load_start(config.model, config.dropout)
+        start = load_pretrained(config.model, config.dropout)
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
         self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.vocabulary), cache
         torch.manual_seed(seed)
-        self.model = begin(start, task.outputs, config.pooling or "cls").to(self.device)
+        self.model = new_model(start, task.outputs, config.pooling).to(self.device)
         self.working = WorkingCopy(self.model, self.precision)
         self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}

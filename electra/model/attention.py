@@ -128,7 +128,7 @@ def attend_by_document(
 
 
 def kernel_for(weight: Tensor, length: int, head_width: int, is_listed: bool) -> Kernel:
-    """The kernel for rows of `length` tokens: without a mask only on CUDA in half precision, and for usual heads.
+    """The kernel for rows of `length` tokens: without a mask only where kernels take tensors, and for usual heads.
 
     A compiled graph also needs a list of documents (`is_listed`, or none to list): one made in it would have another
     length in every batch.

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from electra.errors import ConfigError
 
 Style = Literal["classic", "modern"]
+Pooling = Literal["cls", "mean"]
+"""What stands for a whole row: the state of its first token, or the mean of all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -231,8 +231,8 @@ class Electra(nn.Module):
         """The generator, for what needs one."""
         if self.generator is None:
             raise ConfigError(
-                "this model has no generator: a run with --generator uniform or unigram trains none, and an imported "
-                "model has one only if it came along: electra import --from … --generator FOLDER --output …"
+                "this model has no generator: give the folder of one (ElectraForMaskedLM), or import both: electra "
+                "import --from … --generator FOLDER --output …; a run with --generator uniform or unigram trains none"
             )
         return self.generator
 

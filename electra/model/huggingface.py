@@ -17,7 +17,7 @@ from torch import Tensor
 from electra.errors import ConfigError, DataError
 from electra.model import modernbert
 from electra.model.config import EncoderConfig
-from electra.model.electra import TABLE_FIELDS, Discriminator, Electra, ElectraConfig, Generator, Sharing
+from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.sizes import BASE, SMALL
 from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
 from electra.text.vocabulary import Vocabulary
@@ -290,35 +290,19 @@ def read_huggingface(folder: Path) -> Arrival:
     return Arrival(architecture.part, config, *from_huggingface(read_weights(folder), architecture, config, folder))
 
 
-def joined(arrivals: list[Arrival]) -> tuple[ElectraConfig, Tensors]:
-    """The model and the weights that a part, or a discriminator and a generator, make; equal tables are shared."""
-    sizes = {arrival.part: arrival.config for arrival in arrivals}
-    tensors = {f"{arrival.part}.{name}": tensor for arrival in arrivals for name, tensor in arrival.tensors.items()}
-    sharing: Sharing = "embeddings" if shares_embeddings(arrivals) else "none"
-    if sharing == "embeddings":  # stored once, under the generator's name
-        tensors = {name: tensor for name, tensor in tensors.items() if "discriminator.encoder.embeddings" not in name}
-    model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
-    return model, tensors
-
-
-def shares_embeddings(arrivals: list[Arrival]) -> bool:
-    """Whether two parts have equal tables and LayerNorm: pairs trained with shared embeddings do."""
-    if len(arrivals) < 2:
-        return False
-    first, second = arrivals
-    names = [name for name in first.tensors if name.startswith("encoder.embeddings.")]
-    has_like_settings = all(getattr(first.config, name) == getattr(second.config, name) for name in TABLE_FIELDS)
-    return has_like_settings and all(torch.equal(first.tensors[name], second.tensors[name]) for name in names)
-
-
 def architecture_of(settings: Settings, folder: Path) -> Architecture:
     """The architecture that a config.json names."""
     if "model_type" not in settings:
         raise DataError(f"{folder} is not a Hugging Face folder: its config.json names no model_type")
-    named = settings.get("architectures")
+    named: Any = settings.get("architectures")
     for name, architecture in ARCHITECTURES.items():
         if named == [name]:
             return architecture
+    if named in [[name] for name, _, _ in CLASSIFIERS.values()]:
+        raise DataError(
+            f"{folder} is a classifier of texts, {named[0]}; what electra predict, evaluate and finetune take is the "
+            f"folder that it was exported from"
+        )
     raise DataError(f"{folder}: architectures is {named!r}; what can be taken in is {', '.join(ARCHITECTURES)}")
 
 

@@ -13,7 +13,7 @@ def has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 """Triton's own switch: kernels run on the CPU too, one program after the other, to be tested where there is no GPU."""
 HAS_TRITON = find_spec("triton") is not None and (IS_INTERPRETED or (torch.cuda.is_available() and has_compiler()))
 HALVES = (torch.bfloat16, torch.float16)

@@ -62,10 +62,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_model(folder: Path) -> Electra:
     """Read a model folder; weights keep their stored precision, and a head that is not there starts afresh."""
-    return assembled(model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    return assemble(model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
 
 
-def assembled(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
+def assemble(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
     """A model from its weights, which were read at `path`."""
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         electra = Electra(config)

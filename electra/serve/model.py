@@ -8,20 +8,11 @@ import torch
 from torch import Tensor
 
 from electra.errors import ConfigError
-from electra.finetune.finetuned import Pooling
+from electra.model.config import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
-from electra.model.huggingface import joined, read_huggingface
-from electra.model.storage import (
-    CONFIG,
-    WEIGHTS,
-    assembled,
-    has_head,
-    model_config,
-    read_json,
-    read_tensors,
-    tokenizer_beside,
-)
+from electra.model.folders import read_model
+from electra.model.storage import WEIGHTS, assemble, has_head, tokenizer_beside
 from electra.text.tokenizer import TextTokenizer
 from electra.training.checkpoint import model_folder
 from electra.training.machine import Device, choose_device
@@ -111,10 +102,7 @@ class Model:
 def load(path: str | Path, device: Device = "auto") -> Model:
     """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
     folder = model_folder(Path(path))
-    if "model_type" in read_json(folder / CONFIG):
-        config, weights = joined([read_huggingface(folder)])
-    else:
-        config, weights = model_config(folder), read_tensors(folder / WEIGHTS)
+    config, weights = read_model(folder)
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = tokenizer_beside(folder, min(part.vocabulary for part in parts))
-    return Model(assembled(config, weights, folder / WEIGHTS), tokenizer, choose_device(device), has_head(weights))
+    return Model(assemble(config, weights, folder / WEIGHTS), tokenizer, choose_device(device), has_head(weights))

@@ -14,9 +14,10 @@ from electra.errors import ConfigError, DataError
 from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import TokenEmbeddings
-from electra.model.huggingface import Tensors, architecture_of, encoder_config, folded, part_of, read_huggingface
+from electra.model.folders import gives_verdicts, read_part, sizes_in
+from electra.model.huggingface import Tensors, folded, part_of
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
-from electra.model.storage import CONFIG, load_model, model_config, read_json, tokenizer_beside
+from electra.model.storage import tokenizer_beside
 from electra.text.shards import Shards
 from electra.training.checkpoint import model_folder
 
@@ -71,13 +72,13 @@ class InitialConfig(ModelConfig):
         """The folder that the generator comes from; None where it is new."""
         assert self.init is not None
         if self.init_generator is None:
-            return self.init if len(sizes_in(self.init)) == 2 else None
+            return self.init if len(sizes_in(model_folder(self.init))) == 2 else None
         return None if self.init_generator == FRESH else Path(self.init_generator)
 
     def is_lone_generator(self) -> bool:
         """Whether what is gone on from is a generator alone, and stays one."""
         source = self.generator_source()
-        return source is not None and source == self.init and list(sizes_in(source)) == ["generator"]
+        return source is not None and source == self.init and list(sizes_in(model_folder(source))) == ["generator"]
 
     def with_dropout(self, size: EncoderConfig) -> EncoderConfig:
         """A size that was read, with the dropout of this run."""
@@ -113,37 +114,15 @@ def initial_size(given: dict[str, Any]) -> dict[str, str]:
     return {}
 
 
-def sizes_in(path: Path) -> dict[str, EncoderConfig]:
-    """The sizes of the parts that a folder holds: a generator, a discriminator or both."""
-    folder = model_folder(path)
-    settings = read_json(folder / CONFIG)
-    if "model_type" in settings:
-        architecture = architecture_of(settings, folder)
-        return {architecture.part: encoder_config(settings, architecture, folder)}
-    pair = model_config(folder)
-    sizes = {"generator": pair.generator, "discriminator": pair.discriminator}
-    return {part: size for part, size in sizes.items() if size is not None}
-
-
-def gives_verdicts(path: Path) -> bool:
-    """Whether what a folder holds ends in verdicts: a discriminator, and no corrector or generator."""
-    folder = model_folder(path)
-    settings = read_json(folder / CONFIG)
-    if "model_type" in settings:
-        return architecture_of(settings, folder).part == "discriminator"
-    pair = model_config(folder)
-    return pair.discriminator is not None and pair.head == "verdict"
-
-
 def encoder_size(path: Path) -> EncoderConfig:
     """The size of the encoder that is gone on from: the discriminator's, or a lone generator's."""
-    sizes = sizes_in(path)
+    sizes = sizes_in(model_folder(path))
     return sizes["discriminator"] if "discriminator" in sizes else sizes["generator"]
 
 
 def generator_size(path: Path) -> EncoderConfig:
     """The size of the generator in a folder."""
-    sizes = sizes_in(path)
+    sizes = sizes_in(model_folder(path))
     if "generator" not in sizes:
         raise DataError(
             f"{path} holds no generator; give the folder of one (ElectraForMaskedLM), or --init-generator {FRESH}"
@@ -202,34 +181,19 @@ def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
 def read_start(config: InitialConfig, model: ElectraConfig) -> Start:
     """Read the weights that a run goes on from, for the parts that its first model has."""
     assert config.init is not None
-    tensors = read_encoder(config.init)
+    _, tensors = read_part(model_folder(config.init))
     if not has_head_for(config.init, model):
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
     source = config.generator_source() if model.generator and model.discriminator else None
-    start = Start(tensors, None if source is None else read_generator(source))
+    generator = None if source is None else read_part(model_folder(source), "generator")[1]
+    start = Start(tensors, generator)
     check_shared(start, config)
     return start
 
 
 def has_head_for(path: Path, model: ElectraConfig) -> bool:
     """Whether what a folder holds says what the discriminator of a model, or its lone generator, is to say."""
-    return gives_verdicts(path) == (model.discriminator is not None and model.head == "verdict")
-
-
-def read_encoder(path: Path) -> Tensors:
-    """The tensors of the discriminator in a folder, or of a lone generator."""
-    folder = model_folder(path)
-    if "model_type" in read_json(folder / CONFIG):
-        return read_huggingface(folder).tensors
-    return folded(part_of(load_model(folder), "encoder").state_dict())
-
-
-def read_generator(path: Path) -> Tensors:
-    """The tensors of the generator in a folder."""
-    folder = model_folder(path)
-    if "model_type" in read_json(folder / CONFIG):
-        return read_huggingface(folder).tensors
-    return load_model(folder).the_generator().state_dict()
+    return gives_verdicts(model_folder(path)) == (model.discriminator is not None and model.head == "verdict")
 
 
 def check_shared(start: Start, config: InitialConfig) -> None:

@@ -22,20 +22,22 @@ class Aside:
     """
 
     def __init__(self) -> None:
-        self.main = torch.cuda.current_stream() if torch.cuda.is_available() else None
-        self.stream = stream_beside(self.main.stream_id, self.main.device_index) if self.main else None
+        main = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self.streams = (main, stream_beside(main.stream_id, main.device_index)) if main else None
         self.held: list[Any] = []
 
     def __call__(self, act: Callable[..., Any], *given: Any) -> Any:
-        if self.main is None or self.stream is None:
+        if self.streams is None:
             return act(*given)
+        main, beside = self.streams
         self.held.append(given)
-        self.stream.wait_stream(self.main)
-        with torch.cuda.stream(self.stream):
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
             return act(*given)
 
     def join(self) -> None:
         """What comes next on the current stream waits for what was put aside."""
-        if self.main is not None and self.stream is not None:
-            self.main.wait_stream(self.stream)
+        if self.streams is not None:
+            main, beside = self.streams
+            main.wait_stream(beside)
             self.held.clear()
