@@ -133,10 +133,9 @@ def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
 
 def test_a_classic_head_reads_the_first_token_only(encoder_folder, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0)
+    flags = f"--model {encoder_folder} --train {rows} --output {tmp_path}/out --length 32 --pooling mean"
     with pytest.raises(SystemExit) as exit:
-        main(
-            f"finetune --model {encoder_folder} --train {rows} --output {tmp_path}/out --length 32 --pooling mean".split()
-        )
+        main(["finetune", *flags.split()])
     assert exit.value.code == 2
     assert "pooling is mean, and the head of a classic encoder reads the first token only" in capsys.readouterr().err
 
