@@ -23,13 +23,15 @@ def made_layer(
 
 
 def by_steps(
-    layer: ClassicLayer, hidden: torch.Tensor, documents: torch.Tensor | None, seeds: torch.Tensor | None
-) -> torch.Tensor:
-    """A layer by plain operations, with the same noise."""
+    layer: ClassicLayer, hidden: torch.Tensor, documents: torch.Tensor | None, seeds: torch.Tensor | None,
+    at: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A layer by plain operations, with the same noise; of tokens `at` [B, M] only, where these are given."""
     (B, L, D), H = hidden.shape, layer.attention.heads
     block = max(16, 2 ** (L - 1).bit_length())  # of the kernel: weights are numbered as if rows were so long
     after, second, within = (None, None, None) if seeds is None else seeds.tolist()
-    numbers = torch.arange(B * L * D, device=hidden.device).view(B, L, D)
+    wanted = torch.arange(L, device=hidden.device).expand(B, L) if at is None else at
+    numbers = torch.arange(wanted.numel() * D, device=hidden.device).view(*wanted.shape, D)
     pairs = torch.arange(B * H * block * block, device=hidden.device).view(B, H, block, block)[:, :, :L, :L]
     query, key, value = (each.transpose(1, 2) for each in layer.attention.qkv(hidden).view(B, L, 3, H, -1).unbind(2))
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5  # [B, H, L, L]
@@ -37,6 +39,7 @@ def by_steps(
         scores = scores.masked_fill(documents[:, None, :, None] != documents[:, None, None, :], float("-inf"))
     weights = scores.softmax(-1) * factors(within, pairs, layer.attention.dropout)
     mixed = (weights.to(value.dtype) @ value).transpose(1, 2).flatten(2)
+    mixed, hidden = (each.gather(1, wanted[:, :, None].expand(-1, -1, D)) for each in (mixed, hidden))
     between = layer.attention.output(mixed) * factors(after, numbers, layer.dropout.p)
     hidden = layer.attention_norm(hidden + between)
     return layer.feedforward_norm(hidden + layer.feedforward(hidden) * factors(second, numbers, layer.dropout.p))

@@ -140,15 +140,17 @@ def test_a_layer_at_once_is_as_exact_as_step_by_step(width, length, kernel, has_
 
 
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
-@pytest.mark.parametrize(("length", "heads"), [(110, 1), (40, 2), (13, 2)])
-def test_a_layer_at_once_drops_as_one_by_steps_does(rates, length, heads):
+@pytest.mark.parametrize(("length", "heads", "wanted"), [(110, 1, None), (40, 2, None), (13, 2, None), (40, 2, 7)])
+def test_a_layer_at_once_drops_as_one_by_steps_does(rates, length, heads, wanted):
     layer, hidden, grown, documents = made_layer(64, *rates, length=length, heads=heads, device="cuda")
-    as_exact_as_by_steps(layer, hidden, grown, reach_of(None, documents, kernel="short rows"), documents)
+    at = None if wanted is None else torch.randint(0, length, (len(hidden), wanted), device="cuda")
+    as_exact_as_by_steps(layer, hidden, grown, reach_of(None, documents, kernel="short rows"), documents, at)
 
 
 def as_exact_as_by_steps(
-    layer: ClassicLayer, hidden: torch.Tensor, grown: torch.Tensor, reach: Reach, documents: torch.Tensor | None
-) -> None:
+    layer: ClassicLayer, hidden: torch.Tensor, grown: torch.Tensor, reach: Reach, documents: torch.Tensor | None,
+    at: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """The layer's states and gradients are as far from those in fp32 as those of plain operations in bf16 are."""
     from electra.model.gpu.classic_layer import seeds_for
 
@@ -161,8 +163,8 @@ def as_exact_as_by_steps(
         layer.zero_grad()
         torch.manual_seed(1)
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            found = layer.at_once(given, reach) if is_at_once else by_steps(layer, given, documents, seeds)
-        (found * grown).sum().backward()
+            found = layer.at_once(given, reach, at) if is_at_once else by_steps(layer, given, documents, seeds, at)
+        (found * grown[:, : found.shape[1]]).sum().backward()
         return [each.float().clone() for each in (found.detach(), given.grad, *(p.grad for p in layer.parameters()))]
 
     exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)

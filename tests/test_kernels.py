@@ -83,11 +83,13 @@ def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted)
     assert_equal(*both_ways(encoder, act))
 
 
+@pytest.mark.parametrize("wanted", ["all", "some"])
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
-def test_a_layer_drops_what_its_noise_says(rates):
+def test_a_layer_drops_what_its_noise_says(rates, wanted):
     from electra.model.gpu.classic_layer import seeds_for
 
     layer, hidden, grown, documents = made_layer(64, *rates, rows=2, length=19, heads=2)
+    at = torch.randint(0, 19, (2, 7)) if wanted == "some" else None
     reach = reach_of(None, documents, kernel="short rows")
     torch.manual_seed(1)
     seeds, found = seeds_for(hidden, max(rates)), []
@@ -95,8 +97,8 @@ def test_a_layer_drops_what_its_noise_says(rates):
         given = hidden.clone().requires_grad_()
         layer.zero_grad()
         torch.manual_seed(1)
-        states = layer.at_once(given, reach) if is_at_once else by_steps(layer, given, documents, seeds)
-        (states * grown).sum().backward()
+        states = layer.at_once(given, reach, at) if is_at_once else by_steps(layer, given, documents, seeds, at)
+        (states * grown[:, : states.shape[1]]).sum().backward()
         found.append([states.detach(), given.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
     assert_equal(*found)
 
