@@ -1,12 +1,12 @@
 """How good are pre-trained models, with no look at any dev set: fine-tune them on slices of GLUE's training files.
 
     python benchmarks/probe.py --data glue/ --model runs/a runs/b [--tasks qnli sst2 rte] [--seeds 3] \
-        [--learning-rate 3e-4 6e-4] [--pooling cls mean] [--json]
+        [--learning-rate 3e-4 6e-4] [--layer-decay 0.8 0.9] [--pooling cls mean] [--json]
 
 A dev set that decided which model is kept is no fair measure of it any more; these rows may decide. All models learn
 from the same --rows rows and are measured on the same --held-out others, of small tasks at most a fifth of the rows.
-Settings are those of `electra finetune`, but for the epochs; with several rates or poolings each model has a row for
-each (classic models one: they have no pooling). The table has the median over seeds of each task's first
+Settings are those of `electra finetune`, but for the epochs; with several rates, decays or poolings each model has
+a row for each (classic models have no pooling). The table has the median over seeds of each task's first
 metric and the standard deviation. Compare models by it, not with published scores: there are fewer rows and epochs,
 and the rows of SST-2 are phrases, some of them parts of others.
 """
@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--learning-rate", nargs="+", type=float, default=[None], help="the highest; 3e-4 for small")
+    parser.add_argument("--layer-decay", nargs="+", type=float, default=[None], help="of rates, from layer to layer")
     parser.add_argument("--pooling", nargs="+", choices=get_args(Pooling), default=[None], help="of modern models")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -94,11 +95,15 @@ def main() -> None:
         tasks = [sliced(task, arguments.rows, arguments.held_out, folder) for task in whole]
         groups = {}
         poolings = {model: arguments.pooling if is_modern(model) else [None] for model in arguments.model}
-        ways = [(model, *way) for model in poolings for way in product(arguments.learning_rate, poolings[model])]
-        for number, (model, rate, pooling) in enumerate(ways):
+        ways = [
+            (model, *way)
+            for model in poolings
+            for way in product(arguments.learning_rate, arguments.layer_decay, poolings[model])
+        ]
+        for number, (model, rate, decay, pooling) in enumerate(ways):
             settings = {"epochs": arguments.epochs, "seeds": arguments.seeds, "length": arguments.length}
-            settings |= {"learning_rate": rate, "pooling": pooling}
-            name = " ".join(str(word) for word in (model, rate, pooling) if word is not None)
+            settings |= {"learning_rate": rate, "layer_decay": decay, "pooling": pooling}
+            name = " ".join(str(word) for word in (model, rate, decay, pooling) if word is not None)
             for task in tasks:
                 output = folder / str(number) / task.name
                 config = TuningConfig(model=model, output=output, **settings)
