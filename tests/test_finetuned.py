@@ -118,7 +118,7 @@ def test_settings_of_the_paper_by_size(tmp_path):
 
 def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
-    encoder, _, _, folder = load_pretrained(encoder_folder)
+    encoder, _, _, folder, _ = load_pretrained(encoder_folder)
     model = FineTuned(encoder, task.outputs).eval()
     (tmp_path / "tuned").mkdir()
     write_finetuned(model, task, 32, tmp_path / "tuned", folder)
@@ -142,7 +142,7 @@ def test_a_classic_head_reads_the_first_token_only(encoder_folder, tmp_path, cap
 
 def test_what_a_folder_says_of_pooling_is_checked(encoder_folder, tmp_path):
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
-    encoder, _, _, folder = load_pretrained(encoder_folder)
+    encoder, _, _, folder, _ = load_pretrained(encoder_folder)
     write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path, folder)
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings.pop("pooling") == "cls"

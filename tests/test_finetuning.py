@@ -69,6 +69,20 @@ def test_what_is_finished_is_not_run_again(tuned, settings, monkeypatch):
     assert finetune(settings(seeds=2, ensemble=True, epochs=8)) == tuned
 
 
+def test_what_is_no_fine_tuned_model_is_told_apart(tuned, tmp_path, capsys):
+    unfinished = tmp_path / "begun"
+    (unfinished / "seed-1").mkdir(parents=True)
+    main(f"export --model {tmp_path}/out --output {tmp_path}/hf".split())
+    capsys.readouterr()
+    for folder, sentence in (
+        (unfinished, "it is not finished: the same electra finetune command goes on"),
+        (tmp_path / "hf", "is a classifier of texts, ElectraForSequenceClassification, which is for transformers"),
+    ):
+        with pytest.raises(SystemExit):
+            main(f"evaluate --model {folder} --input nothing.csv".split())
+        assert sentence in capsys.readouterr().err
+
+
 def test_evaluate_and_predict_say_what_training_measured(tuned, tmp_path):
     found = evaluate(EvaluateConfig(model=tmp_path / "out", input=tmp_path / "dev.jsonl"))
     best = max(seed["dev"]["accuracy"] for seed in tuned.seeds)
@@ -253,7 +267,7 @@ def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_
 @pytest.fixture
 def untrained(settings, tmp_path):
     """A fine-tuned model that has learnt nothing yet."""
-    encoder, _, _, folder = load_pretrained(settings().model)
+    encoder, _, _, folder, _ = load_pretrained(settings().model)
     task = settings().the_task()
     (tmp_path / "out").mkdir()
     write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path / "out", folder)

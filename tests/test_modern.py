@@ -181,7 +181,7 @@ def test_a_head_starts_with_what_transformers_takes_over(trained_head, tmp_path,
         tmp_path / "hf", num_labels=3, ignore_mismatched_sizes=True
     )
     for folder in (trained_head, tmp_path / "hf"):
-        ours = new_model(load_pretrained(folder), outputs=3).head
+        ours = new_model(load_pretrained(folder), outputs=3, seed=0).head
         assert torch.equal(ours.dense.weight, theirs.head.dense.weight)
         assert torch.equal(ours.norm.weight, theirs.head.norm.weight)
 
@@ -189,11 +189,8 @@ def test_a_head_starts_with_what_transformers_takes_over(trained_head, tmp_path,
 def test_a_bare_encoder_gets_a_head_by_the_seed(trained_head, tmp_path, capsys):
     run(f"export --model {trained_head} --part encoder --output {tmp_path}/hf", capsys)
     run(f"import --from {tmp_path}/hf --output {tmp_path}/bare", capsys)
-    heads = []
-    for seed in (1, 1, 2):
-        start = load_pretrained(tmp_path / "bare")
-        torch.manual_seed(seed)
-        heads.append(new_model(start, outputs=3).head.dense.weight)
+    starts = [(load_pretrained(tmp_path / "bare"), seed) for seed in (1, 1, 2)]
+    heads = [new_model(start, outputs=3, seed=seed).head.dense.weight for start, seed in starts]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
@@ -203,9 +200,12 @@ def test_another_task_goes_on_with_what_the_head_read(trained_head, tmp_path):
     assert start.pooling == "cls"
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
     (tmp_path / "tuned").mkdir()
-    write_finetuned(new_model(start, task.outputs, "mean"), task, 32, tmp_path / "tuned", start.folder)
+    write_finetuned(new_model(start, task.outputs, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
     onwards = load_pretrained(tmp_path / "tuned")
-    assert (new_model(onwards, 1).pooling, new_model(onwards, 1, "cls").pooling) == ("mean", "cls")
+    again, otherwise = new_model(onwards, 1, seed=1), new_model(onwards, 1, "cls", seed=1)
+    assert (again.pooling, otherwise.pooling) == ("mean", "cls")
+    first = load_finetuned(tmp_path / "tuned")[0].head.weight
+    assert not torch.allclose(again.head.weight, first, atol=0.01)  # what it means for another task is drawn anew
 
 
 def test_a_mean_counts_the_tokens_exactly():

@@ -47,6 +47,12 @@ def lines(run: Path, kind: str) -> list[dict]:
     return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == kind]
 
 
+def test_the_last_steps_are_written_down_too(settings_of_run):
+    config = settings_of_run(steps=7, log_every=5)
+    pretrain(config)
+    assert [line["step"] for line in lines(config.output, "train")] == [5, 7]
+
+
 def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_run):
     config = settings_of_run()
     outcome = pretrain(config)

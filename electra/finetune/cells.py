@@ -20,6 +20,8 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetune.sharing import shared_gpu
 from electra.finetune.tasks import HUB, Task
 from electra.finetune.tuning import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
+from electra.model.folders import is_huggingface
+from electra.model.huggingface import architecture_of
 from electra.model.storage import CONFIG, WEIGHTS, read_json, write_json
 from electra.text.files import is_used
 from electra.text.workers import start_worker
@@ -105,7 +107,8 @@ def difference(name: str, before: Any, now: Any) -> str:
     if name == "splits":
         old, new = (", ".join(f"--{split} {file}" for split, file in files.items()) for files in (before, now))
         return f"the rows were {old} and are now {new}"
-    return f"{name} was {before} and is now {now}"
+    old, new = ("left out" if value is None else value for value in (before, now))
+    return f"{name} was {old} and is now {new}"
 
 
 def encoder_folder(path: Path) -> Path:
@@ -143,7 +146,11 @@ def advice_on(output: Path, finished: list[Path]) -> str:
         return f"it was removed after {finished[0] / RESULT} was written: remove that, too, to make it again"
     if tasks := sorted({folder.parent.name for folder in output.glob("*/seed-*")}):
         return f"choose one of the tasks in it: {', '.join(tasks)}"
-    return f"make one with: electra finetune --model {output} --output …"
+    if any(output.glob("seed-*")):
+        return "it is not finished: the same electra finetune command goes on"
+    if (output / CONFIG).exists() and is_huggingface(output):
+        architecture_of(read_json(output / CONFIG), output)  # says so where it is a classifier that was exported
+    return f"make one with: electra finetune --model {output} --train … --output … (or --task)"
 
 
 def run_cells(cells: list[Cell], workers: int | None) -> list[Score]:

@@ -7,7 +7,8 @@ model.safetensors holds the weights, tokenizer files lie beside.
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -139,6 +140,7 @@ class Pretrained(NamedTuple):
     head: Tensors  # of the model that was read, where it had one
     pooling: Pooling  # what that head read
     folder: Path
+    salt: int  # of what is drawn anew: other than before where one task follows another
 
 
 def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
@@ -156,7 +158,8 @@ def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
     weights, head = (without_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return Pretrained(encoder, head, settings.get("pooling" if is_tuned else "classifier_pooling") or "cls", folder)
+    pooling: Any = settings.get("pooling" if is_tuned else "classifier_pooling") or "cls"
+    return Pretrained(encoder, head, pooling, folder, crc32((folder / CONFIG).read_bytes()) if is_tuned else 0)
 
 
 def without_prefix(tensors: Tensors, prefix: str) -> Tensors:
@@ -164,12 +167,13 @@ def without_prefix(tensors: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
 
 
-def new_model(start: Pretrained, outputs: int, pooling: Pooling | None = None) -> FineTuned:
-    """A model to be fine-tuned. Its head is new, but for what a modern one has before its last layer.
+def new_model(start: Pretrained, outputs: int, pooling: Pooling | None = None, *, seed: int) -> FineTuned:
+    """A model to be fine-tuned. Its head is drawn by the seed, but for what a modern one has before its last layer.
 
     That goes on from the head that was read, and reads what that one did unless told otherwise: `transformers` takes
-    both over in the same way.
+    both over in the same way. A head of another task is not drawn again: its classes mean something else.
     """
+    torch.manual_seed(seed + start.salt)
     model = FineTuned(start.encoder, outputs, pooling or start.pooling)
     known = dict(model.head.named_parameters())
     with torch.no_grad():

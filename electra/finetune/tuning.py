@@ -180,14 +180,24 @@ class TuningLesson:
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
         self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.vocabulary), cache
-        torch.manual_seed(seed)
-        self.model = new_model(start, task.outputs, config.pooling).to(self.device)
+        self.model = new_model(start, task.outputs, config.pooling, seed=seed).to(self.device)
         self.working = WorkingCopy(self.model, self.precision)
         self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
         self.step = 0
         self.plan: Iterator[Chosen] = iter(())
+
+    def outline(self) -> list[str]:
+        """What is about to be done, in words."""
+        config, encoder = self.config, self.model.encoder.config
+        read = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
+        rate, decay = config.trainer(encoder, self.steps_an_epoch()).learning_rate, config.decay_for(encoder)
+        return [
+            f"{encoder.style} encoder, {encoder.layers} layers, {encoder.width} wide; its head reads {read}",
+            f"{config.epochs_for(self.task)} times {len(self.train):,} rows, {config.batch} a step, of up to "
+            f"{config.length} tokens; learning rate {rate:g}, each layer {decay:g} of the one above",
+        ]
 
     def features(self, split: str) -> Features:
         """A split's rows as token ids on the device."""
@@ -308,6 +318,8 @@ def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: b
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
     trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
     remove_drafts(folder)
+    if not is_quiet:
+        print(*lesson.outline(), sep="\n", file=sys.stderr, flush=True)
     if found := checkpoint_folders(folder):
         trainer.resume(found[-1])
     outcome = trainer.train()

@@ -231,7 +231,7 @@ class Electra(nn.Module):
         """The generator, for what needs one."""
         if self.generator is None:
             raise ConfigError(
-                "this model has no generator: give the folder of one (ElectraForMaskedLM), or import both: electra "
+                "this model has no generator: give the folder of one (…ForMaskedLM), or import both: electra "
                 "import --from … --generator FOLDER --output …; a run with --generator uniform or unigram trains none"
             )
         return self.generator
@@ -239,7 +239,10 @@ class Electra(nn.Module):
     def the_discriminator(self) -> Discriminator:
         """The discriminator, for what needs one."""
         if self.discriminator is None:
-            raise ConfigError("this model has no discriminator, only a generator (a masked language model)")
+            raise ConfigError(
+                "this model has no discriminator, only a generator (a masked language model): electra fill and embed "
+                "take it; for verdicts give a discriminator's folder"
+            )
         if not isinstance(self.discriminator, Discriminator):
             raise ConfigError("this model has no discriminator: what stands in its place says what tokens were before")
         return self.discriminator

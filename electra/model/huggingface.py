@@ -300,8 +300,8 @@ def architecture_of(settings: Settings, folder: Path) -> Architecture:
             return architecture
     if named in [[name] for name, _, _ in CLASSIFIERS.values()]:
         raise DataError(
-            f"{folder} is a classifier of texts, {named[0]}; what electra predict, evaluate and finetune take is the "
-            f"folder that it was exported from"
+            f"{folder} is a classifier of texts, {named[0]}, which is for transformers; electra predict, evaluate and "
+            f"finetune take the folder that it was exported from, other commands a pre-trained model"
         )
     raise DataError(f"{folder}: architectures is {named!r}; what can be taken in is {', '.join(ARCHITECTURES)}")
 

@@ -97,7 +97,7 @@ def model_config(folder: Path) -> ElectraConfig:
     if "model_type" in settings:
         raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
     if "task" in settings:
-        raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, electra evaluate")
+        raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")
     if "model" not in settings:
         raise DataError(f"{folder / CONFIG} describes no model; a model folder comes from electra import or pretrain")
     try:

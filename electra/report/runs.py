@@ -119,7 +119,9 @@ def recorded_settings(folder: Path) -> PretrainConfig:
 def require_run(folder: Path) -> None:
     """Refuse what is no run, and say what it is instead."""
     if not folder.is_dir():
-        raise DataError("there is no such folder")
+        raise DataError("it is a file, not a run's folder" if folder.exists() else "there is no such folder")
+    if any(folder.glob("seed-*")):
+        raise DataError("a fine-tuning, and no run of electra pretrain; scores of runs come in by --glue")
     if not (folder / METRICS).is_file():
         holds_runs = any(folder.glob(f"*/{METRICS}"))
         advice = f"name the runs inside: {folder}/*" if holds_runs else f"it has no {METRICS}"

@@ -220,6 +220,8 @@ class Trainer:
                     self.evaluate()
                 if self.is_time(self.config.save_every):
                     self.save()
+            if not asked and self.is_warm and not self.is_time(self.config.log_every):
+                self.log()
             if not asked and self.is_warm and not self.is_time(self.config.evaluate_every):
                 self.evaluate()
             checkpoint = self.save()
