@@ -124,6 +124,14 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_says_what_its_layers_see(shards, tmp_path, capsys):
+    flags = f"--data {shards} --output {tmp_path}/run --size tiny --style modern --steps 2 --dry-run"
+    assert "window" not in run(f"pretrain {flags}", capsys)
+    assert "all but one in 2 layers with a window of 16" in run(
+        f"pretrain {flags} --global-every 2 --local-attention 16", capsys
+    )
+
+
 def test_flops_tell_the_styles_apart(capsys):
     classic, modern = (json.loads(run(f"flops --style {style} --json", capsys)) for style in ("classic", "modern"))
     assert modern["parameters"] == pytest.approx(classic["parameters"], rel=0.03)

@@ -170,6 +170,16 @@ def test_a_text_that_is_not_utf_8_is_refused(run, capsys):
     assert "not valid UTF-8" in capsys.readouterr().err
 
 
+def test_a_folder_of_models_is_no_model(run, tmp_path):
+    (tmp_path / "text").write_text("words")
+    for path, sentence in (
+        (run.parent, f"it has no config.json; it holds {run.name}"),
+        (tmp_path / "text", "is a file"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            electra.load(path)
+
+
 def test_a_run_without_a_checkpoint_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")

@@ -182,7 +182,7 @@ class ElectraConfig:
                 came = [f"{value:,}" if isinstance(value, int) else value for value in (ours, theirs)]
                 raise ConfigError(
                     f"sharing={self.sharing} needs generator and discriminator of the same {name}, "
-                    f"but the generator has {came[0]} and the discriminator {came[1]}"
+                    f"but the generator has {came[0]} and the discriminator {came[1]}; make them alike, or share less"
                 )
 
     @classmethod

@@ -168,9 +168,12 @@ def listed(names: list[str]) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON table."""
     if not path.parent.is_dir():
-        raise DataError(f"there is no folder {path.parent}")
+        is_file = path.parent.exists()
+        raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
     if not path.is_file():
-        raise DataError(f"{path.parent} is not a model folder: it has no {path.name}")
+        inside = sorted(found.parent.name for found in path.parent.glob(f"*/{path.name}"))
+        advice = f"; it holds {listed(inside)}" if inside else ""
+        raise DataError(f"{path.parent} is not a model folder: it has no {path.name}{advice}")
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
