@@ -72,6 +72,7 @@ def test_what_is_finished_is_not_run_again(tuned, settings, monkeypatch):
 def test_what_is_no_fine_tuned_model_is_told_apart(tuned, tmp_path, capsys):
     unfinished = tmp_path / "begun"
     (unfinished / "seed-1").mkdir(parents=True)
+    (unfinished / "config.json").write_bytes((tmp_path / "out" / "config.json").read_bytes())
     main(f"export --model {tmp_path}/out --output {tmp_path}/hf".split())
     capsys.readouterr()
     for folder, sentence in (

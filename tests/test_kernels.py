@@ -23,7 +23,9 @@ from electra.text.batches import Batch
 from electra.text.vocabulary import Vocabulary
 
 pytestmark = [
-    pytest.mark.skipif(not (kernels.IS_INTERPRETED and kernels.HAS_TRITON), reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        not (kernels.IS_INTERPRETED and kernels.HAS_TRITON), reason="needs Triton and TRITON_INTERPRET=1"
+    ),
     pytest.mark.filterwarnings("ignore:divide by zero"),  # the interpreter's numpy says it of log(0), which is meant
 ]
 

@@ -143,6 +143,17 @@ def test_a_folder_of_runs_is_no_run_and_they_are_pointed_to(runs, capsys):
         report(ReportConfig(runs=(runs[0].parent,)))
 
 
+def test_a_fine_tuning_is_no_run_and_runs_called_as_seeds_are_none(runs, tmp_path):
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "config.json").write_text(json.dumps({"settings": {}, "task": {}}))
+    with pytest.raises(DataError, match="a fine-tuning, and no run of electra pretrain"):
+        report(ReportConfig(runs=(tmp_path / "tuned",)))
+    (tmp_path / "mine").mkdir()
+    shutil.copytree(runs[0], tmp_path / "mine" / "seed-1")
+    with pytest.raises(DataError, match="no run: name the runs inside"):
+        report(ReportConfig(runs=(tmp_path / "mine",)))
+
+
 def test_departures_are_from_the_recipe_at_the_size(tmp_path):
     def told(**settings) -> str:
         chosen = {name: settings[name] for name in ("recipe", "style") if name in settings}

@@ -20,9 +20,8 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetune.sharing import shared_gpu
 from electra.finetune.tasks import HUB, Task
 from electra.finetune.tuning import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
-from electra.model.folders import is_huggingface
 from electra.model.huggingface import architecture_of
-from electra.model.storage import CONFIG, WEIGHTS, read_json, write_json
+from electra.model.storage import CONFIG, WEIGHTS, is_huggingface, read_json, write_json
 from electra.text.files import is_used
 from electra.text.workers import start_worker
 from electra.training.checkpoint import model_folder
@@ -90,6 +89,11 @@ def is_claim(record: dict[str, Any]) -> bool:
     return "settings" in record and "task" in record
 
 
+def is_fine_tuning(folder: Path) -> bool:
+    """Whether a folder is the --output of a fine-tuning, finished or not."""
+    return (folder / CONFIG).exists() and is_claim(read_json(folder / CONFIG))
+
+
 def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Refuse settings that differ from those a folder was begun with."""
     differing = [name for name in now if before.get(name) != now[name]]
@@ -113,7 +117,7 @@ def difference(name: str, before: Any, now: Any) -> str:
 
 def encoder_folder(path: Path) -> Path:
     """The folder of what is fine-tuned: of a run the newest checkpoint, of an earlier fine-tuning the best model."""
-    if (path / CONFIG).exists() and is_claim(read_json(path / CONFIG)):
+    if is_fine_tuning(path):
         return best_model(path)
     return model_folder(path)
 
@@ -146,7 +150,7 @@ def advice_on(output: Path, finished: list[Path]) -> str:
         return f"it was removed after {finished[0] / RESULT} was written: remove that, too, to make it again"
     if tasks := sorted({folder.parent.name for folder in output.glob("*/seed-*")}):
         return f"choose one of the tasks in it: {', '.join(tasks)}"
-    if any(output.glob("seed-*")):
+    if is_fine_tuning(output):
         return "it is not finished: the same electra finetune command goes on"
     if (output / CONFIG).exists() and is_huggingface(output):
         architecture_of(read_json(output / CONFIG), output)  # says so where it is a classifier that was exported

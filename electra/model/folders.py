@@ -19,17 +19,13 @@ from electra.model.storage import (
     CONFIG,
     WEIGHTS,
     has_head,
+    is_huggingface,
     load_model,
     model_config,
     read_json,
     read_names,
     read_tensors,
 )
-
-
-def is_huggingface(folder: Path) -> bool:
-    """Whether a folder's config.json is one of `transformers`."""
-    return "model_type" in read_json(folder / CONFIG)
 
 
 def sizes_in(folder: Path) -> dict[str, EncoderConfig]:

@@ -91,10 +91,15 @@ def has_head(weights: Iterable[str]) -> bool:
     return any(name.startswith(HEAD) for name in weights)
 
 
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder's config.json is one of `transformers`."""
+    return "model_type" in read_json(folder / CONFIG)
+
+
 def model_config(folder: Path) -> ElectraConfig:
     """The configuration in a model folder."""
     settings = read_json(folder / CONFIG)
-    if "model_type" in settings:
+    if is_huggingface(folder):
         raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
     if "task" in settings:
         raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from electra.errors import DataError
+from electra.finetune.cells import is_fine_tuning
 from electra.finetune.glue import LEFT_OUT, TABLE
 from electra.model.flops import TRAINING, flops, items_of
 from electra.model.storage import CONFIG, model_config, read_json
@@ -120,7 +121,7 @@ def require_run(folder: Path) -> None:
     """Refuse what is no run, and say what it is instead."""
     if not folder.is_dir():
         raise DataError("it is a file, not a run's folder" if folder.exists() else "there is no such folder")
-    if any(folder.glob("seed-*")):
+    if is_fine_tuning(folder):
         raise DataError("a fine-tuning, and no run of electra pretrain; scores of runs come in by --glue")
     if not (folder / METRICS).is_file():
         holds_runs = any(folder.glob(f"*/{METRICS}"))

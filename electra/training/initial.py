@@ -125,7 +125,7 @@ def generator_size(path: Path) -> EncoderConfig:
     sizes = sizes_in(model_folder(path))
     if "generator" not in sizes:
         raise DataError(
-            f"{path} holds no generator; give the folder of one (ElectraForMaskedLM), or --init-generator {FRESH}"
+            f"{path} holds no generator; give the folder of one (…ForMaskedLM), or --init-generator {FRESH}"
         )
     return sizes["generator"]
 
