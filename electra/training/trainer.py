@@ -220,18 +220,13 @@ class Trainer:
                     self.evaluate()
                 if self.is_time(self.config.save_every):
                     self.save()
-            if not asked and self.is_warm:
-                self.finish_lines()
+            if not asked and self.is_warm and not self.is_time(self.config.log_every):
+                self.log()
+            if not asked and self.is_warm and not self.is_time(self.config.evaluate_every):
+                self.evaluate()
             checkpoint = self.save()
         self.journal.close()
         return self.outcome(checkpoint, asked[0] if asked else 0)
-
-    def finish_lines(self) -> None:
-        """What the last step would have written down had it been one of so many."""
-        if not self.is_time(self.config.log_every):
-            self.log()
-        if not self.is_time(self.config.evaluate_every):
-            self.evaluate()
 
     def share(self, ahead: float = 0.0) -> float:
         """How much of the budget is spent, `ahead` steps from now."""
