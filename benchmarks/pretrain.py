@@ -12,6 +12,7 @@ of masked rows only, no mask). Ours also keeps attention within the documents of
 same operations are counted for all (whole rows, logits of masked positions). Start-up is building, compiling and the
 first step; kernels compiled in earlier runs are cached by torch.
 
+--profile also says what the kernels of a step are for, and how long each kind takes.
 --follow trains our plain path in fp32 and our fastest one on the same batches, and compares their losses.
 """
 
@@ -33,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from made_shards import made_shards
+from profiling import Kind, kinds_of, told
 from timing import attempted, ceiling, clear, median_seconds, seconds_of
 from torch import nn
 from transformers import ElectraForPreTraining
@@ -101,6 +103,7 @@ class Row:
     memory_gb: float | None = None  # the most that was allocated on the GPU
     first_step_seconds: float = 0.0  # from nothing to the end of the first step
     ready_seconds: float = 0.0  # and of the next few, in which steps are recorded
+    kinds: dict[str, Kind] | None = None  # of kernels, with --profile
     failed: str | None = None
 
     def __str__(self) -> str:
@@ -111,7 +114,8 @@ class Row:
         memory = f"{self.memory_gb:6.1f} GB" if self.memory_gb is not None else "     – GB"
         speed = f"{self.tokens_per_second:>11,.0f} tokens/s  {ratio}  {1000 * self.step_seconds:8.2f} ms"
         work = f"{self.tflops:7.3g} TFLOP/s  {self.share:6.1%} of the ceiling"
-        return f"{name} {speed}  {work}  {memory}  first step after {self.first_step_seconds:.1f} s"
+        kinds = f"\n    {told(self.kinds)}" if self.kinds else ""
+        return f"{name} {speed}  {work}  {memory}  first step after {self.first_step_seconds:.1f} s{kinds}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def our_config(setting: Setting, shards: Shards, way: str, **departures: Any) ->
     return PretrainConfig(data=shards.folder, output=shards.folder / "never-written", **settings | departures)
 
 
-def timed(build: Callable[[], Side], setting: Setting, ground: Ground, steps: int) -> Report:
+def timed(build: Callable[[], Side], setting: Setting, ground: Ground, arguments: argparse.Namespace) -> Report:
     """What one side takes for a step, in the words of a row."""
     began = time.perf_counter()
     side = build()
@@ -179,7 +183,7 @@ def timed(build: Callable[[], Side], setting: Setting, ground: Ground, steps: in
     losses = side.losses()  # waits for the device
     first = time.perf_counter() - began
     ready = first + WARMUPS * seconds_of(side.step, WARMUPS, ground.device)
-    seconds = median_seconds(side.step, steps, ground.device)
+    seconds = median_seconds(side.step, arguments.steps, ground.device)
     speed = step_flops(setting, ground.shards) / seconds
     return {
         "parameters": sum(parameter.numel() for parameter in side.model.parameters()),
@@ -191,6 +195,7 @@ def timed(build: Callable[[], Side], setting: Setting, ground: Ground, steps: in
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if ground.device.type == "cuda" else None,
         "first_step_seconds": first,
         "ready_seconds": ready,
+        "kinds": kinds_of(side.step, ground.device) if arguments.profile else None,
     }
 
 
@@ -216,7 +221,7 @@ def compare(setting: Setting, ground: Ground, arguments: argparse.Namespace, say
     """The rows of a setting."""
     rows: list[Row] = []
     for name, build in sides(arguments):
-        act = partial(timed, partial(build, setting, ground), setting, ground, arguments.steps)
+        act = partial(timed, partial(build, setting, ground), setting, ground, arguments)
         row = Row(setting=str(setting), dropout=setting.dropout, side=name, **attempted(act, ground.device))
         eager = next((each for each in [*rows, row] if each.side == "transformers eager"), row)
         if "eager" in arguments.peers and not row.failed and not eager.failed:
@@ -310,6 +315,7 @@ def read_arguments(words: list[str] | None, is_cuda: bool) -> argparse.Namespace
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: ours also with it")
     parser.add_argument("--steps", type=int, default=30 if is_cuda else 10, help="steps that are timed")
     parser.add_argument("--forward", nargs="*", type=int, default=[] if is_cuda else [1, 32], help="rows of a forward")
+    parser.add_argument("--profile", action="store_true", help="say what the kernels of a step are for")
     parser.add_argument("--follow", type=int, help="compare the losses of so many steps instead of speeds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(words)

@@ -29,6 +29,16 @@ def test_both_sides_of_a_pretraining_step_have_the_same_parameters_and_first_los
     assert found["forward"][0]["logits_apart"] < 1e-5
 
 
+def test_a_profile_has_all_of_a_step_and_knows_its_products(pretrain, shards, capsys):
+    sides = "--dropout 0 --steps 2 --peers --ours plain --forward --profile --json"
+    pretrain.main(f"--data {shards} --settings tiny:4x64 {sides}".split())
+    [row] = json.loads(capsys.readouterr().out)["rows"]
+    altogether = sum(kind["milliseconds"] for kind in row["kinds"].values())
+    assert 0.3 < altogether / (1000 * row["step_seconds"]) < 3
+    assert row["kinds"]["products"]["milliseconds"] > 0.1 * altogether
+    assert {"attention", "gelu", "norms", "optimizer"} <= {name for name, kind in row["kinds"].items() if kind["count"]}
+
+
 def test_a_side_that_fails_says_why_and_the_others_go_on(pretrain, shards, capsys):
     sides = "--dropout 0 --steps 1 --peers --ours plain --forward"
     pretrain.main(f"--data {shards} --settings tiny:2x1024 tiny:2x16 {sides}".split())
