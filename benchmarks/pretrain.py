@@ -42,7 +42,7 @@ from transformers_pair import Pair, eager_losses, lean_losses, their_config
 
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra
-from electra.model.flops import TRAINING, flops, items_of
+from electra.model.flops import training_flops
 from electra.model.huggingface import ARCHITECTURES, to_huggingface
 from electra.model.sizes import SIZES, ModelConfig
 from electra.objective.masking import slots
@@ -202,8 +202,7 @@ def timed(build: Callable[[], Side], setting: Setting, ground: Ground, arguments
 def step_flops(setting: Setting, shards: Shards) -> float:
     """Operations of a step with vocabulary logits of masked rows only."""
     config = our_config(setting, shards, "plain")
-    items = items_of(config.pair(shards), config.length, slots(config.length, config))
-    return TRAINING * setting.rows * sum(map(flops, items.values()))
+    return setting.rows * training_flops(config.pair(shards), config.length, slots(config.length, config))
 
 
 def sides(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Side]]]:

@@ -111,7 +111,8 @@ def settings_of_run(shards, tmp_path):
     """Build the configuration of a small run in tmp_path; what is named differs from it."""
 
     def build(output: str = "run", **departures) -> PretrainConfig:
-        size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16, "generator_width": 32}
+        size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
+        size |= {} if departures.get("objective") == "mlm" else {"generator_width": 32}
         rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64}
         often = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
         settings = (

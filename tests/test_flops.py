@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import MODERN, NARROW, WIDE
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra.cli import main
 from electra.errors import ConfigError
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.flops import TRAINING, flops, items_of, parameters
+from electra.model.flops import TRAINING, flops, items_of, parameters, training_flops
 from electra.model.sizes import ModelConfig
+from electra.objective.masking import slots
+from electra.objective.objectives import OBJECTIVES, Settings
 from electra.report.costs import FlopsConfig, count_costs
 
 PAIRS = {
@@ -39,6 +42,18 @@ def test_operations_of_a_training_step_equal_torchs_count(pair):
         (electra.generator(text, at=at).sum() + verdicts).backward()
     counted = sum(map(flops, items_of(pair, length, masked).values()))
     assert TRAINING * rows * counted == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])
+def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
+    electra, batch, settings = make_pair("none", objective=objective), make_batch(), Settings(vocabulary=vocabulary)
+    kind, masked = OBJECTIVES[objective], slots(16, settings)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others are not counted on a CPU
+        losses = kind.losses(electra, batch, settings)
+        sum(loss.sum for loss in losses.values()).backward()
+    assert (
+        len(batch.input_ids) * training_flops(electra.config, 16, masked, kind.is_frozen) == counter.get_total_flops()
+    )
 
 
 @pytest.mark.parametrize("style", ["classic", "modern"])

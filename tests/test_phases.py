@@ -13,7 +13,7 @@ from electra.cli import main
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, export
 from electra.finetune.finetuned import load_pretrained
-from electra.model.storage import load_model, read_tensors
+from electra.model.storage import load_model, model_config, read_tensors
 from electra.serve.model import load
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders, model_folder
@@ -222,7 +222,13 @@ def test_shares_that_are_not_named_divide_what_is_left():
         ("--phases share=0.999 share=0.001", "a share of 0.001 of 80 steps is less than one step"),
         ("--phases objective=rtd objective=mlm", "mlm after rtd would leave the discriminator behind"),
         ("--phases objective=rtd --objective adversarial", "--objective adversarial is that of no phase"),
-        ("--no-hands-over", "--no-hands-over is for --phases, and there are none"),
+        ("--no-hands-over", "--no-hands-over is for --phases that bring in a discriminator, and none does"),
+        ("--phases share=0.5 share=0.5 --no-hands-over", "--no-hands-over is for --phases that bring in a discriminat"),
+        ("--objective mlm --generator-width 8", "--generator-width is 8, which mlm does not look at; leave it out"),
+        ("--objective mlm --sharing all", "sharing is all, which mlm does not look at"),
+        ("--objective mlm --discriminator-weight 20", "--discriminator-weight is 20.0, which mlm does not look at"),
+        ("--objective replace-mlm --right-guess replaced", "--right-guess is replaced, which replace-mlm does not loo"),
+        ("--generator uniform --phases temperature=0.5", "temperature=0.5 in --phases is for a generator, and --gener"),
         ("--phases length=long", "'length=long' in --phases: 'long' is not a whole number"),
         ("--phases share=0.5 share=0.6", "the shares in --phases are 0.5 and 0.6; they must be above 0 and, all toge"),
         ("--phases length=16 length=1024", "a row of 1024 tokens is longer than the model's 512 positions"),
@@ -277,6 +283,15 @@ def test_what_is_refused_today_does_not_stop_a_run_that_was_begun(settings_of_ru
     with pytest.raises(ConfigError, match="--no-hands-over is for --phases"):
         pretrain(replace(config, hands_over=False))
     assert pretrain(replace(config, hands_over=False, resume=True)).step == 2
+
+
+@pytest.mark.parametrize(("last", "head"), [("all-tokens-mlm", "copying"), ("adversarial", "verdict")])
+def test_the_record_of_a_run_has_the_model_it_ends_as(settings_of_run, last, head):
+    config = settings_of_run(phases=("objective=rtd", f"objective={last}"))
+    pretrain(config)
+    recorded, ended = (model_config(folder) for folder in (config.output, model_folder(config.output)))
+    assert recorded == ended
+    assert (ended.head, ended.has_baseline) == (head, last == "adversarial")
 
 
 def test_a_phase_of_one_step_is_a_phase(settings_of_run, shards):

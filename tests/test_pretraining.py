@@ -243,12 +243,13 @@ def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
     assert weights(broken.output) == weights(unbroken.output)
 
 
-def test_a_generator_may_start_at_the_frequencies_of_tokens(settings_of_run):
+@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "corrector")])
+def test_whoever_guesses_tokens_may_start_at_their_frequencies(settings_of_run, objective, who):
     losses = []
-    for starts_at_unigram in (False, True):
-        config = settings_of_run(str(starts_at_unigram), starts_at_unigram=starts_at_unigram, log_every=1, steps=1)
+    for start in (False, True):
+        config = settings_of_run(str(start), objective=objective, starts_at_unigram=start, log_every=1, steps=1)
         pretrain(config)
-        losses.append(lines(config.output, "train")[0]["generator"])
+        losses.append(lines(config.output, "train")[0][who])
     assert losses[0] == pytest.approx(np.log(22), abs=0.4)
     assert losses[1] < losses[0] - 0.3
 

@@ -181,6 +181,15 @@ def test_the_best_of_two_stages_is_of_the_second(settings_of_run):
     assert "phases objective=mlm objective=frozen-rtd" in run.departures
 
 
+def test_the_best_of_two_phases_is_of_the_second_whose_masks_are_others(settings_of_run):
+    phases = ("mask-fraction=0.05", "mask-fraction=0.5")
+    config = settings_of_run(phases=phases, steps=40, evaluate_every=20, learning_rate=5e-3)
+    pretrain(config)
+    [run] = report(ReportConfig(runs=(config.output,))).runs.values()
+    first, second = (point.measures["loss"] for point in run.points)
+    assert run.best["loss"] == second > first
+
+
 def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their_own(runs, settings_of_run):
     config = settings_of_run("c", objective="replace-mlm", generator_kind="uniform", generator_width=None)
     pretrain(config)

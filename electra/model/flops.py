@@ -142,6 +142,12 @@ def flops(items: Iterable[Item]) -> int:
     return sum(item.flops for item in items)
 
 
+def training_flops(config: ElectraConfig, length: int, masked: int, is_frozen: bool = False) -> int:
+    """Operations of a training step over one row; a generator that is frozen goes forward only."""
+    parts = items_of(config, length, masked)
+    return sum((1 if is_frozen and name == "generator" else TRAINING) * flops(items) for name, items in parts.items())
+
+
 def parameters(items: Iterable[Item]) -> int:
     """Parameters of one part."""
     return sum(item.parameters for item in items)

@@ -67,8 +67,10 @@ def theta(settings: dict[str, Any], kind: str, older: str) -> Any:
     """The base of the rotary positions of one kind of layer; None where nothing is said."""
     kinds = settings.get("rope_parameters") or {}
     turns = (kinds.get(kind) or {}) if isinstance(kinds, dict) else None
-    if not isinstance(turns, dict) or turns.get("rope_type", "default") != "default":
-        raise ConfigError(f"rope_parameters is {kinds!r}; only the rope_type 'default' can be taken in")
+    is_flat = isinstance(kinds, dict) and bool(kinds) and not any(each in kinds for each, _ in KINDS.values())
+    if is_flat or not isinstance(turns, dict) or turns.get("rope_type", "default") != "default":
+        told = " and ".join(each for each, _ in KINDS.values())
+        raise ConfigError(f"rope_parameters is {kinds!r}; of {told} only the rope_type 'default' can be taken in")
     return turns.get("rope_theta", settings.get(older))
 
 

@@ -87,7 +87,8 @@ class ModelConfig:
     heads: int | None = None
     """The discriminator's attention heads."""
     feedforward: int | None = None
-    """The discriminator's feed-forward width; in the modern style two thirds as wide, for the gate beside it."""
+    """The discriminator's feed-forward width; the modern style's default is two thirds of the classic one's,
+    for the gate beside it."""
     embedding_width: int | None = None
     """Width of the embedding tables."""
     positions: int | None = None

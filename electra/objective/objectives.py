@@ -97,7 +97,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings)
 
 
 def electra_15(electra: Electra, batch: Batch, settings: Settings) -> Losses:
-    """ELECTRA 15 % (section 3.4): the discriminator is asked about the masked positions only."""
+    """ELECTRA 15 % (section 3.5): the discriminator is asked about the masked positions only."""
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
@@ -107,7 +107,7 @@ def electra_15(electra: Electra, batch: Batch, settings: Settings) -> Losses:
 
 
 def replace_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
-    """Replace MLM (section 3.4): masked language modelling of text that has fills instead of [MASK]."""
+    """Replace MLM (section 3.5): masked language modelling of text that has fills instead of [MASK]."""
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled)
@@ -117,7 +117,7 @@ def replace_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
 
 
 def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
-    """All-Tokens MLM (section 3.4): as Replace MLM, but every token is predicted, and may be copied."""
+    """All-Tokens MLM (section 3.5): as Replace MLM, but every token is predicted, and may be copied."""
     corrector = electra.the_copying_corrector()
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
@@ -135,7 +135,7 @@ def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings)
 
 
 def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
-    """Adversarial training (section 3.3, appendix F): the generator is paid what its fills cost the discriminator.
+    """Adversarial training (section 3.2, appendix F): the generator is paid what its fills cost the discriminator.
 
     The payment for a fill is the discriminator's loss at its position alone. What a baseline expected of the position
     is taken off: it foretells how surely the discriminator will be right, and learns that by cross-entropy. It reads
@@ -160,7 +160,9 @@ def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
 
 
 def frozen_generator_detection(electra: Electra, batch: Batch, settings: Settings) -> Losses:
-    """Stage two of two-stage training (section 3.3): only the discriminator learns; the generator stays as it is."""
+    """Stage two of two-stage training (section 3.2): only the discriminator learns; the generator stays as it is.
+
+    Where there is dropout it is sampled with it, as in joint training."""
     generator, discriminator = electra.pair()
     masked = mask_text(batch, electra, settings)
     with torch.no_grad():

@@ -12,9 +12,7 @@ import numpy as np
 from electra.errors import DataError
 from electra.finetune.cells import is_fine_tuning
 from electra.finetune.glue import LEFT_OUT, TABLE
-from electra.model.flops import TRAINING, flops, items_of
 from electra.model.storage import CONFIG, model_config, read_json
-from electra.objective.masking import slots
 from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.journal import METRICS, read_lines
@@ -62,7 +60,7 @@ class Run:
     tokens_per_second: float
     flops: float  # matrix products only
     final: dict[str, float]
-    best: dict[str, float]  # of the measures of which one knows whether more or less is better, with the last objective
+    best: dict[str, float]  # of the measures of which one knows whether more or less is better, in the last phase
     points: list[Point]
     glue: Glue | None
 
@@ -84,7 +82,8 @@ def summed_up(folder: Path, table: Path | None) -> Run:
     settings, pair, lines = recorded_settings(folder), model_config(folder), read_lines(folder / METRICS)
     phases = phases_of(settings, pair)
     place = last_place(folder, phases)
-    flops_until = partial(flops_of, phases, ends_of(phases, place, lines))
+    ends = ends_of(phases, place, lines)
+    flops_until = partial(flops_of, phases, ends)
     points = points_of(lines, flops_until)
     if not points or points[-1].step != place.step:
         raise DataError(f"damaged: {METRICS} has no measures of its last step, {place.step:,}")
@@ -100,7 +99,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         tokens_per_second=place.tokens / place.seconds if place.seconds else 0.0,
         flops=flops_until(place.step),
         final=points[-1].measures,
-        best=best_of([point for point in points if point.step > place.start_step]),
+        best=best_of([point for point in points if point.step > max([place.start_step, *ends[:-1]])]),
         points=points,
         glue=None if table is None else score_of(folder, table),
     )
@@ -182,9 +181,7 @@ def flops_of(phases: list[Phase], ends: list[float], step: int) -> float:
 
 def step_flops(phase: Phase) -> int:
     """Operations of a step of training."""
-    config = phase.config
-    parts = items_of(phase.model, config.length, slots(config.length, config))
-    return TRAINING * config.batch_size * sum(map(flops, parts.values()))
+    return phase.config.batch_size * phase.row_flops()
 
 
 def clock_of(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:

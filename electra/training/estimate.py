@@ -6,12 +6,12 @@ import torch
 
 from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.flops import TRAINING, flops, items_of
 from electra.training.journal import duration
 from electra.training.machine import measured_flops, memory_bytes
 from electra.training.trainer import Budget
 
 EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # of a plain matrix product's speed that training reaches, roughly
+RECOMPUTING = 4 / 3  # of the time: a forward pass more
 PER_PARAMETER = 16  # bytes: weight, gradient and two moments in fp32
 
 
@@ -55,6 +55,7 @@ def estimate(
     micro_rows: int,
     length: int,
     masked: int,
+    row_flops: int,
     recomputes: bool,
     tokens_in_data: int,
     device: torch.device,
@@ -63,8 +64,8 @@ def estimate(
     """The size of a run over `rows` of `length` tokens a step, `micro_rows` of them at a time."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Electra(pair).parameters())
-    step_flops = TRAINING * rows * sum(map(flops, items_of(pair, length, masked).values()))
-    speed = measured_flops(device, precision) * EFFICIENCY[device.type]
+    step_flops = rows * row_flops
+    speed = measured_flops(device, precision) * EFFICIENCY[device.type] / (RECOMPUTING if recomputes else 1)
     steps = budget.steps or max(1, int((budget.seconds or 0) * speed / step_flops))
     activations = sum(
         activation_bytes(part, length, precision, recomputes) for part in (pair.generator, pair.discriminator) if part

@@ -10,8 +10,10 @@ import tyro
 
 from electra.errors import ConfigError
 from electra.model.config import check_length
-from electra.model.electra import ElectraConfig
+from electra.model.electra import ElectraConfig, Head
+from electra.model.flops import training_flops
 from electra.model.storage import CONFIG, model_config, read_json
+from electra.objective.masking import slots
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.text.batches import BatchesConfig
 from electra.text.shards import Shards
@@ -190,10 +192,16 @@ class Phase:
     end: Budget  # where in the stage this phase ends
     begins_stage: bool
 
+    def row_flops(self) -> int:
+        """Operations of a training step for each of its rows."""
+        config = self.config
+        is_frozen = OBJECTIVES[config.objective].is_frozen
+        return training_flops(self.model, config.length, slots(config.length, config), is_frozen)
+
 
 def whole_model(phases: list[Phase]) -> ElectraConfig:
-    """All parts that any phase of a run has."""
-    return max(phases, key=lambda phase: phase.model.discriminator is not None).model
+    """What a run ends as: later phases leave no part behind that was trained."""
+    return phases[-1].model
 
 
 def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
@@ -276,8 +284,24 @@ def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]
     is_given = config.objective != PretrainConfig.objective and config.branch_from is None  # else it is the trunk's
     if is_given and config.objective not in objectives:
         raise ConfigError(f"--objective {config.objective} is that of no phase in --phases; leave it out")
-    if not config.hands_over and len(objectives) == 1:
-        raise ConfigError("--no-hands-over is for --phases, and there are none; leave it out")
+    heads = [OBJECTIVES[name].head for name in objectives]
+    if not config.hands_over and (heads[0] or not any(heads)):
+        raise ConfigError("--no-hands-over is for --phases that bring in a discriminator, and none does; leave it out")
+    if config.branch_from is None:
+        refuse_unread_settings(config, objectives, heads)
+
+
+def refuse_unread_settings(config: PretrainConfig, objectives: list[ObjectiveName], heads: list[Head | None]) -> None:
+    """Refuse settings that no objective of the run reads."""
+    unread = []
+    if not any(heads):
+        unread += ["generator_width", "generator_layers", "sharing", "temperature", "disallow_correct"]
+    if "verdict" not in heads:
+        unread += ["discriminator_weight", "right_guess"]
+    for setting in unread:
+        if (came := getattr(config, setting)) not in (getattr(PretrainConfig, setting), "none"):
+            told = " and ".join(dict.fromkeys(objectives))
+            raise ConfigError(f"{setting} is {came}, which {told} does not look at; leave it out")
 
 
 def refuse_lost_parts(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
@@ -322,6 +346,11 @@ def refuse_generators_settings(config: PretrainConfig, objectives: list[Objectiv
                 f"--objective {name} needs a generator, and --generator {config.generator_kind} is none; "
                 f"choose another objective ({able}) or --generator model"
             )
+    drawn = {phase.settings.get("temperature", 1.0) for phase in read_phases(config.phases)} - {1.0}
+    if drawn:
+        raise ConfigError(
+            f"temperature={drawn.pop()} in --phases is for a generator, and --generator {config.generator_kind} is none"
+        )
     for setting in ("generator_width", "generator_layers", "init_generator", "temperature", "disallow_correct"):
         if (came := getattr(config, setting)) != getattr(PretrainConfig, setting):
             raise ConfigError(

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.model.electra import Electra, Generator
 from electra.model.encoder import Embeddings, Encoder
-from electra.model.flops import TRAINING, flops, items_of
 from electra.model.storage import (
     CONFIG,
     HEAD,
@@ -183,7 +182,7 @@ def write_record(run: Path, record: dict[str, Any]) -> None:
 
 
 def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
-    """What config.json keeps of a run; its model has all parts that any of its phases has."""
+    """What config.json keeps of a run; its model is the one it ends as."""
     settings = {field.name: getattr(config, field.name) for field in fields(config)}
     settings["data"] = config.data.absolute()  # a run may be resumed from another folder
     record = {
@@ -244,8 +243,8 @@ class PretrainingLesson:
             from electra.objective.detour import Detour  # imports torch's compiler, which takes a second or two
 
             self.settings = replace(self.settings, detour=Detour())
-        if config.starts_at_unigram and self.model.generator is not None:
-            start_at_unigram(self.model.generator, self.unigram)
+        if config.starts_at_unigram:
+            start_at_unigram(self.model, self.unigram)
         if config.starts_with_waves:
             start_with_waves(self.model)
         self.keeps_segments = config.form != "dense"
@@ -283,9 +282,7 @@ class PretrainingLesson:
 
     def rates(self, tokens_per_second: float) -> dict[str, float]:
         """Operations a second, and their share of what the device is sold with."""
-        config = self.config
-        parts = items_of(self.model.config, config.length, slots(config.length, config))
-        achieved = tokens_per_second * TRAINING * sum(map(flops, parts.values())) / config.length
+        achieved = tokens_per_second * self.phase.row_flops() / self.config.length
         peak = peak_flops(self.device)
         return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 
@@ -356,10 +353,12 @@ def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Ten
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 
 
-def start_at_unigram(generator: Generator, unigram: Tensor) -> None:
-    """Make the frequencies of tokens the generator's first guesses; none of them is quite zero."""
-    with torch.no_grad():
-        generator.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
+def start_at_unigram(model: Electra, unigram: Tensor) -> None:
+    """Make the frequencies of tokens the first guesses of whatever guesses tokens; none of them is quite zero."""
+    for part in (model.generator, model.discriminator):
+        if isinstance(part, Generator):  # correctors are, too
+            with torch.no_grad():
+                part.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
 
 
 def settle_segments(model: nn.Module) -> None:
@@ -403,6 +402,7 @@ def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estima
         micro_rows=config.batch_size // config.micro_batches,
         length=config.length,
         masked=slots(config.length, config),
+        row_flops=phase.row_flops(),
         recomputes=config.recompute,
         tokens_in_data=shards.index.totals("tokens")["train"],
         device=device,
