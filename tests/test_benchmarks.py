@@ -39,6 +39,31 @@ def test_a_profile_has_all_of_a_step_and_knows_its_products(pretrain, shards, ca
     assert {"attention", "gelu", "norms", "optimizer"} <= {name for name, kind in row["kinds"].items() if kind["count"]}
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_badd_coopA_NNT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64", "attention"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>", "attention"),
+        ("gradient_of_mix_kernel", "attention"),
+        ("side_by_side_kernel", "attention"),
+        ("gradient_of_gelu_kernel", "gelu"),
+        ("gradient_of_norm_kernel", "norms"),
+        ("sum_kernel", "column sums"),
+        ("gradient_of_score_kernel", "vocabulary"),
+        ("triton_per_fused__to_copy_embedding_dense_backward_native_layer_norm_backward_view_5", "embeddings"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>",
+            "optimizer",
+        ),
+        ("Memset (Unknown)", "other"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(pretrain, name, kind):
+    assert importlib.import_module("profiling").kind_of(name) == kind
+
+
 def test_a_side_that_fails_says_why_and_the_others_go_on(pretrain, shards, capsys):
     sides = "--dropout 0 --steps 1 --peers --ours plain --forward"
     pretrain.main(f"--data {shards} --settings tiny:2x1024 tiny:2x16 {sides}".split())

@@ -47,7 +47,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     objective: ObjectiveName = "rtd"
     """rtd: the generator fills blanks, the discriminator finds its fills; electra-15: it is asked about masked tokens
     only; replace-mlm: what stands in its place predicts the masked tokens behind the fills; all-tokens-mlm: the same of
-    every token, or copies it; mlm: a masked language model of its size (BERT); adversarial: the generator is paid what
+    every token, or copies it; mlm: a masked language model of its size (BERT, whose masks are --mask-share .8
+    --random-share .1); adversarial: the generator is paid what
     its fills cost the discriminator; frozen-rtd: the generator no longer learns (stage two of two-stage training)."""
     generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
     """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
