@@ -234,6 +234,24 @@ def test_the_style_is_that_of_the_folder(shards, make_source, tmp_path, capsys):
     assert "--style modern cannot be: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("sharing", "told"), [("none", "nothing shared"), ("disentangled", "shared, disentangled")])
+def test_what_a_pair_shares_stays_shared(shards, make_source, tmp_path, capsys, sharing, told):
+    source = make_source(sharing=sharing)
+    main(f"pretrain --data {shards} --output {tmp_path}/run --init {source} --steps 4 --length 16 --dry-run".split())
+    assert told in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_dry_run_reads_what_the_run_would_start_with(shards, make_source, tmp_path, capsys):
+    source = make_source()
+    (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(SystemExit) as exit:
+        main(
+            f"pretrain --data {shards} --output {tmp_path}/run --init {source} --steps 4 --length 16 --dry-run".split()
+        )
+    assert exit.value.code == 2
+    assert str(source / "model.safetensors") in capsys.readouterr().err
+
+
 def test_it_is_said_what_a_run_starts_with(shards, make_source, tmp_path, capsys):
     source = make_source()
     given = (

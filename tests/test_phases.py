@@ -209,8 +209,19 @@ def test_shares_that_are_not_named_divide_what_is_left():
         ("--generator uniform --temperature 0.5", "--temperature is 0.5, which is for a generator"),
         ("--generator uniform --sharing all", "sharing=all needs a generator, and --generator uniform is none"),
         ("--entropy-bonus 0.1", "--entropy-bonus is 0.1, which only --objective adversarial pays"),
-        ("--objective frozen-rtd --sharing none", "needs a generator that was trained before; train it in a phase of"),
-        ("--phases objective=mlm objective=frozen-rtd", "--sharing embeddings would move a frozen generator; add --s"),
+        ("--objective frozen-rtd --sharing none", "objective=frozen-rtd --sharing none --generator-width 32), or give"),
+        (
+            "--objective frozen-rtd",
+            "--objective frozen-rtd needs a generator that was trained before; train",
+        ),
+        (
+            "--phases objective=mlm objective=frozen-rtd",
+            "frozen generator; add --sharing none --generator-width 32",
+        ),
+        (
+            "--phases objective=mlm objective=frozen-rtd --no-hands-over",
+            "a frozen generator; add --sharing none\n",
+        ),
         (
             "--phases objective=mlm objective=frozen-rtd --sharing none",
             "cannot start with the weights of a generator 16 wide and 1 deep: it is 32 and 1; give both one size",
@@ -229,6 +240,7 @@ def test_shares_that_are_not_named_divide_what_is_left():
         ("--objective mlm --discriminator-weight 20", "--discriminator-weight is 20.0, which mlm does not look at"),
         ("--objective replace-mlm --right-guess replaced", "--right-guess is replaced, which replace-mlm does not loo"),
         ("--generator uniform --phases temperature=0.5", "temperature=0.5 in --phases is for a generator, and --gener"),
+        ("--phases share=0.5\u00a0share=0.5", "in --phases is one word with spaces; write each phase as a word"),
         ("--phases length=long", "'length=long' in --phases: 'long' is not a whole number"),
         ("--phases share=0.5 share=0.6", "the shares in --phases are 0.5 and 0.6; they must be above 0 and, all toge"),
         ("--phases length=16 length=1024", "a row of 1024 tokens is longer than the model's 512 positions"),
@@ -272,6 +284,14 @@ def test_a_dry_run_says_what_the_run_would_be(shards, tmp_path, capsys, flags, l
     main(f"pretrain --data {shards} --output {tmp_path}/run --steps 80 --dry-run {SMALL} {flags}".split())
     said = capsys.readouterr().out.splitlines()
     assert [line[: len(start)] for line, start in zip(said, lines, strict=False)] == lines
+
+
+def test_a_warm_up_longer_than_the_run_is_told(shards, tmp_path, capsys):
+    given = f"pretrain --data {shards} --output {tmp_path}/run --steps 8 {SMALL} --dry-run --warmup"
+    main([*given.split(), "100"])
+    assert "warmup takes 100 steps and training only 8: the learning rate stays below 8% of" in capsys.readouterr().err
+    main([*given.split(), "0.5"])
+    assert "warmup" not in capsys.readouterr().err
 
 
 def test_what_is_refused_today_does_not_stop_a_run_that_was_begun(settings_of_run):

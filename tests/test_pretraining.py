@@ -95,6 +95,8 @@ def test_curves_of_training_and_held_out_text_share_a_panel_only_if_they_are_of_
     train = lines(config.output, "train")
     expected = [(line["step"], line["generator"] + 3 * line["discriminator"]) for line in train]
     assert series(drawn, "train", "loss") == [(step, pytest.approx(loss)) for step, loss in expected]
+    of_other_parts = [{"kind": "train", "step": 1, "loss": 6.0, "generator": 6.0}, drawn[0] | {"step": 2}]
+    assert [step for step, loss in series(of_other_parts, "train", "loss") if np.isnan(loss)] == [2]
     shared = [names for _, names in PRETRAINING if len({kind for kind, _ in names}) == 2]
     assert shared == [(("train", "loss"), ("validation", "loss"))]
     assert whole_loss({"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}, 50.0) is None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from electra.cli import main
 from electra.errors import DataError
 from electra.report.overview import ReportConfig, report, short_names
-from electra.report.plots import panels
+from electra.report.plots import curve, panels
 from electra.report.runs import Point, best_of, departures_of, ends_of, flops_of, points_of, step_flops
 from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders
@@ -54,8 +55,8 @@ def test_minutes_of_a_measure_lie_between_the_lines_around_it():
         {"kind": "validation", "step": 15, "loss": 2.0},
         {"kind": "train", "step": 20, "seconds": 180.0},
     ]
-    assert points_of(lines, lambda step: 7.0 * step) == [
-        Point(step=15, minutes=2.0, flops=105.0, measures={"loss": 2.0})
+    assert points_of(lines, lambda step: 7.0 * step, ends=[12.0, 20.0]) == [
+        Point(step=15, minutes=2.0, flops=105.0, measures={"loss": 2.0}, phase=1)
     ]
 
 
@@ -188,6 +189,16 @@ def test_the_best_of_two_phases_is_of_the_second_whose_masks_are_others(settings
     [run] = report(ReportConfig(runs=(config.output,))).runs.values()
     first, second = (point.measures["loss"] for point in run.points)
     assert run.best["loss"] == second > first
+    drawn = [reached for _, _, reached in curve(run, "loss")]
+    assert drawn == [first, pytest.approx(nan, nan_ok=True), second]
+
+
+def test_runs_that_were_measured_on_other_text_are_told_apart(runs, settings_of_run):
+    config = settings_of_run("few", evaluation_rows=32)
+    pretrain(config)
+    [note] = [note for note in report(ReportConfig(runs=(*runs, config.output))).notes if "different text" in note]
+    assert note.endswith("few: 32 rows of 16 tokens")
+    assert "64 rows of 16 tokens" in note
 
 
 def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their_own(runs, settings_of_run):

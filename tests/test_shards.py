@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -225,6 +226,14 @@ def test_the_command_in_the_sentence_makes_a_damaged_shard_again(text, capsys):
     arguments = sentence.strip().partition("again: electra ")[2].split()
     cli.main(arguments)
     assert content(text.parent / "shards") == before
+
+
+def test_the_command_is_for_where_the_shards_lie_now(text, capsys):
+    shard(config(text))
+    moved = (text.parent / "shards").rename(text.parent / "moved shards")
+    (moved / "00002.safetensors").write_bytes(b"")
+    words = shlex.split(fails(capsys, "inspect", moved).partition("again: ")[2])
+    assert words[words.index("--output") + 1] == str(moved)
 
 
 @pytest.mark.parametrize("is_finished", [True, False])

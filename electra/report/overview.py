@@ -111,6 +111,10 @@ def notes_on(runs: dict[str, Run]) -> list[str]:
     if len({(run.loss_kind(), run.departures) for run in runs.values()}) > 1:
         alike = "of one objective, all with a generator or all without, with the same masks and weights of losses"
         notes.append(f"loss adds up what an objective has: compare it only between runs {alike}")
+    texts = {name: run.held_out for name, run in runs.items()}
+    if len(set(texts.values())) > 1:
+        told = "; ".join(f"{name}: {text}" for name, text in texts.items())
+        notes.append(f"held-out measures are over different text and compare only roughly: {told}")
     tasks = {name: " ".join(sorted(run.glue.tasks)) for name, run in runs.items() if run.glue}
     if len(set(tasks.values())) > 1:
         told = "; ".join(f"{name}: {over}" for name, over in tasks.items())

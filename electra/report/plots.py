@@ -1,5 +1,6 @@
 """Plots over runs: what was reached against what it cost."""
 
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,14 @@ def panels(name: str, runs: dict[str, Run]) -> dict[str, Lines]:
 
 
 def curve(run: Run, name: str) -> Triples:
-    """A measure along a run."""
-    return [(point.flops, point.minutes, point.measures[name]) for point in run.points if name in point.measures]
+    """A measure along a run; between phases, whose losses differ, the line of a loss is broken."""
+    points = [point for point in run.points if name in point.measures]
+    found: Triples = []
+    for before, point in zip([None, *points], points, strict=False):
+        if name == "loss" and before is not None and before.phase != point.phase:
+            found.append((nan, nan, nan))
+        found.append((point.flops, point.minutes, point.measures[name]))
+    return found
 
 
 def draw(path: Path, rows: dict[str, Lines]) -> bool:

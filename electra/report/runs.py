@@ -17,7 +17,7 @@ from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.journal import METRICS, read_lines
 from electra.training.plan import BUDGETS, Phase, PretrainConfig, phases_of
-from electra.training.pretraining import phase_of
+from electra.training.pretraining import held_out_form, phase_of
 from electra.training.recipes import settings_for
 from electra.training.trainer import Place
 
@@ -35,6 +35,7 @@ class Point:
     minutes: float
     flops: float
     measures: dict[str, float]
+    phase: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Run:
     folder: str
     size: str
     objective: str  # of several phases, one after the other
+    held_out: str  # how much text it was measured on
     departures: str  # from the defaults of its recipe and size
     parameters: int
     steps: int
@@ -84,13 +86,14 @@ def summed_up(folder: Path, table: Path | None) -> Run:
     place = last_place(folder, phases)
     ends = ends_of(phases, place, lines)
     flops_until = partial(flops_of, phases, ends)
-    points = points_of(lines, flops_until)
+    points = points_of(lines, flops_until, ends)
     if not points or points[-1].step != place.step:
         raise DataError(f"damaged: {METRICS} has no measures of its last step, {place.step:,}")
     return Run(
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
+        held_out=f"{settings.evaluation_rows} rows of {held_out_form(phases[-1].config).length} tokens",
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,
@@ -99,7 +102,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         tokens_per_second=place.tokens / place.seconds if place.seconds else 0.0,
         flops=flops_until(place.step),
         final=points[-1].measures,
-        best=best_of([point for point in points if point.step > max([place.start_step, *ends[:-1]])]),
+        best=best_of([point for point in points if point.step > place.start_step and point.phase == points[-1].phase]),
         points=points,
         glue=None if table is None else score_of(folder, table),
     )
@@ -190,15 +193,17 @@ def clock_of(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
     return [0, *(line["step"] for line in train)], [0.0, *(line["seconds"] for line in train)]
 
 
-def points_of(lines: list[dict[str, Any]], flops_until: Callable[[int], float]) -> list[Point]:
-    """The lines of held-out measures; their minutes stand in the lines of training around them."""
+def points_of(lines: list[dict[str, Any]], flops_until: Callable[[int], float], ends: list[float]) -> list[Point]:
+    """The lines of held-out measures; their minutes stand in the lines of training around them, and their phases are
+    told by where those end."""
     steps, seconds = clock_of(lines)
     points = []
     for line in lines:
         if line["kind"] == "validation":
             measures = {name: number for name, number in line.items() if name not in ("kind", "step")}
             minutes = float(np.interp(line["step"], steps, seconds)) / 60
-            points.append(Point(line["step"], minutes, flops_until(line["step"]), measures))
+            phase = sum(line["step"] > end for end in ends[:-1])
+            points.append(Point(line["step"], minutes, flops_until(line["step"]), measures, phase))
     return points
 
 

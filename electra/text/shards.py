@@ -7,6 +7,7 @@ A shard is one safetensors file with, for each split, `tokens` (documents end to
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -214,7 +215,9 @@ def read_index(folder: Path) -> Index:
 
 
 def damaged_error(shards: Shards, names: list[str]) -> DataError:
-    """Which shards are damaged and what makes only them again."""
+    """Which shards are damaged and what makes only them again, wherever they lie now."""
+    words = shlex.split(shards.index.command)
+    words[words.index("--output") + 1] = str(shards.folder)
     return DataError(
-        f"damaged in {shards.folder}: {', '.join(names)}; this makes only what is damaged again: {shards.index.command}"
+        f"damaged in {shards.folder}: {', '.join(names)}; this makes only what is damaged again: {shlex.join(words)}"
     )

@@ -1,5 +1,6 @@
 """Curves of a run, drawn from its metrics."""
 
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ PRETRAINING: Panels = (  # train and held-out curves share a panel only where th
     ("learning rate", (("train", "learning_rate"),)),
     ("tokens a second", (("train", "tokens_per_second"),)),
 )
+
+
+PARTS = {"generator", "discriminator", "corrector", "mlm_loss", "rtd_loss", "corrector_loss"}  # of which losses tell
 
 
 def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
@@ -61,5 +65,14 @@ def whole_loss(line: dict[str, Any], discriminator_weight: float) -> float | Non
 
 
 def series(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[int, float]]:
-    """Steps and values of one metric, where it has one."""
-    return [(line["step"], line[name]) for line in lines if line["kind"] == kind and line.get(name) is not None]
+    """Steps and values of one metric, where it has one; a sum of losses is broken where it gets other parts."""
+    found: list[tuple[int, float]] = []
+    parts: set[str] | None = None
+    for line in lines:
+        if line["kind"] == kind and line.get(name) is not None:
+            own = PARTS & line.keys()
+            if name == "loss" and parts not in (None, own):
+                found.append((line["step"], nan))
+            parts = own
+            found.append((line["step"], line[name]))
+    return found

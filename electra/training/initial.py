@@ -17,7 +17,7 @@ from electra.model.encoder import TokenEmbeddings
 from electra.model.folders import gives_verdicts, read_part, sizes_in
 from electra.model.huggingface import Tensors, folded, part_of
 from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
-from electra.model.storage import tokenizer_beside
+from electra.model.storage import model_config, tokenizer_beside
 from electra.text.shards import Shards
 from electra.training.checkpoint import model_folder
 
@@ -31,7 +31,8 @@ class InitialConfig(ModelConfig):
 
     init: Path | None = None
     """Go on from this model, on text of your own: a run, a model folder, or a Hugging Face folder of ELECTRA, BERT
-    or ModernBERT. The size is the model's, the tokenizer of --data must be its own, and heads that it lacks are new."""
+    or ModernBERT. The size is the model's (and of a run, what its pair shares), the tokenizer of --data must be its
+    own, and heads that it lacks are new."""
     init_generator: Literal["fresh"] | Path | None = None
     """A folder to take the generator from, or fresh for a new one; left out, it is the one in --init, and a new one
     where there is none. The one released with ELECTRA-Small is as wide as its discriminator. With --phases that begin
@@ -105,12 +106,15 @@ class InitialConfig(ModelConfig):
 
 
 def initial_size(given: dict[str, Any]) -> dict[str, str]:
-    """Size and style of the model that flags say to go on from; nothing where none can be read: the run says so."""
+    """Size and style of the model that flags say to go on from, and of a pair of ours what it shares; nothing where
+    none can be read: the run says so."""
     if not given.get("init"):
         return {}
     with suppress(DataError, KeyError):
-        encoder = encoder_size(Path(given["init"]))
-        return {"size": size_as_wide(encoder), "style": encoder.style}
+        encoder, folder = encoder_size(Path(given["init"])), model_folder(Path(given["init"]))
+        found = {"size": size_as_wide(encoder), "style": encoder.style}
+        is_pair = len(sizes_in(folder)) == 2 and not given.keys() & {"init_generator", "generator_kind"}
+        return found | ({"sharing": model_config(folder).sharing} if is_pair else {})
     return {}
 
 

@@ -42,6 +42,8 @@ def read_phases(texts: Sequence[str]) -> list[Departure]:
 def read_settings(text: str) -> dict[str, Any]:
     """The settings in one phase's text."""
     table: dict[str, Any] = {}
+    if len(text.split()) > 1:
+        raise ConfigError(f"{text!r} in --phases is one word with spaces; write each phase as a word: --phases {text}")
     for part in text.split(","):
         name, equals, value = part.partition("=")
         name, kinds = name.strip().replace("-", "_"), SETTINGS | {"share": float}

@@ -12,6 +12,7 @@ from electra.errors import ConfigError
 from electra.model.config import check_length
 from electra.model.electra import ElectraConfig, Head
 from electra.model.flops import training_flops
+from electra.model.sizes import size_of
 from electra.model.storage import CONFIG, model_config, read_json
 from electra.objective.masking import slots
 from electra.objective.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
@@ -127,9 +128,10 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         style among the flags that were given; a budget among them replaces theirs."""
         stored = stored_settings(given) or trunk_settings(given)
         known = stored | given
-        known = initial_size(known) | known
+        start = initial_size(known)
+        known = start | known
         chosen = {name: known.get(name, getattr(cls, name)) for name in ("recipe", "size", "style")}
-        settings = settings_for(**chosen) | chosen | stored
+        settings = settings_for(**chosen) | start | chosen | stored
         budgets = {name: settings.get(name) or 1 for name in BUDGETS if name in given}  # flags put their numbers in
         return settings | dict.fromkeys(BUDGETS if budgets else ()) | budgets
 
@@ -266,18 +268,24 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
         refuse_generators_settings(config, objectives)
     if config.entropy_bonus and "adversarial" not in objectives:
         raise ConfigError(f"entropy_bonus is {config.entropy_bonus}, which only --objective adversarial pays")
+    if kinds[0].is_frozen and not has_trained_generator(config):
+        raise ConfigError(
+            f"--objective {objectives[0]} needs a generator that was trained before; train it in a phase of its own "
+            f"(--phases objective=mlm objective={objectives[0]} {two_stage_flags(config)}), or give one with --init"
+        )
     if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
-        raise ConfigError(f"--sharing {config.sharing} would move a frozen generator; add --sharing none")
+        flags = "--sharing none" if kinds[0].head or not config.hands_over else two_stage_flags(config)
+        raise ConfigError(f"--sharing {config.sharing} would move a frozen generator; add {flags}")
     if not config.has_begun():
         refuse_idle_settings(config, objectives)
         refuse_lost_parts(config, objectives)
     if config.init is not None and not config.has_begun():
         refuse_start(config, objectives)
-    if kinds[0].is_frozen and not has_trained_generator(config):
-        raise ConfigError(
-            f"--objective {objectives[0]} needs a generator that was trained before; "
-            f"train it in a phase of its own: --phases objective=mlm objective={objectives[0]}"
-        )
+
+
+def two_stage_flags(config: PretrainConfig) -> str:
+    """What a generator needs that the discriminator is to start with, and then to be frozen."""
+    return f"--sharing none --generator-width {config.width or size_of(config.size).discriminator.width}"
 
 
 def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
@@ -296,7 +304,8 @@ def refuse_unread_settings(config: PretrainConfig, objectives: list[ObjectiveNam
     """Refuse settings that no objective of the run reads."""
     unread = []
     if not any(heads):
-        unread += ["generator_width", "generator_layers", "sharing", "temperature", "disallow_correct"]
+        unread += ["generator_width", "generator_layers", "temperature", "disallow_correct"]
+        unread += ["sharing"] if config.init is None else []  # else it may be the folder's
     if "verdict" not in heads:
         unread += ["discriminator_weight", "right_guess"]
     for setting in unread:

@@ -64,9 +64,11 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
     require_compiler(config, device)
     phases = plan(config, shards)
     warn_of_little(config, shards)
+    warn_of_long_warmup(phases)
     if device.type == "cpu" and config.size != "tiny" and not config.dry_run:
         print(f"no GPU: a step of the {config.size} size takes seconds here; --size tiny is for CPUs", file=sys.stderr)
     if config.dry_run:
+        config.start(phases[0].model)  # raises where the run would
         return replace(estimate_run(phases, shards, device), outline=outline(config, phases))
     with held(config.output):
         return train(config, phases, shards, device)
@@ -342,6 +344,18 @@ def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
             f"a larger --validation-fraction (it was {shards.index.settings['validation_fraction']})",
             file=sys.stderr,
         )
+
+
+def warn_of_long_warmup(phases: list[Phase]) -> None:
+    """Say so where the learning rate would still be rising when a run, or a stage of it, is over."""
+    for phase in phases:
+        steps, warmup = phase.stage.steps, phase.config.warmup
+        if phase.begins_stage and steps is not None and warmup >= max(1, steps):
+            print(
+                f"warmup takes {warmup:g} steps and training only {steps:,}: the learning rate stays below "
+                f"{steps / warmup:.0%} of its height; give a share of the run (--warmup 0.1)",
+                file=sys.stderr,
+            )
 
 
 def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Tensor:
