@@ -298,6 +298,17 @@ def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]
         raise ConfigError("--no-hands-over is for --phases that bring in a discriminator, and none does; leave it out")
     if config.branch_from is None:
         refuse_unread_settings(config, objectives, heads)
+        refuse_idle_rates(config)
+
+
+def refuse_idle_rates(config: PretrainConfig) -> None:
+    """Refuse settings that the optimizer or the schedule does not read."""
+    if config.momentum != PretrainConfig.momentum and config.optimizer != "muon":
+        raise ConfigError(f"momentum is {config.momentum}, which is muon's; {config.optimizer} has beta1; leave it out")
+    if config.decay != PretrainConfig.decay and config.schedule != "wsd":
+        raise ConfigError(f"decay is {config.decay}, which is for --schedule wsd, not {config.schedule}; leave it out")
+    if config.schedule == "decay" and config.init is None:
+        raise ConfigError("--schedule decay ends what was trained before; give it with --branch-from or --init")
 
 
 def refuse_unread_settings(config: PretrainConfig, objectives: list[ObjectiveName], heads: list[Head | None]) -> None:
@@ -312,6 +323,8 @@ def refuse_unread_settings(config: PretrainConfig, objectives: list[ObjectiveNam
         if (came := getattr(config, setting)) not in (getattr(PretrainConfig, setting), "none"):
             told = " and ".join(dict.fromkeys(objectives))
             raise ConfigError(f"{setting} is {came}, which {told} does not look at; leave it out")
+    if config.disallow_correct and config.right_guess == "replaced":
+        raise ConfigError("--disallow-correct leaves no right guesses to count as replaced; leave out --right-guess")
 
 
 def refuse_lost_parts(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
