@@ -159,7 +159,8 @@ def test_it_learns_the_grammar(settings_of_run):
         {"resident": True},
         {"mask_share": 0.8, "random_share": 0.1, "mask_count": "paper"},
         {"tokens": 80 * 8 * 16, "steps": None},
-        {"disallow_correct": True, "temperature": 0.8, "right_guess": "replaced"},
+        {"disallow_correct": True, "temperature": 0.8},
+        {"right_guess": "replaced"},
     ],
     ids=lambda departures: ",".join(departures),
 )
