@@ -105,7 +105,7 @@ class InitialConfig(ModelConfig):
             )
 
 
-def initial_size(given: dict[str, Any]) -> dict[str, str]:
+def initial_settings(given: dict[str, Any]) -> dict[str, str]:
     """Size and style of the model that flags say to go on from, and of a pair of ours what it shares; nothing where
     none can be read: the run says so."""
     if not given.get("init"):

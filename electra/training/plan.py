@@ -20,7 +20,7 @@ from electra.text.batches import BatchesConfig
 from electra.text.shards import Shards
 from electra.training.branch import refuse_other_trunk, trunk_settings
 from electra.training.checkpoint import checkpoint_folders
-from electra.training.initial import FRESH, InitialConfig, Start, initial_size, read_start, require_tokenizers
+from electra.training.initial import FRESH, InitialConfig, Start, initial_settings, read_start, require_tokenizers
 from electra.training.machine import Device, Precision
 from electra.training.phases import read_phases
 from electra.training.recipes import Recipe, settings_for
@@ -49,8 +49,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """rtd: the generator fills blanks, the discriminator finds its fills; electra-15: it is asked about masked tokens
     only; replace-mlm: what stands in its place predicts the masked tokens behind the fills; all-tokens-mlm: the same of
     every token, or copies it; mlm: a masked language model of its size (BERT, whose masks are --mask-share .8
-    --random-share .1); adversarial: the generator is paid what
-    its fills cost the discriminator; frozen-rtd: the generator no longer learns (stage two of two-stage training)."""
+    --random-share .1); adversarial: the generator is paid what its fills cost the discriminator; frozen-rtd: the
+    generator no longer learns (stage two of two-stage training)."""
     generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
     """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
     too easy to find to learn much from."""
@@ -128,7 +128,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
         style among the flags that were given; a budget among them replaces theirs."""
         stored = stored_settings(given) or trunk_settings(given)
         known = stored | given
-        start = initial_size(known)
+        start = initial_settings(known)
         known = start | known
         chosen = {name: known.get(name, getattr(cls, name)) for name in ("recipe", "size", "style")}
         settings = settings_for(**chosen) | start | chosen | stored
@@ -369,11 +369,11 @@ def refuse_generators_settings(config: PretrainConfig, objectives: list[Objectiv
                 f"--objective {name} needs a generator, and --generator {config.generator_kind} is none; "
                 f"choose another objective ({able}) or --generator model"
             )
-    drawn = {phase.settings.get("temperature", 1.0) for phase in read_phases(config.phases)} - {1.0}
-    if drawn:
-        raise ConfigError(
-            f"temperature={drawn.pop()} in --phases is for a generator, and --generator {config.generator_kind} is none"
-        )
+    for phase in read_phases(config.phases):
+        if (came := phase.settings.get("temperature", config.temperature)) != config.temperature:
+            raise ConfigError(
+                f"temperature={came} in --phases is for a generator, and --generator {config.generator_kind} is none"
+            )
     for setting in ("generator_width", "generator_layers", "init_generator", "temperature", "disallow_correct"):
         if (came := getattr(config, setting)) != getattr(PretrainConfig, setting):
             raise ConfigError(
