@@ -105,6 +105,22 @@ def test_a_layer_drops_what_its_noise_says(rates, wanted):
     assert_equal(*found)
 
 
+@pytest.mark.parametrize("width", [40, 256, 768, 1100])  # in one chunk, not full and full, and in several
+def test_a_norm_has_the_gradients_of_plain_operations(width):
+    from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
+
+    torch.manual_seed(0)
+    product, residual, grown = (torch.randn(13, width) for _ in range(3))
+    bias, weight, offset = (torch.randn(width) for _ in range(3))
+    given = [each.requires_grad_() for each in (residual, product, weight, offset, bias)]
+    plain = nn.functional.layer_norm(product + bias + residual, (width,), weight, offset, 1e-5)
+    plain.backward(grown)
+    with torch.no_grad():
+        hidden = norm_of_sum(product, bias, residual, weight, offset, 1e-5, None, 0.0)
+        *found, parts = gradients_of_norm_of_sum(product, bias, residual, weight, grown, 1e-5, None, 0.0)
+    assert_equal([hidden, *found, *parts.sum(0)], [plain.detach(), *(each.grad for each in given)])
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_a_step_has_the_same_losses_and_gradients(both_ways, style, objective):

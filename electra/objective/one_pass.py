@@ -14,12 +14,13 @@ from torch.nn import functional
 from electra.model.gpu.aside import Aside
 from electra.model.gpu.column_sums import column_sums
 from electra.model.gpu.noise import scramble
+from electra.model.gpu.powers import LN2, LOG2E
 from electra.objective.randomness import BLOCK
 
 ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster
 BLOCKS_AT_ONCE = 16
-ROWS, COLUMNS = 8, 512  # of a tile of the gradient
-MOST_PROGRAMS = 512  # of the backward pass; each leaves its share of what is summed over all guesses
+ROWS, COLUMNS = 2, 1024  # of a tile of the gradient
+MOST_PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over all guesses
 
 
 @triton.jit
@@ -33,9 +34,9 @@ def gumbel(keys, counter):
 
 
 @triton.jit
-def read_entries(logits, entry, V):
-    """Logits in fp32; behind the vocabulary's end they are impossible."""
-    return tl.load(logits + entry, mask=entry < V, other=float("-inf")).to(tl.float32)
+def read_entries(logits, entry, V, stride):
+    """Logits in fp32; behind the vocabulary's end they are impossible. What fills it up is read, too: many at once."""
+    return tl.where(entry < V, tl.load(logits + entry, mask=entry < stride, other=0.0).to(tl.float32), float("-inf"))
 
 
 @triton.jit
@@ -51,11 +52,12 @@ def score_kernel(
     logits += guess * stride
     blocks += guess * WIDTH
     within = tl.arange(0, BLOCK)
-    for start in range(0, BLOCKS, AT_ONCE):
+    for start in tl.range(0, BLOCKS, AT_ONCE, num_stages=2):  # the next ones are on their way meanwhile
         block = start + tl.arange(0, AT_ONCE)
-        found = read_entries(logits, block[:, None] * BLOCK + within[None, :], V)  # [AT_ONCE, BLOCK]
-        highest = tl.maximum(tl.max(found, 1), -1e30)
-        tl.store(blocks + block, highest + tl.log(tl.sum(tl.exp(found - highest[:, None]), 1)))
+        found = read_entries(logits, block[:, None] * BLOCK + within[None, :], V, stride)  # [AT_ONCE, BLOCK]
+        highest = tl.maximum(tl.max(found, 1), -1e30) * LOG2E
+        sums = tl.sum(tl.exp2(found * LOG2E - highest[:, None]), 1)
+        tl.store(blocks + block, (highest + tl.log2(sums)) * LN2)
     tl.debug_barrier()  # what the others wrote is read
     block = tl.arange(0, WIDTH)
     mass = tl.load(blocks + block, mask=block < BLOCKS, other=float("-inf"))
@@ -63,7 +65,8 @@ def score_kernel(
     chosen = tl.minimum(tl.argmax(noisy, 0), BLOCKS - 1)
     top = tl.maximum(tl.max(mass, 0), -1e30)
     whole = top + tl.log(tl.sum(tl.exp(mass - top), 0))
-    noisy = read_entries(logits, chosen * BLOCK + within, V) + gumbel(token_keys + 2 * row, place * BLOCK + within)
+    noisy = read_entries(logits, chosen * BLOCK + within, V, stride)
+    noisy += gumbel(token_keys + 2 * row, place * BLOCK + within)
     winner = tl.minimum(chosen * BLOCK + tl.argmax(noisy, 0), V - 1)  # of logits that are no numbers, too, an entry
     tl.store(sampled + guess, winner.to(tl.int64))
     tl.store(losses + guess, whole - tl.load(logits + tl.load(originals + guess)).to(tl.float32))
@@ -82,8 +85,9 @@ def gradient_of_score_kernel(
         place, is_guess = guess[:, None] * stride + entry[None, :], guess < N
         is_there = is_guess[:, None] & (entry < stride)[None, :]
         found = tl.load(logits + place, mask=is_there, other=0.0).to(tl.float32)
-        share = tl.exp(found - tl.load(totals + guess, mask=is_guess, other=0.0)[:, None])
-        original = tl.load(originals + guess, mask=is_guess, other=-1)
+        level = tl.load(totals + guess, mask=is_guess, other=0.0) * LOG2E
+        share = tl.exp2(found * LOG2E - level[:, None])
+        original = tl.load(originals + guess, mask=is_guess, other=-1).to(tl.int32)
         share = tl.where(entry[None, :] == original[:, None], share - 1.0, share)
         share = share * tl.load(grown + guess, mask=is_guess, other=0.0)[:, None]
         share = tl.where((entry < V)[None, :], share, 0.0)

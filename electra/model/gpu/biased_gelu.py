@@ -12,22 +12,26 @@ from torch import Tensor
 from electra.model.gpu.column_sums import column_sums
 
 ROWS, COLUMNS = 16, 128  # of a tile
-MOST_PROGRAMS = 1024  # of the backward pass; each leaves its share of what is summed over all tokens
+ROWS_BACK = 8  # of a tile of the backward pass, whose programs are a warp each
+MOST_PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over all tokens
 
 
 @triton.jit
-def share_below(number):
-    """Φ, the share of a normal distribution that lies below each number, and the slope of GELU there, Φ + x φ."""
-    bell = tl.exp(-0.5 * number * number)
-    distance = 1.0 + 0.231641888 * tl.abs(number)
+def gelu_and_slope(number):
+    """GELU of each number, and its slope there: x Φ and Φ + x φ.
+
+    Φ, the share of a normal distribution that lies below a number, is `share` times `bell` on the left, and one less
+    that on the right.
+    """
+    size, bell = tl.abs(number), tl.exp2(-0.7213475204 * number * number)
+    distance = 1.0 + 0.231641888 * size
     nearness = tl.rsqrt(distance * distance)  # one over it, in one instruction
-    polynomial = 1.061405429 * nearness - 1.453152027
-    polynomial = polynomial * nearness + 1.421413741
-    polynomial = polynomial * nearness - 0.284496736
-    polynomial = (polynomial * nearness + 0.254829592) * nearness
-    tail = 0.5 * polynomial * bell
-    share = tl.where(number > 0, 1.0 - tail, tail)
-    return share, share + 0.3989422804 * number * bell
+    share = 0.5307027145 * nearness - 0.7265760135
+    share = share * nearness + 0.7107068705
+    share = share * nearness - 0.142248368
+    share = (share * nearness + 0.127414796) * nearness
+    fall = bell * (share - 0.3989422804 * size)
+    return tl.maximum(number, 0.0) - size * (share * bell), tl.where(number > 0, 1.0 - fall, fall)
 
 
 @triton.jit
@@ -39,8 +43,8 @@ def gelu_kernel(product, bias, activated, N, C, ROWS: tl.constexpr, COLUMNS: tl.
     is_there = (row < N)[:, None] & (column < C)[None, :]
     number = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32)
     number += tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
-    share, _ = share_below(number)
-    tl.store(activated + place, (number * share).to(activated.dtype.element_ty), mask=is_there)
+    gelu, _ = gelu_and_slope(number)
+    tl.store(activated + place, gelu.to(activated.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -51,12 +55,12 @@ def gradient_of_gelu_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     added = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)  # tiles are added up before their rows are: threads need not meet
-    for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
+    for tile in tl.range(tiles, num_stages=3):  # the next two are on their way meanwhile
         row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         place = row[:, None] * C + column[None, :]
         is_there = (row < N)[:, None] & (column < C)[None, :]
         number = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32) + added[None, :]
-        _, slope = share_below(number)
+        _, slope = gelu_and_slope(number)
         back = tl.load(grown + place, mask=is_there, other=0.0).to(tl.float32) * slope
         total += back
         tl.store(gradient + place, back.to(gradient.dtype.element_ty), mask=is_there)
@@ -76,11 +80,11 @@ def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Ten
     """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
     gradient, C = torch.empty_like(product), product.shape[-1]
     N, columns = product.numel() // C, triton.cdiv(C, COLUMNS)
-    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // columns))
-    programs = triton.cdiv(N, ROWS * tiles)
+    tiles = triton.cdiv(triton.cdiv(N, ROWS_BACK), max(1, MOST_PROGRAMS // columns))
+    programs = triton.cdiv(N, ROWS_BACK * tiles)
     parts = torch.empty(programs, C, device=product.device)
     gradient_of_gelu_kernel[(programs, columns)](
-        product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+        product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS_BACK, COLUMNS=COLUMNS, num_warps=1
     )
     return gradient, parts
 

@@ -15,7 +15,7 @@ from electra.model.gpu import long_rows, short_rows
 from electra.model.gpu.aside import Aside
 from electra.model.gpu.biased_gelu import gelu_of_sum, gradients_of_gelu
 from electra.model.gpu.chosen_rows import chosen, flat_places, put_back
-from electra.model.gpu.column_sums import column_sums, sums_by_matrix
+from electra.model.gpu.column_sums import column_sums, sums_but_of_keys, sums_by_matrix
 from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
 
 NO_WINDOW = -1
@@ -174,13 +174,14 @@ def gradients_of_whole_layer(
     before, after = mixed.view(vectors[:, :, 0].shape), of_mixed.view(vectors[:, :, 0].shape)
     if is_short:
         ways = seed_of(seeds, 2, attention_dropout), after, NO_WINDOW, attention_dropout
-        of_qkv, parts = short_rows.gradients_of_mix(vectors, places, None, *ways, has_bias=True)
+        of_qkv = short_rows.gradient_of_mix(vectors, places, None, *ways)
     else:
         kept = before, levels, state, after, attention_dropout
         of_qkv, parts = long_rows.gradients_of_mix(vectors, places, *kept)
     of_qkv = of_qkv.view_as(qkv)
     aside.join()
-    of_matrix, of_bias = aside(torch.mm, of_qkv.T, residual), aside(column_sums, parts, qkv_weights[1].dtype)
+    of_matrix, own = aside(torch.mm, of_qkv.T, residual), qkv_weights[1].dtype
+    of_bias = aside(sums_but_of_keys, of_qkv, own) if is_short else aside(column_sums, parts, own)
     of_residual.addmm_(of_qkv, qkv_weights[0])
     aside.join()
     return [of_residual, of_matrix, of_bias, *of_weights]

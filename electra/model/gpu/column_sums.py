@@ -5,6 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROWS, COLUMNS = 16, 128  # of a tile
+MOST_PROGRAMS = 1056  # each leaves its share of what is summed over all tokens
+
 
 @triton.jit
 def sum_kernel(parts, first, second, third, D, P, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -37,3 +40,34 @@ def sums_by_matrix(parts: Tensor, *precisions: torch.dtype) -> list[Tensor]:
     targets = [*sums, *[sums[0]] * (3 - len(sums))]
     sum_kernel[(triton.cdiv(D, 16), len(sums))](parts, *targets, D, P, PARTS=256, COLUMNS=16, num_warps=8)
     return sums
+
+
+@triton.jit
+def strip_kernel(matrix, parts, N, D, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of queries and values in a matrix [N, 3, D] over the rows of each program: parts [programs, 2, D]."""
+    column, which = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(2)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in tl.range(tiles, num_stages=3):
+        row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        is_there = (row < N)[:, None] & (column < D)[None, :]
+        place = (row[:, None] * 3 + 2 * which) * D + column[None, :]
+        total += tl.load(matrix + place, mask=is_there, other=0.0).to(tl.float32)
+    target = parts + (tl.program_id(0).to(tl.int64) * 2 + which) * D + column
+    tl.store(target, tl.sum(total, 0), mask=column < D)
+
+
+def sums_but_of_keys(of_qkv: Tensor, precision: torch.dtype) -> Tensor:
+    """The gradient of a bias [3 · D] of queries, keys and values from theirs [N, 3 · D].
+
+    That of keys is zero: a bias moves all scores of a query alike, and weights stay as they are."""
+    (N, D), columns = (of_qkv.shape[0], of_qkv.shape[1] // 3), triton.cdiv(of_qkv.shape[1] // 3, COLUMNS)
+    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // (2 * columns)))
+    programs = triton.cdiv(N, ROWS * tiles)
+    parts = torch.empty(programs, 2, D, device=of_qkv.device)
+    strip_kernel[(programs, columns, 2)](of_qkv, parts, N, D, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=1)
+    sums = torch.zeros(3, D, device=of_qkv.device, dtype=precision)
+    of_queries, _, of_values = sums
+    sum_kernel[(triton.cdiv(D, 16), 2)](
+        parts, of_queries, of_values, of_values, D, programs, PARTS=256, COLUMNS=16, num_warps=8
+    )
+    return sums.flatten()

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.gpu.biased_gelu import COLUMNS, ROWS, share_below
+from electra.model.gpu.biased_gelu import COLUMNS, ROWS, gelu_and_slope
 
 
 @triton.jit
@@ -24,19 +24,19 @@ def read_both(product, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def gated_kernel(product, activated, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """GELU of the first half of product [N, 2 · F] times the second: [N, F]; one program for each tile."""
     number, gate, _, target, is_there = read_both(product, N, F, ROWS, COLUMNS)
-    share, _ = share_below(number)
-    tl.store(activated + target, (number * share * gate).to(activated.dtype.element_ty), mask=is_there)
+    gelu, _ = gelu_and_slope(number)
+    tl.store(activated + target, (gelu * gate).to(activated.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
 def gradient_of_gated_kernel(product, grown, gradient, N, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The gradient [N, 2 · F] of product from that of its activation, `grown` [N, F]."""
     number, gate, place, source, is_there = read_both(product, N, F, ROWS, COLUMNS)
-    share, slope = share_below(number)
+    gelu, slope = gelu_and_slope(number)
     back = tl.load(grown + source, mask=is_there, other=0.0).to(tl.float32)
     of_number = back * gate * slope
     tl.store(gradient + place, of_number.to(gradient.dtype.element_ty), mask=is_there)
-    tl.store(gradient + F + place, (back * number * share).to(gradient.dtype.element_ty), mask=is_there)
+    tl.store(gradient + F + place, (back * gelu).to(gradient.dtype.element_ty), mask=is_there)
 
 
 def tiles_of(product: Tensor) -> tuple[tuple[int, int], int, int]:

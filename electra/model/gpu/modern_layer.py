@@ -95,7 +95,7 @@ def gradients_of_modern_layer(
     of_output = aside(torch.mm, of_found.T, chosen(made.mixed, at))
     of_total = put_back(of_total, at, N)
     of_mixed = put_back(of_found @ weights.output, at, N).view(rows, -1, heads, D // heads)
-    of_vectors, _ = short_rows.gradients_of_mix(
+    of_vectors = short_rows.gradient_of_mix(
         short_rows.by_head(made.qkv, rows, heads), documents, turns, None, of_mixed, window, 0.0
     )
     of_vectors = of_vectors.view_as(made.qkv)

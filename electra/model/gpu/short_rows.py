@@ -11,9 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from electra.model.gpu.noise import factor_at
+from electra.model.gpu.powers import LOG2E
 
 LONGEST = 128  # tokens whose scores one program can hold
 WIDTHS = (32, 64, 128)  # of a head
+REGISTERS = 128  # of a thread in the forward pass: the compiler would take a few more, and so a quarter fewer threads
 
 
 @triton.jit
@@ -58,18 +60,20 @@ def write_turned(
 
 
 @triton.jit
-def softmax_of(scores, documents, at, place, L, window, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """How much the tokens `at` listen to those at `place`: [PART, BLOCK]; rows behind the end are of no use."""
+def weights_of(scores, documents, at, place, L, window, scale, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """How much the tokens `at` listen to those at `place`: [PART, BLOCK], and one over its sums [PART], which make a
+    softmax of it; rows behind the end are of no use."""
     is_seen = (place < L)[None, :]
-    if HAS_DOCUMENTS:
+    if HAS_DOCUMENTS:  # what is behind the end is in none of them
         listening = tl.load(documents + at, mask=at < L, other=-2)
         heard = tl.load(documents + place, mask=place < L, other=-2)
-        is_seen = is_seen & (listening[:, None] == heard[None, :])
+        is_seen = listening[:, None] == heard[None, :]
     if HAS_WINDOW:
         is_seen = is_seen & (tl.abs(at[:, None] - place[None, :]) <= window)
     scores = tl.where(is_seen, scores, -1e30)
-    weights = tl.exp(scores - tl.max(scores, 1)[:, None])
-    return weights / tl.sum(weights, 1)[:, None]
+    highest = tl.max(scores, 1) * (scale * LOG2E)
+    weights = tl.exp2(scores * (scale * LOG2E) - highest[:, None])
+    return weights, 1.0 / tl.sum(weights, 1)
 
 
 @triton.jit
@@ -101,58 +105,51 @@ def mix_kernel(
     for start in tl.static_range(0, BLOCK, PART):
         at = start + tl.arange(0, PART)
         q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
-        scores = tl.dot(q, tl.trans(k)) * scale
-        weights = softmax_of(scores, documents + row * L, at, place, L, window, HAS_DOCUMENTS, HAS_WINDOW)
+        scores, own = tl.dot(q, tl.trans(k)), documents + row * L
+        weights, norm = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
         if HAS_DROPOUT:
             weights = weights * kept(seed, program, at, place, dropout, BLOCK)
-        write(mixed + row * L * H * K + head * K, at, column, L, H * K, tl.dot(weights.to(v.dtype), v).to(v.dtype))
+        found = tl.dot(weights.to(v.dtype), v) * norm[:, None]
+        write(mixed + row * L * H * K + head * K, at, column, L, H * K, found.to(v.dtype))
 
 
 @triton.jit
 def gradient_of_mix_kernel(
-    qkv, documents, turns, seed, grown, gradient, sums, L, window, scale, dropout,
+    qkv, documents, turns, seed, grown, gradient, L, window, scale, dropout,
     H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K]), and its sums over rows."""
-    tl.static_assert(not (HAS_BIAS and HAS_TURNS), "what turns has no bias")
+    """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K])."""
     program, row, head, queries, keys, values = begin(qkv, L, H, K)
     place, column = tl.arange(0, BLOCK), tl.arange(0, K)
     target = gradient + row * L * 3 * H * K + head * K
     k = read_turned(keys, turns, place, column, L, 3 * H * K, K, HAS_TURNS)
     v = read(values, place, column, L, 3 * H * K)
     dk, dv = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
-    of_queries = tl.zeros([K], tl.float32)  # summed over the row
     for start in tl.static_range(0, BLOCK, PART):
         at = start + tl.arange(0, PART)
         q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
         do = read(grown + row * L * H * K + head * K, at, column, L, H * K)  # zeros behind the end
-        scores = tl.dot(q, tl.trans(k)) * scale
-        weights = softmax_of(scores, documents + row * L, at, place, L, window, HAS_DOCUMENTS, HAS_WINDOW)
-        back = tl.dot(do, tl.trans(v))  # of the weights that were left by dropout
+        scores, own = tl.dot(q, tl.trans(k)), documents + row * L
+        weights, norm = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+        weights = weights * norm[:, None]
         if HAS_DROPOUT:
             factor = kept(seed, program, at, place, dropout, BLOCK)
-            back = back * factor
             dv = tl.dot(tl.trans((weights * factor).to(v.dtype)), do, dv)
+            back = tl.dot(do, tl.trans(v)) * factor
         else:
-            dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)
-        ds = (weights * (back - tl.sum(weights * back, 1)[:, None]) * scale).to(v.dtype)
+            dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)  # before the next, which takes as many registers
+            back = tl.dot(do, tl.trans(v))
+        level = tl.sum(weights * back, 1) * scale
+        ds = (weights * (back * scale - level[:, None])).to(v.dtype)
         dk = tl.dot(tl.trans(ds), q, dk)
-        dq = tl.dot(ds, k)
-        write_turned(target, turns, at, column, L, 3 * H * K, K, HAS_TURNS, dq, v.dtype)
-        of_queries += tl.sum(dq, 0)
+        write_turned(target, turns, at, column, L, 3 * H * K, K, HAS_TURNS, tl.dot(ds, k), v.dtype)
     write_turned(target + H * K, turns, place, column, L, 3 * H * K, K, HAS_TURNS, dk, v.dtype)
     write(target + 2 * H * K, place, column, L, 3 * H * K, dv.to(v.dtype))
-    if HAS_BIAS:
-        sums += row * 3 * H * K + head * K
-        tl.store(sums + column, of_queries)
-        tl.store(sums + H * K + column, tl.sum(dk, 0))
-        tl.store(sums + 2 * H * K + column, tl.sum(dv, 0))
 
 
 def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
-           dropout: float, *ends: Tensor, **others: bool) -> None:  # fmt: skip
+           dropout: float, *ends: Tensor, **limits: int) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
     block, is_dropped = max(16, triton.next_power_of_2(L)), seed is not None
@@ -163,7 +160,7 @@ def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, 
         *ends, L, window, K**-0.5, dropout,
         H=H, K=K, BLOCK=block, PART=min(part, block), HAS_DOCUMENTS=documents is not None,
         HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=is_dropped,
-        num_warps=warps, num_stages=1, **others,
+        num_warps=warps, num_stages=1, **limits,
     )  # fmt: skip
 
 
@@ -181,22 +178,20 @@ def mix(
     [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights.
     """
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
-    launch(mix_kernel, qkv, documents, turns, seed, window, dropout, mixed)
+    is_limited = qkv.shape[-1] <= 64 and torch.version.hip is None
+    limits = {"maxnreg": REGISTERS} if is_limited else {}
+    launch(mix_kernel, qkv, documents, turns, seed, window, dropout, mixed, **limits)
     return mixed
 
 
-def gradients_of_mix(
+def gradient_of_mix(
     qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, grown: Tensor, window: int,
-    dropout: float, has_bias: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of `qkv` from that of the mixed values, `grown` [B, L, H, K]; that of a bias in it as parts
-    [B, 3 · H · K] to sum."""
+    dropout: float,
+) -> Tensor:  # fmt: skip
+    """The gradient of `qkv` from that of the mixed values, `grown` [B, L, H, K]."""
     gradient = torch.empty_like(qkv)
-    parts = torch.empty(qkv.shape[0] if has_bias else 0, qkv[0, 0].numel(), device=qkv.device)
-    launch(
-        gradient_of_mix_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient, parts, HAS_BIAS=has_bias
-    )
-    return gradient, parts
+    launch(gradient_of_mix_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient)
+    return gradient
 
 
 @torch.library.custom_op("electra::attend_in_short_rows", mutates_args=())
@@ -218,7 +213,7 @@ def gradient_in_short_rows(
     dropout: float,
 ) -> Tensor:  # fmt: skip
     """The gradient of `qkv`, as an operation."""
-    return gradients_of_mix(qkv.contiguous(), documents, turns, seed, grown.contiguous(), window, dropout)[0]
+    return gradient_of_mix(qkv.contiguous(), documents, turns, seed, grown.contiguous(), window, dropout)
 
 
 @gradient_in_short_rows.register_fake
