@@ -172,14 +172,14 @@ def as_exact_as_by_steps(
         assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
 
 
-@pytest.mark.parametrize("is_made_again", [False, True])
-def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made_again):
+@pytest.mark.parametrize(("is_made_again", "has_documents"), [(False, True), (True, True), (False, False)])
+def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made_again, has_documents):
     torch.manual_seed(0)
     own = {"global_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
     encoder = Encoder(EncoderConfig(style="modern", layers=3, vocabulary=500, **own)).cuda()
     encoder.recomputes_layers = is_made_again
     ids, grown = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, 256, device="cuda")
-    documents = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1)
+    documents = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1) if has_documents else None
 
     def outcome(dtype: torch.dtype, kernel: str) -> list[torch.Tensor]:
         monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)

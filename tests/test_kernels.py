@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from layers import by_steps, made_layer
+from layers import by_steps, factors, made_layer
 from torch import Tensor, nn
 
 from electra.model import kernels
@@ -105,20 +105,39 @@ def test_a_layer_drops_what_its_noise_says(rates, wanted):
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("width", [40, 256, 768, 1100])  # in one chunk, not full and full, and in several
-def test_a_norm_has_the_gradients_of_plain_operations(width):
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So few that each takes several tiles in turn, as on a GPU."""
+    from electra.model.gpu import column_sums
+
+    monkeypatch.setattr(column_sums, "PROGRAMS", 3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("width", [40, 256, 768, 1024, 1100])  # in one chunk, not full and full, and in several
+def test_a_norm_has_the_gradients_of_plain_operations(few_programs, width, dropout):
     from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
 
     torch.manual_seed(0)
-    product, residual, grown = (torch.randn(13, width) for _ in range(3))
+    product, residual, grown = (torch.randn(37, width) for _ in range(3))
     bias, weight, offset = (torch.randn(width) for _ in range(3))
     given = [each.requires_grad_() for each in (residual, product, weight, offset, bias)]
-    plain = nn.functional.layer_norm(product + bias + residual, (width,), weight, offset, 1e-5)
+    seed = torch.tensor(5, dtype=torch.int32) if dropout else None
+    added = (product + bias) * factors(5, torch.arange(product.numel()).view_as(product), dropout)
+    plain = nn.functional.layer_norm(added + residual, (width,), weight, offset, 1e-5)
     plain.backward(grown)
     with torch.no_grad():
-        hidden = norm_of_sum(product, bias, residual, weight, offset, 1e-5, None, 0.0)
-        *found, parts = gradients_of_norm_of_sum(product, bias, residual, weight, grown, 1e-5, None, 0.0)
+        hidden = norm_of_sum(product, bias, residual, weight, offset, 1e-5, seed, dropout)
+        *found, parts = gradients_of_norm_of_sum(product, bias, residual, weight, grown, 1e-5, seed, dropout)
     assert_equal([hidden, *found, *parts.sum(0)], [plain.detach(), *(each.grad for each in given)])
+
+
+def test_a_bias_of_queries_keys_and_values_gets_its_gradient(few_programs):
+    from electra.model.gpu.column_sums import sums_but_of_keys
+
+    of_qkv = torch.randn(70, 3, 200)
+    found = sums_but_of_keys(of_qkv.flatten(1), torch.float32).view(3, 200)
+    assert_equal([found[0], found[1], found[2]], [of_qkv[:, 0].sum(0), torch.zeros(200), of_qkv[:, 2].sum(0)])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

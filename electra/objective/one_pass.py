@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.model.gpu.aside import Aside
-from electra.model.gpu.column_sums import column_sums
+from electra.model.gpu.column_sums import column_sums, tiles_of
 from electra.model.gpu.noise import scramble
 from electra.model.gpu.powers import LN2, LOG2E
 from electra.objective.randomness import BLOCK
@@ -20,7 +20,6 @@ from electra.objective.randomness import BLOCK
 ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster
 BLOCKS_AT_ONCE = 16
 ROWS, COLUMNS = 2, 1024  # of a tile of the gradient
-MOST_PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over all guesses
 
 
 @triton.jit
@@ -85,8 +84,8 @@ def gradient_of_score_kernel(
         place, is_guess = guess[:, None] * stride + entry[None, :], guess < N
         is_there = is_guess[:, None] & (entry < stride)[None, :]
         found = tl.load(logits + place, mask=is_there, other=0.0).to(tl.float32)
-        level = tl.load(totals + guess, mask=is_guess, other=0.0) * LOG2E
-        share = tl.exp2(found * LOG2E - level[:, None])
+        whole = tl.load(totals + guess, mask=is_guess, other=0.0) * LOG2E
+        share = tl.exp2(found * LOG2E - whole[:, None])
         original = tl.load(originals + guess, mask=is_guess, other=-1).to(tl.int32)
         share = tl.where(entry[None, :] == original[:, None], share - 1.0, share)
         share = share * tl.load(grown + guess, mask=is_guess, other=0.0)[:, None]
@@ -132,8 +131,7 @@ def gradients_of_scores(
     """The gradients of states, table and bias from that of the losses, `grown` [B, M]."""
     (N, stride), gradient, aside = logits.shape, torch.empty_like(logits), Aside()
     columns = triton.cdiv(stride, COLUMNS)
-    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // columns))
-    programs = triton.cdiv(N, ROWS * tiles)
+    tiles, programs = tiles_of(N, ROWS, columns)
     parts = torch.empty(programs, stride, device=logits.device)
     gradient_of_score_kernel[(programs, columns)](
         logits, originals, totals, grown.contiguous(), gradient, parts, N, vocabulary, stride, tiles,

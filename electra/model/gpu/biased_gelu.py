@@ -9,29 +9,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.gpu.column_sums import column_sums
+from electra.model.gpu.column_sums import column_sums, tiles_of
 
 ROWS, COLUMNS = 16, 128  # of a tile
 ROWS_BACK = 8  # of a tile of the backward pass, whose programs are a warp each
-MOST_PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over all tokens
 
 
 @triton.jit
 def gelu_and_slope(number):
     """GELU of each number, and its slope there: x Φ and Φ + x φ.
 
-    Φ, the share of a normal distribution that lies below a number, is `share` times `bell` on the left, and one less
+    Φ, the share of a normal distribution that lies below a number, is `ratio` times `bell` on the left, and one less
     that on the right.
     """
     size, bell = tl.abs(number), tl.exp2(-0.7213475204 * number * number)
     distance = 1.0 + 0.231641888 * size
     nearness = tl.rsqrt(distance * distance)  # one over it, in one instruction
-    share = 0.5307027145 * nearness - 0.7265760135
-    share = share * nearness + 0.7107068705
-    share = share * nearness - 0.142248368
-    share = (share * nearness + 0.127414796) * nearness
-    fall = bell * (share - 0.3989422804 * size)
-    return tl.maximum(number, 0.0) - size * (share * bell), tl.where(number > 0, 1.0 - fall, fall)
+    ratio = 0.5307027145 * nearness - 0.7265760135
+    ratio = ratio * nearness + 0.7107068705
+    ratio = ratio * nearness - 0.142248368
+    ratio = (ratio * nearness + 0.127414796) * nearness
+    fall = bell * (ratio - 0.3989422804 * size)
+    return tl.maximum(number, 0.0) - size * (ratio * bell), tl.where(number > 0, 1.0 - fall, fall)
 
 
 @triton.jit
@@ -80,8 +79,7 @@ def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Ten
     """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
     gradient, C = torch.empty_like(product), product.shape[-1]
     N, columns = product.numel() // C, triton.cdiv(C, COLUMNS)
-    tiles = triton.cdiv(triton.cdiv(N, ROWS_BACK), max(1, MOST_PROGRAMS // columns))
-    programs = triton.cdiv(N, ROWS_BACK * tiles)
+    tiles, programs = tiles_of(N, ROWS_BACK, columns)
     parts = torch.empty(programs, C, device=product.device)
     gradient_of_gelu_kernel[(programs, columns)](
         product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS_BACK, COLUMNS=COLUMNS, num_warps=1

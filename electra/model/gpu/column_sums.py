@@ -5,8 +5,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+PROGRAMS = 1056  # of a kernel that also sums over all tokens: eight for each of an H200's 132 multiprocessors
 ROWS, COLUMNS = 16, 128  # of a tile
-MOST_PROGRAMS = 1056  # each leaves its share of what is summed over all tokens
+
+
+def tiles_of(N: int, rows: int, columns: int = 1) -> tuple[int, int]:
+    """How many tiles of so many of N rows each program takes in turn, and how many programs that makes for each of some
+    strips of columns: every one of them leaves its share of the sums."""
+    tiles = triton.cdiv(triton.cdiv(N, rows), max(1, PROGRAMS // columns))
+    return tiles, triton.cdiv(N, rows * tiles)
 
 
 @triton.jit
@@ -43,8 +50,9 @@ def sums_by_matrix(parts: Tensor, *precisions: torch.dtype) -> list[Tensor]:
 
 
 @triton.jit
-def strip_kernel(matrix, parts, N, D, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sums of queries and values in a matrix [N, 3, D] over the rows of each program: parts [programs, 2, D]."""
+def queries_and_values_kernel(matrix, parts, of_keys, N, D, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums of queries and values in a matrix [N, 3, D] over the rows of each program: parts [programs, 2, D]; and
+    zeros for those of keys [D]."""
     column, which = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(2)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in tl.range(tiles, num_stages=3):
@@ -54,19 +62,23 @@ def strip_kernel(matrix, parts, N, D, tiles, ROWS: tl.constexpr, COLUMNS: tl.con
         total += tl.load(matrix + place, mask=is_there, other=0.0).to(tl.float32)
     target = parts + (tl.program_id(0).to(tl.int64) * 2 + which) * D + column
     tl.store(target, tl.sum(total, 0), mask=column < D)
+    if tl.program_id(0) == 0 and which == 0:
+        tl.store(of_keys + column, tl.zeros([COLUMNS], of_keys.dtype.element_ty), mask=column < D)
 
 
 def sums_but_of_keys(of_qkv: Tensor, precision: torch.dtype) -> Tensor:
     """The gradient of a bias [3 · D] of queries, keys and values from theirs [N, 3 · D].
 
-    That of keys is zero: a bias moves all scores of a query alike, and weights stay as they are."""
+    That of keys is zero where positions do not turn them: a bias moves all scores of a query alike, and weights stay as
+    they are."""
     (N, D), columns = (of_qkv.shape[0], of_qkv.shape[1] // 3), triton.cdiv(of_qkv.shape[1] // 3, COLUMNS)
-    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // (2 * columns)))
-    programs = triton.cdiv(N, ROWS * tiles)
+    tiles, programs = tiles_of(N, ROWS, 2 * columns)
     parts = torch.empty(programs, 2, D, device=of_qkv.device)
-    strip_kernel[(programs, columns, 2)](of_qkv, parts, N, D, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=1)
-    sums = torch.zeros(3, D, device=of_qkv.device, dtype=precision)
-    of_queries, _, of_values = sums
+    sums = torch.empty(3, D, device=of_qkv.device, dtype=precision)
+    of_queries, of_keys, of_values = sums
+    queries_and_values_kernel[(programs, columns, 2)](
+        of_qkv, parts, of_keys, N, D, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=1
+    )
     sum_kernel[(triton.cdiv(D, 16), 2)](
         parts, of_queries, of_values, of_values, D, programs, PARTS=256, COLUMNS=16, num_warps=8
     )

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra.model.gpu.column_sums import tiles_of
+
 ROWS, COLUMNS = 16, 128  # of a tile
-MOST_PROGRAMS = 1024  # of the backward pass; each leaves its share of what is summed over all tokens
 CUDNN_WIDTHS = (64, 128)  # of a head
 CUDNN_LENGTHS = 64  # tokens: rows are a multiple, so that no cuDNN has to fill them up
 aten = torch.ops.aten
@@ -104,8 +105,7 @@ def side_by_side(qkv: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> 
     """Gradients of queries, keys and values as one of `qkv` [B, L, 3, H, K], and its parts [programs, 3 · D] to sum."""
     packed, D = torch.empty_like(qkv), qkv[0, 0, 0].numel()
     N, columns = qkv.shape[0] * qkv.shape[1], triton.cdiv(D, COLUMNS)
-    tiles = triton.cdiv(triton.cdiv(N, ROWS), max(1, MOST_PROGRAMS // (3 * columns)))
-    programs = triton.cdiv(N, ROWS * tiles)
+    tiles, programs = tiles_of(N, ROWS, 3 * columns)
     parts = torch.empty(programs, 3 * D, device=qkv.device)
     side_by_side_kernel[(programs, columns, 3)](
         queries, keys, values, packed, parts, N, D, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from electra.model.gpu.column_sums import tiles_of
 from electra.model.gpu.noise import factor_at
 
 ELEMENTS = 512  # of a tile for each warp
 CHUNK = 256  # columns that each warp of the backward pass holds together
-ONE_WARP = 1024  # columns at most that one warp goes back over: alone it need not wait for others
-PROGRAMS = 1056  # of the backward pass; each leaves its share of what is summed over tokens
+ONE_WARP, ONE_NOISY = 1024, 768  # columns at most that one warp goes back over, alone, and with noise for dropout
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def norm_kernel(
 
 
 @triton.jit
-def summed(chunks):
+def row_sums(chunks):
     """The sums [ROWS] over all chunks [ROWS, WIDTH] of some rows."""
     total = chunks[0]
     for i in tl.static_range(1, len(chunks)):
@@ -113,12 +113,12 @@ def gradient_of_norm_kernel(
         total = ()
         for i in tl.static_range(CHUNKS):
             total += (sum_at(product, biases[i], residual, seed, row, columns[i], N, dropout, D, HAS_DROPOUT),)
-        centred, mean = (), summed(total) / D
+        centred, mean = (), row_sums(total) / D
         for i in tl.static_range(CHUNKS):
             centred += (inside(total[i] - mean[:, None], columns[i], D, CHUNKS * WIDTH),)
-        scale = 1.0 / tl.sqrt(summed(times(centred, centred)) / D + epsilon)
+        scale = 1.0 / tl.sqrt(row_sums(times(centred, centred)) / D + epsilon)
         plain, pull = [each * scale[:, None] for each in centred], times(back, stretch)
-        along, level = summed(times(pull, plain)) / D, summed(pull) / D
+        along, level = row_sums(times(pull, plain)) / D, row_sums(pull) / D
         changes = ()
         for i in tl.static_range(CHUNKS):
             place = row[:, None] * D + columns[i][None, :]
@@ -145,18 +145,6 @@ def shape_of(product: Tensor, warps: int) -> tuple[int, int, int, int]:
     return N, D, width, max(1, ELEMENTS * warps // width)
 
 
-def tiles_of(N: int, rows: int) -> tuple[int, int]:
-    """How many tiles of so many rows each program of a backward pass has, and how many programs that makes."""
-    count = triton.cdiv(N, rows)
-    tiles = triton.cdiv(count, PROGRAMS)
-    return tiles, triton.cdiv(count, tiles)
-
-
-def warps_back(D: int) -> int:
-    """Of each program of a backward pass over rows of D."""
-    return 1 if D <= ONE_WARP else 4
-
-
 def norm_of_sum(
     product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, offset: Tensor, epsilon: float,
     seed: Tensor | None, dropout: float,
@@ -177,10 +165,10 @@ def gradients_of_norm_of_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients [N, D] of residual and product, one tensor without dropout, and those of weight, offset and bias as
     parts [programs, 3, D] to sum."""
-    (N, D), warps = product.shape, warps_back(product.shape[1])
+    N, D = product.shape
+    warps = 1 if (ONE_WARP if seed is None else ONE_NOISY) >= D else 4  # one need not wait for others
     width = min(CHUNK * warps, triton.next_power_of_2(D))
-    chunks = triton.cdiv(D, width)
-    rows = ELEMENTS // width if chunks == 1 else 1
+    chunks, rows = triton.cdiv(D, width), max(1, ELEMENTS * warps // triton.next_power_of_2(D))
     of_residual = torch.empty_like(product)
     of_product = of_residual if seed is None else torch.empty_like(product)
     tiles, programs = tiles_of(N, rows)

@@ -15,6 +15,8 @@ from electra.model.gpu.powers import LOG2E
 
 LONGEST = 128  # tokens whose scores one program can hold
 WIDTHS = (32, 64, 128)  # of a head
+HIDDEN = tl.constexpr(-(2.0**100))  # a score: a power of two, so that a row of nothing else is scaled without rounding
+NOWHERE = tl.constexpr(-(2**31))  # a document that no token is in
 REGISTERS = 128  # of a thread in the forward pass: the compiler would take a few more, and so a quarter fewer threads
 
 
@@ -61,16 +63,16 @@ def write_turned(
 
 @triton.jit
 def weights_of(scores, documents, at, place, L, window, scale, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """How much the tokens `at` listen to those at `place`: [PART, BLOCK], and one over its sums [PART], which make a
-    softmax of it; rows behind the end are of no use."""
+    """How much the tokens `at` listen to those at `place`: [PART, BLOCK], and one over its sums [PART], which make it a
+    softmax; rows behind the end are of no use."""
     is_seen = (place < L)[None, :]
     if HAS_DOCUMENTS:  # what is behind the end is in none of them
-        listening = tl.load(documents + at, mask=at < L, other=-2)
-        heard = tl.load(documents + place, mask=place < L, other=-2)
+        listening = tl.load(documents + at, mask=at < L, other=NOWHERE)
+        heard = tl.load(documents + place, mask=place < L, other=NOWHERE)
         is_seen = listening[:, None] == heard[None, :]
     if HAS_WINDOW:
         is_seen = is_seen & (tl.abs(at[:, None] - place[None, :]) <= window)
-    scores = tl.where(is_seen, scores, -1e30)
+    scores = tl.where(is_seen, scores, HIDDEN)
     highest = tl.max(scores, 1) * (scale * LOG2E)
     weights = tl.exp2(scores * (scale * LOG2E) - highest[:, None])
     return weights, 1.0 / tl.sum(weights, 1)
@@ -106,10 +108,10 @@ def mix_kernel(
         at = start + tl.arange(0, PART)
         q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
         scores, own = tl.dot(q, tl.trans(k)), documents + row * L
-        weights, norm = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+        weights, inverse = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
         if HAS_DROPOUT:
             weights = weights * kept(seed, program, at, place, dropout, BLOCK)
-        found = tl.dot(weights.to(v.dtype), v) * norm[:, None]
+        found = tl.dot(weights.to(v.dtype), v) * inverse[:, None]
         write(mixed + row * L * H * K + head * K, at, column, L, H * K, found.to(v.dtype))
 
 
@@ -131,8 +133,8 @@ def gradient_of_mix_kernel(
         q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
         do = read(grown + row * L * H * K + head * K, at, column, L, H * K)  # zeros behind the end
         scores, own = tl.dot(q, tl.trans(k)), documents + row * L
-        weights, norm = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
-        weights = weights * norm[:, None]
+        weights, inverse = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+        weights = weights * inverse[:, None]
         if HAS_DROPOUT:
             factor = kept(seed, program, at, place, dropout, BLOCK)
             dv = tl.dot(tl.trans((weights * factor).to(v.dtype)), do, dv)
@@ -140,8 +142,8 @@ def gradient_of_mix_kernel(
         else:
             dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)  # before the next, which takes as many registers
             back = tl.dot(do, tl.trans(v))
-        level = tl.sum(weights * back, 1) * scale
-        ds = (weights * (back * scale - level[:, None])).to(v.dtype)
+        mean = tl.sum(weights * back, 1) * scale
+        ds = (weights * (back * scale - mean[:, None])).to(v.dtype)
         dk = tl.dot(tl.trans(ds), q, dk)
         write_turned(target, turns, at, column, L, 3 * H * K, K, HAS_TURNS, tl.dot(ds, k), v.dtype)
     write_turned(target + H * K, turns, place, column, L, 3 * H * K, K, HAS_TURNS, dk, v.dtype)
@@ -149,18 +151,19 @@ def gradient_of_mix_kernel(
 
 
 def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
-           dropout: float, *ends: Tensor, **limits: int) -> None:  # fmt: skip
+           dropout: float, *ends: Tensor) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
     block, is_dropped = max(16, triton.next_power_of_2(L)), seed is not None
     is_heavy = is_dropped or turns is not None  # noise and turns take registers, which more warps have
     part, warps = (128, 8) if is_heavy and K <= 64 else (64, 4)
+    is_limited = kernel is mix_kernel and K <= 64 and torch.version.hip is None
     kernel[(B * H,)](
         qkv, qkv if documents is None else documents, qkv if turns is None else turns, qkv if seed is None else seed,
         *ends, L, window, K**-0.5, dropout,
         H=H, K=K, BLOCK=block, PART=min(part, block), HAS_DOCUMENTS=documents is not None,
         HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=is_dropped,
-        num_warps=warps, num_stages=1, **limits,
+        num_warps=warps, num_stages=1, **({"maxnreg": REGISTERS} if is_limited else {}),
     )  # fmt: skip
 
 
@@ -178,9 +181,7 @@ def mix(
     [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights.
     """
     mixed = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
-    is_limited = qkv.shape[-1] <= 64 and torch.version.hip is None
-    limits = {"maxnreg": REGISTERS} if is_limited else {}
-    launch(mix_kernel, qkv, documents, turns, seed, window, dropout, mixed, **limits)
+    launch(mix_kernel, qkv, documents, turns, seed, window, dropout, mixed)
     return mixed
 
 

@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.model.gpu.norm_of_sum import normalised, shape_of, tiles_of, warps_back
+from electra.model.gpu.column_sums import tiles_of
+from electra.model.gpu.norm_of_sum import normalised, shape_of
+
+ONE_WARP = 512  # columns at most that one warp goes back over
 
 
 @triton.jit
@@ -66,7 +69,7 @@ def gradients_of_sum_and_norm(
     summed: Tensor, weight: Tensor, of_normal: Tensor, of_summed: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of what was summed, in fp32 and as that of what was added; that of weight as parts [programs, D]."""
-    warps = warps_back(summed.shape[1])
+    warps = 1 if summed.shape[1] <= ONE_WARP else 4
     N, D, width, rows = shape_of(summed, warps)
     gradient, rounded = torch.empty_like(summed), torch.empty_like(of_normal)
     tiles, programs = tiles_of(N, rows)
