@@ -16,7 +16,7 @@ KINDS = {  # by what is in a name, the first that fits
     "attention": r"mix_kernel|sdpa|flash|cudnn|side_by_side|scaled_dot_product",
     "gelu": r"gelu",
     "norms": r"norm_kernel|layer_norm",
-    "column sums": r"^sum_kernel",
+    "column sums": r"^sum_kernel|queries_and_values",
     "optimizer": r"multi_tensor_apply|LpNorm|adam|foreach",
     "products": r"nvjet|gemm|splitK|cutlass|::mm$|addmm|bmm|matmul|linear",
     "other": r"",
