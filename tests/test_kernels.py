@@ -110,7 +110,7 @@ def few_programs(monkeypatch):
     """So few that each takes several tiles in turn, as on a GPU."""
     from electra.model.gpu import column_sums
 
-    monkeypatch.setattr(column_sums, "PROGRAMS", 3)
+    monkeypatch.setattr(column_sums, "PROCESSORS", 1)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -119,7 +119,7 @@ def test_a_norm_has_the_gradients_of_plain_operations(few_programs, width, dropo
     from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
 
     torch.manual_seed(0)
-    product, residual, grown = (torch.randn(37, width) for _ in range(3))
+    product, residual, grown = (torch.randn(150, width) for _ in range(3))
     bias, weight, offset = (torch.randn(width) for _ in range(3))
     given = [each.requires_grad_() for each in (residual, product, weight, offset, bias)]
     seed = torch.tensor(5, dtype=torch.int32) if dropout else None

@@ -39,7 +39,7 @@ def gradient_of_gated_kernel(product, grown, gradient, N, F, ROWS: tl.constexpr,
     tl.store(gradient + F + place, (back * gelu).to(gradient.dtype.element_ty), mask=is_there)
 
 
-def tiles_of(product: Tensor) -> tuple[tuple[int, int], int, int]:
+def grid_of(product: Tensor) -> tuple[tuple[int, int], int, int]:
     """The programs of a kernel over `product` [..., 2 · F], how many rows it has, and F."""
     F = product.shape[-1] // 2
     N = product.numel() // (2 * F)
@@ -48,7 +48,7 @@ def tiles_of(product: Tensor) -> tuple[tuple[int, int], int, int]:
 
 def gated(product: Tensor) -> Tensor:
     """GELU of the first half of `product` [..., 2 · F] times the second: [..., F]."""
-    grid, N, F = tiles_of(product)
+    grid, N, F = grid_of(product)
     activated = product.new_empty(*product.shape[:-1], F)
     gated_kernel[grid](product, activated, N, F, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return activated
@@ -56,7 +56,7 @@ def gated(product: Tensor) -> Tensor:
 
 def gradient_of_gated(product: Tensor, grown: Tensor) -> Tensor:
     """The gradient of product from that of the activation, `grown` [..., F]."""
-    grid, N, F = tiles_of(product)
+    grid, N, F = grid_of(product)
     gradient = torch.empty_like(product)
     gradient_of_gated_kernel[grid](product, grown, gradient, N, F, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
     return gradient
