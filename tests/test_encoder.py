@@ -53,6 +53,13 @@ def test_the_first_packed_document_is_as_if_alone(either):
     torch.testing.assert_close(packed[:, :3], either(torch.tensor([[2, 11, 12]])))
 
 
+def test_states_without_gradients_are_those_with_them(either):
+    ids = torch.randint(5, 50, (2, 10))
+    with_gradients = either(ids).detach()
+    with torch.no_grad():  # GELU is then made in place
+        assert torch.equal(either(ids), with_gradients)
+
+
 def test_states_at_some_positions_are_those_of_all(either):
     text, documents = torch.randint(5, 60, (3, 9)), torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2]]).expand(3, -1)
     at, grown = torch.tensor([[8, 1, 1], [0, 4, 7], [3, 2, 6]]), torch.randn(3, 3, either.config.width)  # one twice
