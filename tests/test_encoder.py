@@ -56,8 +56,17 @@ def test_the_first_packed_document_is_as_if_alone(either):
 def test_states_without_gradients_are_those_with_them(either):
     ids = torch.randint(5, 50, (2, 10))
     with_gradients = either(ids).detach()
-    with torch.no_grad():  # GELU is then made in place
+    with torch.no_grad():  # the classic feed-forward's GELU is then made in place
         assert torch.equal(either(ids), with_gradients)
+
+
+def test_a_hook_sees_what_comes_before_gelu(encoder):
+    widen, kept = encoder.layers[0].feedforward.widen, []
+    widen.register_forward_hook(lambda module, given, found: kept.append((given[0], found)))
+    with torch.no_grad():
+        encoder(TEXT)
+        given, found = kept[0]
+        assert torch.equal(found, torch.nn.functional.linear(given, widen.weight, widen.bias))
 
 
 def test_states_at_some_positions_are_those_of_all(either):

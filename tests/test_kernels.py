@@ -48,6 +48,14 @@ def both_ways(monkeypatch):
     return outcomes
 
 
+@pytest.fixture
+def few_programs(monkeypatch):
+    """One, so that it takes several tiles in turn, as on a GPU."""
+    from electra.model.gpu import column_sums
+
+    monkeypatch.setattr(column_sums, "PROCESSORS", 0)
+
+
 def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
     """Equal but for the order of sums."""
     for one, other in zip(ours, plain, strict=True):
@@ -105,14 +113,6 @@ def test_a_layer_drops_what_its_noise_says(rates, wanted):
     assert_equal(*found)
 
 
-@pytest.fixture
-def few_programs(monkeypatch):
-    """So few that each takes several tiles in turn, as on a GPU."""
-    from electra.model.gpu import column_sums
-
-    monkeypatch.setattr(column_sums, "PROCESSORS", 1)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("width", [40, 256, 768, 1024, 1100])  # in one chunk, not full and full, and in several
 def test_a_norm_has_the_gradients_of_plain_operations(few_programs, width, dropout):
@@ -142,7 +142,7 @@ def test_a_bias_of_queries_keys_and_values_gets_its_gradient(few_programs):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_a_step_has_the_same_losses_and_gradients(both_ways, style, objective):
+def test_a_step_has_the_same_losses_and_gradients(both_ways, few_programs, style, objective):
     vocabulary, needs = Vocabulary(size=300), OBJECTIVES[objective]
     sizes = {"layers": 1, "heads": 1, "width": 32, "feedforward": 48, "embedding_width": 16, "positions": 32}
     size = EncoderConfig(style=style, vocabulary=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
@@ -183,7 +183,7 @@ def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
     assert_equal(*both_ways(encoder, act))
 
 
-def test_gradients_are_put_side_by_side_and_summed():
+def test_gradients_are_put_side_by_side_and_summed(few_programs):
     from electra.model.gpu import long_rows
 
     parts = [torch.randn(2, 40, 2, 32) for _ in range(3)]

@@ -11,18 +11,19 @@ if HAS_TRITON:
     from electra.model.gpu.gated_gelu import gated_gelu
 
 
-def gelu(number: Tensor) -> Tensor:
-    """x · Φ(x), with the exact (erf) Φ, of a tensor that nobody else reads: where no gradient will ask for it, in its
-    own place, which spares a CPU the new memory."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+def plain_gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:
+    """x · Φ(x) of what a linear layer gives, with the exact (erf) Φ; in its place where neither a gradient nor a hook
+    asks for that, which spares a CPU the new memory."""
+    number = linear(hidden)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or linear._forward_hooks:
         return functional.gelu(number)
     return torch.ops.aten.gelu_(number)
 
 
 def gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:
-    """GELU of what a linear layer gives; in half precision within its rounding."""
+    """The same, in half precision within its rounding."""
     if linear.bias is None or not is_for_kernels(hidden):
-        return gelu(linear(hidden))
+        return plain_gelu_of(linear, hidden)
     return biased_gelu(functional.linear(hidden, linear.weight), linear.bias)
 
 

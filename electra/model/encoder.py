@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from electra.model.activation import gated_gelu_of, gelu
+from electra.model.activation import gated_gelu_of, plain_gelu_of
 from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
 from electra.model.config import EncoderConfig, check_length
 from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
@@ -132,7 +132,7 @@ class FeedForward(nn.Module):
         self.narrow = nn.Linear(config.feedforward, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.narrow(gelu(self.widen(hidden)))
+        return self.narrow(plain_gelu_of(self.widen, hidden))
 
 
 class GatedFeedForward(nn.Module):

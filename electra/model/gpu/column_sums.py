@@ -13,8 +13,8 @@ def tiles_of(N: int, rows: int, columns: int = 1, each: int = 8) -> tuple[int, i
     """How many tiles of so many of N rows a program takes in turn, and how many programs that makes for each of some
     strips of columns; every one of them leaves its share of sums over all tokens.
 
-    `each` is how many programs one multiprocessor can hold, and all that it gets: with fewer, those that happen to be
-    free when a kernel starts take all of them, and the others wait.
+    `each` is about how many programs one multiprocessor can hold: with fewer, the multiprocessors that happen to be
+    free when a kernel starts take them all, and the others are idle.
     """
     tiles = triton.cdiv(triton.cdiv(N, rows), max(1, PROCESSORS * each // columns))
     return tiles, triton.cdiv(N, rows * tiles)
