@@ -194,9 +194,9 @@ def main() -> None:
     given = vars(parser.parse_args())
     as_json, sizes = given.pop("json"), Sizes(**given)
     if not (HAS_TRITON and torch.cuda.is_available()):
-        raise SystemExit("our kernels need an NVIDIA GPU, Triton and a C compiler, which are not here")
+        parser.error("our kernels need an NVIDIA GPU, Triton and a C compiler, and not all of these are here")
     if sizes.length > LONGEST:
-        raise SystemExit(f"--length is {sizes.length}; these kernels take rows of at most {LONGEST} tokens")
+        parser.error(f"--length is {sizes.length}; these kernels take rows of at most {LONGEST} tokens")
     found = [measured(case) for case in cases(sizes)]
     if as_json:
         print(json.dumps({"sizes": asdict(sizes), "microseconds": [asdict(one) for one in found]}, indent=2))

@@ -234,6 +234,8 @@ def compare(setting: Setting, ground: Ground, arguments: argparse.Namespace, say
 def check(rows: list[Row]) -> str:
     """Whether all sides did the same work: as many parameters, and about the same losses at first."""
     taken = [row for row in rows if row.losses]
+    if not taken:
+        return "no side could be measured"
     counts = sorted({row.parameters for row in taken})
     spans = {name: sorted(row.losses[name] for row in taken if row.losses) for name in LOSSES if taken}
     is_same = len(counts) == 1 and all(found[-1] - found[0] < 0.1 * found[-1] for found in spans.values())
@@ -307,7 +309,9 @@ def read_arguments(words: list[str] | None, is_cuda: bool) -> argparse.Namespace
     parser.add_argument("--settings", nargs="+", type=read_setting, default=list(map(read_setting, settings.split())))
     parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS) if is_cuda else ["eager"])
-    parser.add_argument("--ours", nargs="*", choices=WAYS, default=list(WAYS) if is_cuda else ["plain"])
+    parser.add_argument(
+        "--ours", nargs="*", choices=WAYS, help="default: both on a GPU; plain on a CPU, fast to follow"
+    )
     parser.add_argument(
         "--reach", nargs="+", choices=["documents", "rows"], default=["documents"], help="of our tokens"
     )
@@ -318,9 +322,23 @@ def read_arguments(words: list[str] | None, is_cuda: bool) -> argparse.Namespace
     parser.add_argument("--follow", type=int, help="compare the losses of so many steps instead of speeds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args(words)
-    if arguments.steps < 1 or (arguments.follow is not None and (arguments.follow < 1 or not arguments.ours)):
-        parser.error("--steps and --follow must be at least 1, and --follow needs a way of --ours")
+    if arguments.ours is None:
+        arguments.ours = list(WAYS) if is_cuda else ["plain" if arguments.follow is None else "fast"]
+    least = {
+        "--steps": arguments.steps,
+        "--follow": arguments.follow,
+        "--forward": min(arguments.forward, default=None),
+    }
+    if small := [name for name, number in least.items() if number is not None and number < 1]:
+        parser.error(f"{small[0]} is {least[small[0]]}; it must be at least 1")
+    if arguments.follow is not None and not arguments.ours:
+        parser.error("--follow needs a way of --ours")
     return arguments
+
+
+def all_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """Every setting with every dropout."""
+    return [replace(each, dropout=dropout) for each in arguments.settings for dropout in arguments.dropout]
 
 
 def report(ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], None]) -> Report:
@@ -328,7 +346,7 @@ def report(ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], N
     device, follows = ground.device, arguments.follow is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     say(f"{name}; ceiling of a matrix product {ground.ceiling / 1e12:.3g} TFLOP/s")
-    settings = [replace(each, dropout=dropout) for each in arguments.settings for dropout in arguments.dropout]
+    settings = all_settings(arguments)
     forwards = [Setting(*each, FORWARD) for each in product({each.size: 0 for each in settings}, arguments.forward)]
     groups = [] if follows else [compare(each, ground, arguments, say) for each in settings]
     following = [entry(each, partial(follow, each, ground, arguments), device, say) for each in settings if follows]
@@ -351,12 +369,16 @@ def main(words: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             shards = open_shards(arguments.data or made_shards(Path(folder)))
+            for setting in all_settings(arguments):
+                plan(our_config(setting, shards, "plain"), shards)
         except (ConfigError, DataError) as error:
             print(error, file=sys.stderr)
             sys.exit(2)
         found = report(Ground(shards, device, ceiling(device)), arguments, say)
     if arguments.json:
         print(json.dumps(found))
+    if found["rows"] and all(row["failed"] for row in found["rows"]):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

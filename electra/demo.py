@@ -61,6 +61,10 @@ class Demonstrated:
     sentence: str
     verdicts: str
 
+    def shown(self) -> list[str]:
+        """The files of the run that are there to look at; curves need matplotlib."""
+        return [name for name in ("curves.png", "samples.md") if (Path(self.output) / "run" / name).exists()]
+
     def __str__(self) -> str:
         size = f"{self.documents:,} documents, {self.tokens:,} tokens trained on"
         return "\n".join(
@@ -74,7 +78,7 @@ class Demonstrated:
                 "What the discriminator says of each token (with its verdict: the three that look replaced most):",
                 textwrap.indent(self.verdicts, "  "),
                 "",
-                f"Look at  {self.output}/run/curves.png and {self.output}/run/samples.md",
+                f"Look at  {' and '.join(f'{self.output}/run/{name}' for name in self.shown())}",
                 f'Try      electra detect --model {self.output}/run "your sentence"',
                 f'         electra fill --model {self.output}/run "your [MASK]"',
                 f'Use      transformers.AutoModel.from_pretrained("{self.output}/huggingface")',

@@ -64,12 +64,36 @@ def test_a_kernel_is_known_by_its_name(pretrain, name, kind):
     assert importlib.import_module("profiling").kind_of(name) == kind
 
 
-def test_a_side_that_fails_says_why_and_the_others_go_on(pretrain, shards, capsys):
-    sides = "--dropout 0 --steps 1 --peers --ours plain --forward"
-    pretrain.main(f"--data {shards} --settings tiny:2x1024 tiny:2x16 {sides}".split())
+def test_a_side_that_fails_says_why_and_the_others_go_on(pretrain, shards, capsys, monkeypatch):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError("too little memory")
+
+    monkeypatch.setattr(pretrain, "peer_side", out_of_memory)
+    pretrain.main(f"--data {shards} --settings tiny:2x16 --dropout 0 --steps 1 --ours plain --forward".split())
     printed = capsys.readouterr().out
-    assert "failed: ConfigError: " in printed
+    assert "failed: OutOfMemoryError: too little memory" in printed
     assert "tokens/s" in printed
+    with pytest.raises(SystemExit) as left:
+        pretrain.main(f"--data {shards} --settings tiny:2x16 --dropout 0 --steps 1 --ours --forward".split())
+    assert left.value.code == 1
+    assert "no side could be measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--settings tiny:0x16", "batch_size is 0"),
+        ("--settings tiny:2x1024", "512 positions"),
+        ("--dropout 1.5", "dropout is 1.5"),
+        ("--forward 0", "--forward is 0"),
+        ("--follow 5 --ours", "--follow needs a way"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(pretrain, shards, capsys, words, sentence):
+    with pytest.raises(SystemExit) as left:
+        pretrain.main(f"--data {shards} {words}".split())
+    assert left.value.code == 2
+    assert sentence in capsys.readouterr().err
 
 
 def test_the_peers_two_losses_are_one(pretrain, make_pair, make_batch, vocabulary):
@@ -81,6 +105,6 @@ def test_the_peers_two_losses_are_one(pretrain, make_pair, make_batch, vocabular
 
 
 def test_a_path_follows_itself(pretrain, shards, capsys):
-    pretrain.main(f"--data {shards} --settings tiny:4x16 --dropout 0 --follow 3 --json".split())
+    pretrain.main(f"--data {shards} --settings tiny:4x16 --dropout 0 --follow 3 --ours plain --json".split())
     [found] = json.loads(capsys.readouterr().out)["follow"]
     assert found["generator_apart"] == found["discriminator_apart"] == 0

@@ -54,6 +54,13 @@ def test_fill_without_a_blank_is_refused(run):
         electra.load(run).fill("the cat sat")
 
 
+def test_fill_with_no_guess_is_refused(run, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["fill", "--model", str(run), "the [MASK] sat", "--count", "0"])
+    assert exit.value.code == 2
+    assert "count is 0" in capsys.readouterr().err
+
+
 def test_embed_pools_the_hidden_states(run):
     model = electra.load(run)
     ids = torch.tensor([model.tokenizer.library.encode("the cat").ids])

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import _global_forward_hooks
 
 from electra.model.kernels import HAS_TRITON, is_for_kernels
 
@@ -15,7 +16,8 @@ def plain_gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:
     """x · Φ(x) of what a linear layer gives, with the exact (erf) Φ; in its place where neither a gradient nor a hook
     asks for that, which spares a CPU the new memory."""
     number = linear(hidden)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or linear._forward_hooks:
+    is_asked_for = linear._forward_hooks or _global_forward_hooks or type(linear) is not nn.Linear
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_asked_for:
         return functional.gelu(number)
     return torch.ops.aten.gelu_(number)
 

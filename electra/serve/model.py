@@ -62,6 +62,8 @@ class Model:
 
     def fill(self, text: str, count: int = 5) -> Filled:
         """The likeliest tokens for each [MASK] in `text`."""
+        if count < 1:
+            raise ConfigError(f"count is {count}; it must be at least 1")
         ids, tokens, is_truncated = self.encode(text, self.electra.the_generator().encoder)
         blanks = (ids[0] == self.tokenizer.vocabulary.mask_id).nonzero().flatten()
         if not len(blanks):
