@@ -237,7 +237,7 @@ def check(rows: list[Row]) -> str:
     if not taken:
         return "no side could be measured"
     counts = sorted({row.parameters for row in taken})
-    spans = {name: sorted(row.losses[name] for row in taken if row.losses) for name in LOSSES if taken}
+    spans = {name: sorted(row.losses[name] for row in taken if row.losses) for name in LOSSES}
     is_same = len(counts) == 1 and all(found[-1] - found[0] < 0.1 * found[-1] for found in spans.values())
     told = ", ".join(f"{name} {found[0]:.3f} to {found[-1]:.3f}" for name, found in spans.items())
     parameters = " and ".join(f"{count:,}" for count in counts)

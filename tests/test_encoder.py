@@ -60,12 +60,18 @@ def test_states_without_gradients_are_those_with_them(either):
         assert torch.equal(either(ids), with_gradients)
 
 
-def test_a_hook_sees_what_comes_before_gelu(encoder):
+@pytest.mark.parametrize("is_global", [False, True])
+def test_a_hook_sees_what_comes_before_gelu(encoder, is_global):
     widen, kept = encoder.layers[0].feedforward.widen, []
-    widen.register_forward_hook(lambda module, given, found: kept.append((given[0], found)))
-    with torch.no_grad():
+
+    def keep(module: torch.nn.Module, given: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
+        if module is widen:
+            kept.append((given[0], found))
+
+    register = torch.nn.modules.module.register_module_forward_hook if is_global else widen.register_forward_hook
+    with register(keep), torch.no_grad():
         encoder(TEXT)
-        given, found = kept[0]
+        [(given, found)] = kept
         assert torch.equal(found, torch.nn.functional.linear(given, widen.weight, widen.bias))
 
 

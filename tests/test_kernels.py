@@ -53,7 +53,7 @@ def few_programs(monkeypatch):
     """One, so that it takes several tiles in turn, as on a GPU."""
     from electra.model.gpu import column_sums
 
-    monkeypatch.setattr(column_sums, "PROCESSORS", 0)
+    monkeypatch.setattr(column_sums, "PROGRAMS", 0)
 
 
 def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:

@@ -15,7 +15,7 @@ if HAS_TRITON:
 def plain_gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:
     """x · Φ(x) of what a linear layer gives, with the exact (erf) Φ; in its place where neither a gradient nor a hook
     asks for that, which spares a CPU the new memory."""
-    number = linear(hidden)
+    number = linear(hidden)  # of another kind of layer it may be somebody's, too
     is_asked_for = linear._forward_hooks or _global_forward_hooks or type(linear) is not nn.Linear
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_asked_for:
         return functional.gelu(number)

@@ -12,6 +12,7 @@ from torch import Tensor
 from electra.model.gpu.column_sums import column_sums, tiles_of
 
 ROWS, COLUMNS = 16, 128  # of a tile
+ROWS_BACK = 8  # of a tile of the backward pass, whose programs are a warp each
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def gradient_of_gelu_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     added = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)  # tiles are added up before their rows are: threads need not meet
-    for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
+    for tile in tl.range(tiles, num_stages=3):  # the next two are on their way meanwhile
         row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         place = row[:, None] * C + column[None, :]
         is_there = (row < N)[:, None] & (column < C)[None, :]
@@ -78,10 +79,10 @@ def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Ten
     """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
     gradient, C = torch.empty_like(product), product.shape[-1]
     N, columns = product.numel() // C, triton.cdiv(C, COLUMNS)
-    tiles, programs = tiles_of(N, ROWS, columns)
+    tiles, programs = tiles_of(N, ROWS_BACK, columns)
     parts = torch.empty(programs, C, device=product.device)
     gradient_of_gelu_kernel[(programs, columns)](
-        product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4
+        product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS_BACK, COLUMNS=COLUMNS, num_warps=1
     )
     return gradient, parts
 

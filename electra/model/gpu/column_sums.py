@@ -5,18 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROCESSORS = 132  # multiprocessors of an H200
+PROGRAMS = 1056  # of a kernel that also sums over all tokens: eight for each of an H200's 132 multiprocessors
 ROWS, COLUMNS = 16, 128  # of a tile
 
 
-def tiles_of(N: int, rows: int, columns: int = 1, each: int = 8) -> tuple[int, int]:
-    """How many tiles of so many of N rows a program takes in turn, and how many programs that makes for each of some
-    strips of columns; every one of them leaves its share of sums over all tokens.
-
-    `each` is about how many programs one multiprocessor can hold: with fewer, the multiprocessors that happen to be
-    free when a kernel starts take them all, and the others are idle.
-    """
-    tiles = triton.cdiv(triton.cdiv(N, rows), max(1, PROCESSORS * each // columns))
+def tiles_of(N: int, rows: int, columns: int = 1) -> tuple[int, int]:
+    """How many tiles of so many of N rows each program takes in turn, and how many programs that makes for each of some
+    strips of columns: every one of them leaves its share of the sums."""
+    tiles = triton.cdiv(triton.cdiv(N, rows), max(1, PROGRAMS // columns))
     return tiles, triton.cdiv(N, rows * tiles)
 
 
@@ -76,7 +72,7 @@ def sums_but_of_keys(of_qkv: Tensor, precision: torch.dtype) -> Tensor:
     That of keys is zero where positions do not turn them: a bias moves all scores of a query alike, and weights stay as
     they are."""
     (N, D), columns = (of_qkv.shape[0], of_qkv.shape[1] // 3), triton.cdiv(of_qkv.shape[1] // 3, COLUMNS)
-    tiles, programs = tiles_of(N, ROWS, 2 * columns, each=16)
+    tiles, programs = tiles_of(N, ROWS, 2 * columns)
     parts = torch.empty(programs, 2, D, device=of_qkv.device)
     sums = torch.empty(3, D, device=of_qkv.device, dtype=precision)
     of_queries, of_keys, of_values = sums

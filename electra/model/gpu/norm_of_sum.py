@@ -171,7 +171,7 @@ def gradients_of_norm_of_sum(
     chunks, rows = triton.cdiv(D, width), max(1, ELEMENTS * warps // triton.next_power_of_2(D))
     of_residual = torch.empty_like(product)
     of_product = of_residual if seed is None else torch.empty_like(product)
-    tiles, programs = tiles_of(N, rows, each=8 if D > CHUNK else 16 if seed is None else 12)  # by their registers
+    tiles, programs = tiles_of(N, rows)
     parts = torch.empty(programs, 3, D, device=product.device)
     gradient_of_norm_kernel[(programs,)](
         product, bias, residual, weight, product if seed is None else seed, grown, of_residual, of_product, parts,

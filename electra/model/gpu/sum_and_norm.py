@@ -72,7 +72,7 @@ def gradients_of_sum_and_norm(
     warps = 1 if summed.shape[1] <= ONE_WARP else 4
     N, D, width, rows = shape_of(summed, warps)
     gradient, rounded = torch.empty_like(summed), torch.empty_like(of_normal)
-    tiles, programs = tiles_of(N, rows, each=16 if warps == 1 else 8)
+    tiles, programs = tiles_of(N, rows)
     parts = torch.empty(programs, D, device=summed.device)
     gradient_of_sum_and_norm_kernel[(programs,)](
         summed, weight, of_normal, of_summed, gradient, rounded, parts, N, tiles, epsilon,
