@@ -43,6 +43,7 @@ def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
                 axes.plot(*zip(*points, strict=True), label=f"{kind}: {name}", marker="." if len(points) < 30 else None)
         axes.set_title(title)
         axes.set_xlabel("step")
+        axes.locator_params(axis="x", nbins=5)  # so that numbers of many steps do not touch
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
