@@ -79,7 +79,8 @@ def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Ten
     """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
     gradient, C = torch.empty_like(product), product.shape[-1]
     N, columns = product.numel() // C, triton.cdiv(C, COLUMNS)
-    tiles, programs = tiles_of(N, ROWS_BACK, columns, times=4)  # fewer crowd where a product beside ends first
+    # With fewer, those multiprocessors that a product beside leaves first take all of them, and the others idle.
+    tiles, programs = tiles_of(N, ROWS_BACK, columns, factor=4)
     parts = torch.empty(programs, C, device=product.device)
     gradient_of_gelu_kernel[(programs, columns)](
         product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS_BACK, COLUMNS=COLUMNS, num_warps=1

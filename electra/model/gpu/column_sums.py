@@ -9,10 +9,10 @@ PROGRAMS = 1056  # of a kernel that also sums over all tokens: eight for each of
 ROWS, COLUMNS = 16, 128  # of a tile
 
 
-def tiles_of(N: int, rows: int, columns: int = 1, times: int = 1) -> tuple[int, int]:
+def tiles_of(N: int, rows: int, columns: int = 1, factor: int = 1) -> tuple[int, int]:
     """How many tiles of so many of N rows each program takes in turn, and how many programs that makes for each of some
-    strips of columns: every one of them leaves its share of the sums. There are `times` as many programs as usual."""
-    tiles = triton.cdiv(triton.cdiv(N, rows), max(1, times * PROGRAMS // columns))
+    strips of columns: every one of them leaves its part of the sums. There are up to `factor` times PROGRAMS."""
+    tiles = triton.cdiv(triton.cdiv(N, rows), max(1, factor * PROGRAMS // columns))
     return tiles, triton.cdiv(N, rows * tiles)
 
 
