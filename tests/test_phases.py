@@ -268,19 +268,22 @@ def test_contradictory_settings_are_refused_in_one_sentence(shards, tmp_path, ca
             "",
             [
                 "classic: discriminator of 1 layer, 32 wide; generator of 1 layer, 16 wide; embeddings shared",
-                "rtd: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
+                "rtd, 80 steps: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
             ],
         ),
         (
             "--phases objective=mlm objective=frozen-rtd,length=8 --sharing none --no-hands-over",
             [
                 "classic: discriminator of 1 layer, 32 wide; generator of 1 layer, 16 wide; nothing shared",
-                "phase 1 of 2, mlm: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
-                "phase 2 of 2, frozen-rtd: 8 × 8 tokens a step, 30 % masked; muon at 0.005, linear; the discriminator "
-                "starts with new weights",
+                "phase 1 of 2, mlm, 40 steps: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
+                "phase 2 of 2, frozen-rtd, 40 steps: 8 × 8 tokens a step, 30 % masked; muon at 0.005, linear; the "
+                "discriminator starts with new weights",
             ],
         ),
-        ("--objective mlm --dropout 0.1", ["classic: masked language model of 1 layer, 32 wide, dropout 0.1", "mlm"]),
+        (
+            "--objective mlm --dropout 0.1",
+            ["classic: masked language model of 1 layer, 32 wide, dropout 0.1", "mlm, 80"],
+        ),
         ("--generator uniform", ["classic: discriminator of 1 layer, 32 wide; no generator: uniform replacements"]),
         ("--objective replace-mlm", ["classic: corrector of 1 layer, 32 wide; generator of 1"]),
     ],

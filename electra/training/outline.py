@@ -66,10 +66,11 @@ def phases_in_words(phases: list[Phase]) -> Iterator[str]:
 
 
 def phase_in_words(phase: Phase) -> str:
-    """Objective, batch, masks, learning rate."""
-    config = phase.config
+    """Objective, budget, batch, masks, learning rate."""
+    config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
+    budget = f"{(seconds or 0) / 60:.3g} minutes" if steps is None else f"{steps:,} steps"
     batch = f"{config.batch_size} × {config.length} tokens a step, {100 * config.mask_fraction:g} % masked"
-    return f"{config.objective}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
+    return f"{config.objective}, {budget}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
 
 
 def first_weights(before: Phase | None, phase: Phase) -> str:
