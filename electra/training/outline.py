@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig
 from electra.training.initial import has_head_for
+from electra.training.journal import duration
 from electra.training.plan import Phase, PretrainConfig, starts_discriminator, whole_model
 
 SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "corrector that may copy"}
@@ -68,7 +69,7 @@ def phases_in_words(phases: list[Phase]) -> Iterator[str]:
 def phase_in_words(phase: Phase) -> str:
     """Objective, budget, batch, masks, learning rate."""
     config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = f"{(seconds or 0) / 60:.3g} minutes" if steps is None else f"{steps:,} steps"
+    budget = duration((seconds or 0) / 60) if steps is None else f"{steps:,} steps"
     batch = f"{config.batch_size} × {config.length} tokens a step, {100 * config.mask_fraction:g} % masked"
     return f"{config.objective}, {budget}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
 
