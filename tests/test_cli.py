@@ -94,6 +94,11 @@ def test_every_commands_help_explains_every_flag(capsys, command):
         ("flops --mask-fraction 1.5", "--mask-fraction is 1.5; it must lie between 0 and 1, usually 0.15"),
         ("flops --length 600", "a row of 600 tokens is longer than the model's 512 positions"),
         ("flops --length 0", "--length is 0; a row has at least 1 token"),
+        ("flops --objective mlm --inference", "--inference counts a discriminator, which goes with --objective rtd;"),
+        (
+            "flops --objective mlm --as-published",
+            "--as-published counts the paper's pairs, which go with --objective rt",
+        ),
         ("flops --embedding-width 0", "discriminator: --embedding-width is 0; it must be at least 1"),
         ("flops --lenght 128", "there is no flag --lenght in electra flops; did you mean --length?"),
         ("flops --lenght=128", "there is no flag --lenght in electra flops; did you mean --length?"),

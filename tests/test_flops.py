@@ -56,6 +56,23 @@ def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vo
     )
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_objective_costs_what_its_parts_do(capsys, objective):
+    rtd, found = counted(capsys), counted(capsys, "--objective", objective)
+    generator, discriminator = (sum(item["flops"] for item in rtd["parts"][name]) for name in rtd["parts"])
+    step = found["training_flops_per_row"]
+    if objective == "mlm":
+        assert found["parts"].keys() == {"generator"}
+        assert step == 3 * sum(item["flops"] for item in found["parts"]["generator"]) > 2 * discriminator
+        assert found["parameters"] < rtd["parameters"]
+    elif objective == "frozen-rtd":
+        assert step == generator + 3 * discriminator
+    elif "corrector" in found["parts"]:
+        assert step > rtd["training_flops_per_row"]
+    else:
+        assert step == 3 * (generator + discriminator)
+
+
 @pytest.mark.parametrize("style", ["classic", "modern"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
 def test_parameters_add_up_to_the_models(size, style):

@@ -9,9 +9,11 @@ from electra.errors import ConfigError
 from electra.model import published
 from electra.model.config import check_length
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.flops import TRAINING, Item, flops, items_of, parameters
+from electra.model.flops import Item, flops, items_of, parameters, training_flops
 from electra.model.sizes import SMALL, ModelConfig
 from electra.objective.masking import MaskedShare, slots
+from electra.objective.objectives import OBJECTIVES, ObjectiveName
+from electra.training.plan import compared, model_of
 from electra.training.recipes import settings_for
 
 PAPER = settings_for("faithful", ModelConfig.size)
@@ -26,6 +28,9 @@ class FlopsConfig(MaskedShare, ModelConfig):
     Length, batch and steps go with --size, as in the paper, which has all but tiny: shown are those of the size below.
     """
 
+    objective: ObjectiveName = "rtd"
+    """What is trained, as in electra pretrain: mlm has one encoder only, of the discriminator's size (BERT), and the
+    generator of frozen-rtd only goes forward."""
     length: int = PAPER["length"]
     """Tokens in a row."""
     batch_size: int = PAPER["batch_size"]
@@ -51,6 +56,12 @@ class FlopsConfig(MaskedShare, ModelConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}; {least}")
         if self.as_published and self.style == "modern":
             raise ConfigError("as_published counts as the paper does, which has no modern style; leave one of them out")
+        if self.objective != "rtd" and (self.as_published or self.inference):
+            pairs, one = (
+                "--as-published counts the paper's pairs, which go",
+                "--inference counts a discriminator, which goes",
+            )
+            raise ConfigError(f"{pairs if self.as_published else one} with --objective rtd; leave one or the other out")
         if self.steps < 0:
             raise ConfigError(f"steps is {self.steps}; it must be at least 0")
 
@@ -68,7 +79,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
         pair = self.electra(self.vocabulary)
         if self.inference:
             return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
-        return pair
+        return model_of(compared(pair, [self.objective]), self.objective)
 
 
 def refuse_training(given: dict[str, Any]) -> None:
@@ -97,7 +108,8 @@ class Costs:
             lines += [name, *(line(f"  {item.name}", item.parameters, item.flops) for item in items)]
             lines += [line("  in all", parameters(items), flops(items))]
         if self.training_flops_per_row is not None:
-            lines += [f"the pair, what is shared counted once: {self.parameters:,} parameters"]
+            what = "the pair, what is shared counted once" if len(self.parts) > 1 else "the model"
+            lines += [f"{what}: {self.parameters:,} parameters"]
             lines += [f"a training step: {self.training_flops_per_row:.4g} FLOPs a row"]
         lines += [f"{self.purpose}: {self.total_flops:.4e} FLOPs"]
         return "\n".join([*lines, *filter(None, [self.note])])
@@ -113,11 +125,10 @@ def count_costs(config: FlopsConfig) -> Costs:
     pair = config.pair()
     for part in filter(None, (pair.generator, pair.discriminator)):
         check_length(config.length, part)
-    parts, training = count_items(pair, config)
-    forward = sum(flops(items) for items in parts.values())
+    parts, step = count_items(pair, config)
     if config.inference:
-        return Costs(parts, stored(pair), f"reading {config.length} tokens", None, forward, note_on(pair))
-    step = training * forward
+        read = sum(map(flops, parts.values()))
+        return Costs(parts, stored(pair), f"reading {config.length} tokens", None, read, note_on(pair))
     purpose = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
     return Costs(parts, stored(pair), purpose, step, step * config.batch_size * config.steps, note_on(pair))
 
@@ -134,10 +145,12 @@ def note_on(pair: ElectraConfig) -> str | None:
 
 
 def count_items(pair: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
-    """The items of a pair, honestly or as published, and how many forward passes a training step is worth."""
+    """The items of a pair, honestly or as published, and the operations of a training step over a row."""
     if config.as_published:
-        return published.published_items(pair, config.length), published.TRAINING
-    return items_of(pair, config.length, masked=slots(config.length, config)), TRAINING
+        items = published.published_items(pair, config.length)
+        return items, published.TRAINING * sum(map(flops, items.values()))
+    sizes = pair, config.length, slots(config.length, config)
+    return items_of(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
 
 
 def stored(pair: ElectraConfig) -> int:

@@ -237,17 +237,23 @@ def phases_of(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
 
 def models_of(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
     """The model of each phase: those parts of the pair that its objective has."""
-    if pair.discriminator and not any(OBJECTIVES[config.objective].head for config in configs):
-        pair = replace(pair, generator=pair.discriminator)  # BERT: of the size that discriminators are compared in
+    pair = compared(pair, [config.objective for config in configs])
     for part in filter(None, (pair.generator, pair.discriminator)):
         check_length(max(config.length for config in configs), part)
-    return [model_of(pair, config) for config in configs]
+    return [model_of(pair, config.objective, config.generator_kind) for config in configs]
 
 
-def model_of(pair: ElectraConfig, config: PretrainConfig) -> ElectraConfig:
+def compared(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:
+    """The pair that objectives take their parts from: a masked language model by itself, BERT, is of the size that
+    discriminators are compared in."""
+    is_alone = pair.discriminator and not any(OBJECTIVES[objective].head for objective in objectives)
+    return replace(pair, generator=pair.discriminator) if is_alone else pair
+
+
+def model_of(pair: ElectraConfig, name: ObjectiveName, generator_kind: GeneratorKind = "model") -> ElectraConfig:
     """Those parts of a pair that an objective has, with the heads it needs."""
-    objective = OBJECTIVES[config.objective]
-    generator = pair.generator if config.generator_kind == "model" else None
+    objective = OBJECTIVES[name]
+    generator = pair.generator if generator_kind == "model" else None
     discriminator = pair.discriminator if objective.head else None
     return ElectraConfig(
         generator=generator,
