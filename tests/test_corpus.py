@@ -4,6 +4,8 @@ import bz2
 import gzip
 import json
 import lzma
+import os
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -173,6 +175,32 @@ def test_several_zstandard_frames_are_one_text(tmp_path):
 def test_bad_input_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
+        read(tmp_path)
+
+
+def test_what_is_not_there_is_told_from_what_holds_no_text(tmp_path):
+    with pytest.raises(DataError, match=r"there is no .*gone; a corpus is a file, folder or glob"):
+        read(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"no text in .*\*.txt; a corpus is"):
+        read(tmp_path / "*.txt")
+    with pytest.raises(ConfigError, match=r"hub: names no dataset; write hub:NAME"):
+        read("hub:")
+
+
+def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path, monkeypatch):
+    for name in ("a.txt", "within/b.txt", ".hidden/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    assert read(tmp_path) == ["text of a.txt", "text of within/b.txt"]
+    look = os.scandir
+
+    def look_but_within(folder):
+        if Path(folder).name == "within":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return look(folder)
+
+    monkeypatch.setattr(os, "scandir", look_but_within)
+    with pytest.raises(DataError, match=r"cannot look into .*within: Permission denied"):
         read(tmp_path)
 
 

@@ -130,12 +130,24 @@ def test_json_and_wrong_tasks(settings, encoder_folder, tmp_path, capsys):
     flags = ["glue", "--model", str(encoder_folder), "--data", str(tmp_path / "glue"), "--length", "32"]
     flags += ["--output", str(tmp_path / "out"), "--seeds", "1", "--epochs", "1", "--json"]
     main([*flags, "--tasks", "rte"])
-    assert json.loads(capsys.readouterr().out)["lines"][0]["task"] == "rte"
-    for tasks, sentence in (("rtf", "there is no task 'rtf'"), ("diagnostic", "it is answered along with mnli")):
+    [line] = json.loads(capsys.readouterr().out)["lines"]
+    assert (line["task"], line["spread"]) == ("rte", None)  # of one seed there is none
+    for tasks, sentence in (
+        (["rtf"], "there is no task 'rtf'; choose from cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or give"),
+        (["diagnostic"], "it is answered along with mnli"),
+        ([], "--tasks came without a name"),
+    ):
         with pytest.raises(SystemExit) as exit:
-            main([*flags, "--tasks", tasks])
+            main([*flags, "--tasks", *tasks])
         assert exit.value.code == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_nothing_can_be_learnt_from_diagnostic_rows(encoder_folder, tmp_path, capsys):
+    flags = f"--model {encoder_folder} --data {tmp_path} --output {tmp_path}/out"
+    with pytest.raises(SystemExit, match="2"):
+        main(["finetune", "--task", "diagnostic", *flags.split()])
+    assert "diagnostic has no training rows; it is answered along with mnli" in capsys.readouterr().err
 
 
 def test_tasks_may_come_from_a_file_of_flags(settings, encoder_folder, tmp_path, capsys):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from electra import cli
+from electra.errors import ConfigError
 from electra.text.inspect import InspectConfig, histogram, inspect
 from electra.text.sharding import ShardConfig, shard
 
@@ -50,7 +51,25 @@ def test_without_matplotlib_there_is_everything_but_the_png(folder, monkeypatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = inspect(InspectConfig(shards=folder))
     assert found.plot is None
-    assert "for a PNG of it: pip install matplotlib" in str(found)
+    assert "not drawn: that takes matplotlib (pip install matplotlib)" in str(found)
+
+
+def test_where_nothing_can_be_written_there_is_everything_but_the_png(folder, tmp_path, monkeypatch):
+    def refuse(*given: object, **named: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", refuse)
+    found = inspect(InspectConfig(shards=folder))
+    assert found.median_length == 7
+    assert f"not drawn: Permission denied in {folder}; --plot takes another file" in str(found)
+    with pytest.raises(PermissionError):
+        inspect(InspectConfig(shards=folder, plot=tmp_path / "other.png"))
+
+
+@pytest.mark.parametrize("name", ["rows", "words"])
+def test_fewer_than_none_are_refused(folder, name):
+    with pytest.raises(ConfigError, match=f"{name} is -1; it must be at least 0"):
+        InspectConfig(shards=folder, **{name: -1})
 
 
 def test_powers_of_two_bound_the_histogram():

@@ -23,6 +23,7 @@ from electra.model.storage import load_model, read_tensors, save_model, write_te
 from electra.text.batches import BatchesConfig, validation_batches
 from electra.text.sharding import ShardConfig, shard
 from electra.text.shards import open_shards
+from electra.training import trainer
 from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
 from electra.training.curves import PRETRAINING, series, whole_loss, with_losses
 from electra.training.journal import read_lines
@@ -377,6 +378,14 @@ def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch
     assert names == ["step-000000020", "step-000000050", "step-000000060"]
 
 
+def test_slow_steps_are_saved_by_the_clock(settings_of_run, monkeypatch):
+    monkeypatch.setattr(trainer, "SAVED_EVERY", 0.0)
+    config = settings_of_run(steps=3, save_every=100, keep=9)
+    pretrain(config)
+    names = [folder.name for folder in checkpoint_folders(config.output)]
+    assert names == ["step-000000001", "step-000000002", "step-000000003"]
+
+
 def test_a_trunk_grows_branches_that_decay(settings_of_run):
     trunk = settings_of_run("trunk", schedule="wsd", decay=0.0, steps=20)
     pretrain(trunk)
@@ -627,13 +636,20 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("length", "warning"), [(26, ""), (27, "only 19 rows of text are held out in {}: ")])
-def test_few_held_out_rows_are_warned_of(settings_of_run, tmp_path, shards, capsys, length, warning):
+@pytest.mark.parametrize(
+    ("length", "wanted", "warning"),
+    [
+        (26, 16, ""),
+        (26, 64, "measures are of 32 rows, for no 64 are held out in {}; "),
+        (27, 16, "only 19 rows of text are held out in {}: "),
+    ],
+)
+def test_few_held_out_rows_are_warned_of(settings_of_run, tmp_path, shards, capsys, length, wanted, warning):
     source = shards.parent
     little = {"validation_fraction": 0.01, "output": tmp_path / "little", "workers": 1}
     shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **little))
     assert open_shards(tmp_path / "little").index.totals("tokens")["validation"] == 486  # 25 in each row, and [CLS]: 20
-    pretrain(settings_of_run(data=tmp_path / "little", length=length, dry_run=True))
+    pretrain(settings_of_run(data=tmp_path / "little", length=length, evaluation_rows=wanted, dry_run=True))
     said = capsys.readouterr().err
     assert said.startswith(warning.format(tmp_path / "little"))
     assert ("; make shards with a larger --validation-fraction (it was 0.01)" in said) == bool(warning)

@@ -197,7 +197,7 @@ def test_runs_that_were_measured_on_other_text_are_told_apart(runs, settings_of_
     config = settings_of_run("few", evaluation_rows=32)
     pretrain(config)
     [note] = [note for note in report(ReportConfig(runs=(*runs, config.output))).notes if "different text" in note]
-    assert note.endswith("few: 32 rows of 16 tokens")
+    assert note.endswith("few: up to 32 rows of 16 tokens")
     assert "64 rows of 16 tokens" in note
 
 

@@ -66,6 +66,7 @@ def test_embed_pools_the_hidden_states(run):
     ids = torch.tensor([model.tokenizer.library.encode("the cat").ids])
     hidden = model.electra.discriminator.encoder(ids)[0]
     assert model.embed(["the cat", "a dog"]).shape == (2, 32)
+    assert model.embed([]).shape == (0, 32)
     torch.testing.assert_close(model.embed("the cat")[0], hidden.mean(0).detach())
     torch.testing.assert_close(model.embed("the cat", pooling="cls")[0], hidden[0].detach())
 
@@ -75,6 +76,21 @@ def test_a_text_longer_than_the_positions_is_cut_and_it_says_so(run):
     assert len(found.tokens) == 512
     assert found.is_truncated
     assert "cut to the model's positions" in colored(found)
+
+
+def test_a_vector_of_a_cut_text_says_so(run, capsys):
+    for text, is_cut in (("cat " * 1000, True), ("the cat", False)):
+        main(["embed", "--model", str(run), text, "--json"])
+        assert json.loads(capsys.readouterr().out)["is_truncated"] == is_cut
+        main(["embed", "--model", str(run), text])
+        assert ("cut to the model's positions" in capsys.readouterr().out) == is_cut
+
+
+def test_a_blank_beyond_the_positions_is_told_from_none(run):
+    with pytest.raises(ConfigError, match=r"the \[MASK\] lies beyond the 512 tokens that the model can read"):
+        electra.load(run).fill("cat " * 1000 + "[MASK]")
+    with pytest.raises(ConfigError, match=r"there is no \[MASK\] in the text"):
+        electra.load(run).fill("cat " * 1000)
 
 
 def test_where_nothing_looks_replaced_the_likeliest_is_named():

@@ -11,7 +11,7 @@ from electra.finetune.cells import Cell, best_model, cells_of, run_cells
 from electra.finetune.finetuned import READINGS
 from electra.finetune.labels import Kind
 from electra.finetune.metrics import METRICS
-from electra.finetune.tasks import Task, glue_task, own_task, read_examples
+from electra.finetune.tasks import Task, glue_task, learnable, own_task, read_examples
 from electra.finetune.tuning import LOGITS, Measures, Score, TuningConfig, least_if_nan
 from electra.model.storage import read_tensors
 
@@ -60,7 +60,7 @@ class FinetuneConfig(TuningConfig):
         """The task these settings are of."""
         if self.task is not None:
             assert self.data is not None
-            return glue_task(self.task, self.data)
+            return glue_task(learnable(self.task), self.data)
         assert self.train is not None
         return own_task(
             train=self.train,

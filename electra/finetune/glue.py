@@ -11,7 +11,7 @@ from electra.finetune.cells import Cell, best_model, cells_of, run_cells
 from electra.finetune.finetuned import READINGS
 from electra.finetune.finetuning import ensemble, mean_logits, over_seeds
 from electra.finetune.submission import entry, missing_files, write_submission
-from electra.finetune.tasks import HUB, TASKS, TEST, Task, glue_task
+from electra.finetune.tasks import HUB, TASKS, TEST, Task, glue_task, learnable
 from electra.finetune.tuning import MODEL, Measures, Score, TuningConfig
 from electra.model.storage import read_json, write_json
 from electra.text.files import write_whole
@@ -57,15 +57,14 @@ class GlueConfig(TuningConfig):
     def chosen_tasks(self) -> list[Task]:
         """The tasks of the table, each with its files."""
         names = [name for word in self.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
-        if ALL in names or not names:
+        if not names:
+            raise ConfigError("--tasks came without a name; write all, glue-6 or names of tasks behind it")
+        if ALL in names:
             names = [name for name, task in TASKS.items() if task.uses is None and has_rows(task, "train", self.data)]
         if not names:
             found = "has none of GLUE's folders" if Path(self.data).is_dir() else "is no folder"
             raise DataError(f"{self.data} {found}; give that of the official download, or hub:NAME")
-        for name in names:
-            if name in TASKS and TASKS[name].uses:
-                raise ConfigError(f"{name} has no training rows; it is answered along with {TASKS[name].uses}")
-        return [with_relatives(glue_task(name, self.data), self.data) for name in dict.fromkeys(names)]
+        return [with_relatives(glue_task(learnable(name), self.data), self.data) for name in dict.fromkeys(names)]
 
     def for_task(self, task: Task) -> "GlueConfig":
         """The settings of one task."""
@@ -95,7 +94,7 @@ class Line:
     task: str
     metric: str
     median: float  # of the headline over seeds, in percent
-    spread: float  # standard deviation
+    spread: float | None  # standard deviation; of one seed there is none
     seeds: int
     seconds: float  # of training, all seeds together
     measures: dict[str, Measures]  # medians, by split
@@ -121,9 +120,8 @@ class GlueTable:
             published = [
                 f"{scores[line.task]:.1f}" if line.task in scores else "" for scores in self.references.values()
             ]
-            cells.append(
-                [line.task, line.metric, f"{line.median:.2f}", f"{line.spread:.2f}", str(line.seeds), *published]
-            )
+            spread = "–" if line.spread is None or line.seeds == 1 else f"{line.spread:.2f}"
+            cells.append([line.task, line.metric, f"{line.median:.2f}", spread, str(line.seeds), *published])
         if self.mean is not None:
             means = [f"{self.mean:.2f}", "", "", *(self.published_mean(name) for name in self.references)]
             cells.append(["mean", "", *means])
@@ -200,7 +198,7 @@ def line_of(cells: list[Cell], scores: list[Score]) -> Line:
         task=task.name,
         metric=metric,
         median=100 * medians["dev"][metric],
-        spread=100 * spreads["dev"][metric],
+        spread=100 * spreads["dev"][metric] if len(scores) > 1 else None,
         seeds=len(scores),
         seconds=sum(score.seconds for score in scores),
         measures=medians,

@@ -95,6 +95,7 @@ class Evaluated:
     model: str
     models: int  # how many answered together
     task: str
+    input: str
     rows: int
     truncated: int
     measures: Measures
@@ -104,7 +105,7 @@ class Evaluated:
     def __str__(self) -> str:
         cut = f", {self.truncated:,} cut to --length" if self.truncated else ""
         together = f"; {self.models} models together" if self.models > 1 else ""
-        lines = [f"{self.task}: {self.rows:,} rows{cut}{together}"]
+        lines = [f"{self.input}: {self.rows:,} rows{cut}{together}"]
         lines += [f"  {name:<14}{100 * value:6.2f}" for name, value in self.measures.items()]
         if self.confusion and len(self.labels) <= 10:
             width = max(map(len, [*self.labels, *(str(count) for row in self.confusion for count in row)]))
@@ -268,6 +269,7 @@ def evaluate(config: EvaluateConfig) -> Evaluated:
         model=", ".join(map(str, answers.folders)),
         models=len(answers.folders),
         task=task.name,
+        input=str(config.input),
         rows=answers.rows,
         truncated=answers.truncated,
         measures={name: METRICS[name](predicted, labels) for name in task.metrics},

@@ -336,10 +336,18 @@ HUB_SPLITS = {
 }
 
 
+def learnable(name: str) -> str:
+    """The name of a task; refused where that has nothing to learn from."""
+    if name in TASKS and TASKS[name].uses:
+        raise ConfigError(f"{name} has no training rows; it is answered along with {TASKS[name].uses}")
+    return name
+
+
 def glue_task(name: str, data: str) -> Task:
     """A task of GLUE with its files in the folder `data` of the official download, or in a dataset `hub:glue`."""
     if name not in TASKS:
-        raise ConfigError(f"there is no task {name!r}; choose from {', '.join(TASKS)}, or give files of your own")
+        names = ", ".join(name for name, task in TASKS.items() if task.uses is None)
+        raise ConfigError(f"there is no task {name!r}; choose from {names}, or give files of your own")
     task = TASKS[name]
     if data.startswith(HUB):
         place = f"{data}:{HUB_CONFIGS.get(name, name)}"

@@ -93,7 +93,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
-        held_out=f"{settings.evaluation_rows} rows of {held_out_form(phases[-1].config).length} tokens",
+        held_out=f"up to {settings.evaluation_rows} rows of {held_out_form(phases[-1].config).length} tokens",
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,

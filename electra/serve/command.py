@@ -74,7 +74,7 @@ class Guesses(Filled):
         for blank in self.blanks:
             guesses = "  ".join(f"{token} {probability:.3f}" for token, probability in blank.guesses.items())
             lines.append(f"[MASK] at {blank.position}: {guesses}")
-        return "\n".join(lines)
+        return "\n".join(lines) + cut_note(self.is_truncated)
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,11 @@ class Embedded:
     """A text's vector."""
 
     vector: list[float]
+    is_truncated: bool = False
 
     def __str__(self) -> str:
         shown = " ".join(f"{number:.4f}" for number in self.vector[:8])
-        return f"{len(self.vector)} numbers: {shown} …  (--json for all)"
+        return f"{len(self.vector)} numbers: {shown} …  (--json for all){cut_note(self.is_truncated)}"
 
 
 def detect(config: DetectConfig) -> Shown:
@@ -100,7 +101,8 @@ def fill(config: FillConfig) -> Guesses:
 
 def embed(config: EmbedConfig) -> Embedded:
     """The vector of a text."""
-    return Embedded(load(config.model, config.device).embed(config.text, config.pooling)[0].tolist())
+    model = load(config.model, config.device)
+    return Embedded(model.embed(config.text, config.pooling)[0].tolist(), model.is_cut(config.text))
 
 
 SUSPICIOUS = 0.5  # the verdict from which on a token counts as replaced
@@ -116,5 +118,9 @@ def colored(detected: Detected, threshold: float = SUSPICIOUS) -> str:
     console = Console(width=100)
     with console.capture() as captured:
         console.print(line)
-    note = "\n(the text was cut to the model's positions)" if detected.is_truncated else ""
-    return captured.get().rstrip() + note
+    return captured.get().rstrip() + cut_note(detected.is_truncated)
+
+
+def cut_note(is_truncated: bool) -> str:
+    """What people are told of a text that was too long."""
+    return "\n(the text was cut to the model's positions)" if is_truncated else ""

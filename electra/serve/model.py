@@ -64,8 +64,14 @@ class Model:
         """The likeliest tokens for each [MASK] in `text`."""
         if count < 1:
             raise ConfigError(f"count is {count}; it must be at least 1")
-        ids, tokens, is_truncated = self.encode(text, self.electra.the_generator().encoder)
-        blanks = (ids[0] == self.tokenizer.vocabulary.mask_id).nonzero().flatten()
+        encoder, mask_id = self.electra.the_generator().encoder, self.tokenizer.vocabulary.mask_id
+        ids, tokens, is_truncated = self.encode(text, encoder)
+        blanks = (ids[0] == mask_id).nonzero().flatten()
+        if not len(blanks) and mask_id in self.tokenizer.library.encode(text).ids:
+            positions = encoder.config.positions
+            raise ConfigError(
+                f"the [MASK] lies beyond the {positions} tokens that the model can read; shorten the text"
+            )
         if not len(blanks):
             raise ConfigError("there is no [MASK] in the text; write one where a word is to be filled in")
         with torch.no_grad():
@@ -81,14 +87,23 @@ class Model:
     def embed(self, texts: str | Sequence[str], pooling: Pooling = "mean") -> Tensor:
         """A vector for each text [N, D]: the mean of its tokens' hidden states, or that of [CLS]."""
         texts = [texts] if isinstance(texts, str) else texts
-        return torch.stack([self.vector(text, pooling) for text in texts])
+        vectors = [self.vector(text, pooling) for text in texts]
+        return torch.stack(vectors) if vectors else torch.empty(0, self.reader().config.width)
 
     def vector(self, text: str, pooling: Pooling) -> Tensor:
         """The vector of one text [D]."""
-        part = self.electra.discriminator or self.electra.the_generator()
+        encoder = self.reader()
         with torch.no_grad():
-            hidden = part.encoder(self.encode(text, part.encoder)[0])[0]  # [L, D]
+            hidden = encoder(self.encode(text, encoder)[0])[0]  # [L, D]
         return (hidden[0] if pooling == "cls" else hidden.mean(0)).cpu()
+
+    def is_cut(self, text: str) -> bool:
+        """Whether a text has more tokens than `embed` can read."""
+        return self.encode(text, self.reader())[2]
+
+    def reader(self) -> Encoder:
+        """The encoder whose hidden states a text is turned into."""
+        return (self.electra.discriminator or self.electra.the_generator()).encoder
 
     def encode(self, text: str, encoder: Encoder) -> tuple[Tensor, list[str], bool]:
         """Token ids [1, L], the tokens as words, and whether the text was cut to the model's positions."""

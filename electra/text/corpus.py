@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from electra.errors import DataError
+from electra.errors import ConfigError, DataError
 from electra.text.files import TextFile, find_files, needs, opened, opened_parquet
 
 BLOCK = 1 << 20
@@ -189,6 +189,8 @@ def hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     """Blocks of a dataset's training rows, streamed from the hub."""
     datasets = needs("datasets", "reading from the hub")
     name, _, part = config.corpus.removeprefix("hub:").partition(":")
+    if not name:
+        raise ConfigError(f"{config.corpus} names no dataset; write hub:NAME or hub:NAME:CONFIG")
     try:
         rows = iter(datasets.load_dataset(name, part or None, split="train", streaming=True))
         first: dict[str, Any] = next(rows, {})

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from electra.errors import ConfigError, DataError
 
@@ -47,8 +47,10 @@ def find_files(source: str) -> list[TextFile]:
         files = [file for found in files_below(path) if (file := recognise(found))]
     elif path.exists():
         files = [named(path)]
-    else:
+    elif glob.has_magic(source):
         files = [named(Path(found)) for found in glob.glob(source, recursive=True) if Path(found).is_file()]
+    else:
+        raise DataError(f"there is no {source}; a corpus is a file, folder or glob of {allowed(FORMATS)}, or hub:NAME")
     if not files:
         raise DataError(f"no text in {source}; a corpus is a file, folder or glob of {allowed(FORMATS)}, or hub:NAME")
     return sorted(files, key=lambda file: str(file.path))
@@ -56,12 +58,15 @@ def find_files(source: str) -> list[TextFile]:
 
 def files_below(folder: Path) -> Iterator[Path]:
     """All files of a folder and of the folders in it, but for hidden ones."""
-    return (found for found in folder.rglob("*") if not hidden(found.relative_to(folder)) and found.is_file())
+    for within, folders, names in os.walk(folder, onerror=refuse_folder):
+        folders[:] = (name for name in folders if not name.startswith("."))  # they are not gone into
+        found = (Path(within, name) for name in names if not name.startswith("."))
+        yield from (path for path in found if path.is_file())
 
 
-def hidden(path: Path) -> bool:
-    """Whether a name on the way to the file starts with a dot."""
-    return any(part.startswith(".") for part in path.parts)
+def refuse_folder(error: OSError) -> NoReturn:
+    """A folder that cannot be looked into is an error: what is in it would be missing without a word."""
+    raise DataError(f"cannot look into {error.filename}: {error.strerror}; allow it, or move the folder away") from None
 
 
 def recognise(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
@@ -78,7 +83,8 @@ def ending(path: Path) -> tuple[str, str]:
 
 def say_skipped(source: str) -> None:
     """Say on standard error which files of a folder are not read as text, if there are any."""
-    skipped = [found for found in files_below(Path(source)) if not recognise(found)]  # none unless it is a folder
+    below = files_below(Path(source)) if Path(source).is_dir() else ()
+    skipped = [found for found in below if not recognise(found)]
     if skipped:
         counts = Counter("".join(ending(path)) or "without an ending" for path in skipped).most_common()
         told = ", ".join(f"{count:,} {name}" for name, count in counts[:MOST_TOLD])

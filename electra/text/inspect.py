@@ -41,6 +41,9 @@ class InspectConfig:
     def __post_init__(self):
         if self.length < 2:
             raise ConfigError(f"length is {self.length}; a row needs at least 2 tokens")
+        for name in ("rows", "words"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Inspected:
     median_length: float
     rows: list[str]
     plot: str | None
+    not_drawn: str | None  # why there is no plot
     is_verified: bool
 
     def __str__(self) -> str:
@@ -78,7 +82,7 @@ class Inspected:
             "",
             f"tokens in a document (median {self.median_length:,.0f})",
             *histogram_lines(self.lengths),
-            f"drawn in {self.plot}" if self.plot else "for a PNG of it: pip install matplotlib",
+            f"drawn in {self.plot}" if self.plot else f"not drawn: {self.not_drawn}",
             "",
             *self.rows,
         ]
@@ -91,6 +95,7 @@ def inspect(config: InspectConfig) -> Inspected:
     if config.verify and (names := shards.damaged()):
         raise damaged_error(shards, names)
     index, lengths = shards.index, document_lengths(shards)
+    plot, not_drawn = drawn(lengths, config)
     return Inspected(
         folder=str(config.shards),
         shards=len(index.shards),
@@ -105,7 +110,8 @@ def inspect(config: InspectConfig) -> Inspected:
         lengths=histogram(lengths),
         median_length=float(np.median(lengths)),
         rows=decoded_rows(shards, config.rows, config.length),
-        plot=draw(lengths, config.plot or config.shards / "document-lengths.png"),
+        plot=plot,
+        not_drawn=not_drawn,
         is_verified=config.verify,
     )
 
@@ -137,6 +143,17 @@ def decoded_rows(shards: Shards, rows: int, length: int) -> list[str]:
     library, cls = shards.tokenizer.library, shards.tokenizer.vocabulary.cls_id
     windows = [ring.window(int(start), packing.width).tolist() for start in starts]
     return [library.decode([cls, *window], skip_special_tokens=False) for window in windows]
+
+
+def drawn(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
+    """The path of the histogram as a PNG; or why there is none, which is an error only where it was asked for."""
+    try:
+        plot = draw(lengths, config.plot or config.shards / "document-lengths.png")
+    except OSError as error:
+        if config.plot is not None:
+            raise
+        return None, f"{error.strerror} in {config.shards}; --plot takes another file"
+    return plot, None if plot else "that takes matplotlib (pip install matplotlib)"
 
 
 def draw(lengths: NDArray, path: Path) -> str | None:

@@ -69,10 +69,9 @@ class ShardConfig(CorpusConfig):
     def __post_init__(self):
         if not 0 <= self.validation_fraction < 1:
             raise ConfigError(f"validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1")
-        if self.shard_megabytes <= 0 or (self.workers is not None and self.workers < 1):
-            raise ConfigError(
-                f"shard_megabytes is {self.shard_megabytes} and workers {self.workers}; both must be above 0"
-            )
+        for name in ("shard_megabytes", "workers"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
 
     def processes(self) -> int:
         """How many workers there are."""

@@ -195,10 +195,9 @@ class TokenizerConfig(CorpusConfig):
     """Print the result as JSON."""
 
     def __post_init__(self):
-        if self.reserved < 0 or self.min_frequency < 1:
-            raise ConfigError(
-                f"reserved is {self.reserved} and min_frequency {self.min_frequency}; they must be at least 0 and 1"
-            )
+        for name, least in (("reserved", 0), ("min_frequency", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if not 0 < self.character_coverage <= 1:
             raise ConfigError(f"character_coverage is {self.character_coverage}; it must be above 0 and at most 1")
         if self.vocab_size <= len(self.special_tokens()):

@@ -337,13 +337,17 @@ def held_out_form(config: PretrainConfig) -> BatchesConfig:
 
 def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
     """Say so where hardly any text is held out to measure on; raises where there is none."""
-    rows = Batches(shards, held_out_form(config), split="validation").packing_of(0)[0].rows
+    form = held_out_form(config)
+    rows = Batches(shards, form, split="validation").packing_of(0)[0].rows
+    measured = max(1, rows // form.batch_size) * form.batch_size
     if rows < FEW_ROWS:
-        print(
-            f"only {rows} rows of text are held out in {shards.folder}: measures on them say little; make shards with "
-            f"a larger --validation-fraction (it was {shards.index.settings['validation_fraction']})",
-            file=sys.stderr,
-        )
+        told = f"only {rows} rows of text are held out in {shards.folder}: measures on them say little"
+    elif measured < config.evaluation_rows:
+        told = f"measures are of {measured} rows, for no {config.evaluation_rows} are held out in {shards.folder}"
+    else:
+        return
+    fraction = shards.index.settings["validation_fraction"]
+    print(f"{told}; make shards with a larger --validation-fraction (it was {fraction})", file=sys.stderr)
 
 
 def warn_of_long_warmup(phases: list[Phase]) -> None:

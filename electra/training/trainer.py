@@ -29,6 +29,7 @@ from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimiz
 from electra.training.recording import Recorder
 
 SHOWN_EVERY = 10.0  # seconds of training between lines for people; metrics are by steps, so that runs compare
+SAVED_EVERY = 300.0  # seconds of training between checkpoints at most, however long steps take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class TrainerConfig(OptimizerConfig):
     evaluate_every: int = 1000
     """Steps between measures on held-out text."""
     save_every: int = 1000
-    """Steps between checkpoints."""
+    """Steps between checkpoints; five minutes of training are the longest."""
     keep: int = 3
     """Checkpoints kept: the last so many, and the best."""
     most_skipped: int = 20
@@ -203,7 +204,7 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Steps, until the budget is spent or a signal asks to stop."""
-        self.journal = Journal(self.run, self.place.step)
+        self.journal, self.saved_at = Journal(self.run, self.place.step), self.place.seconds
         self.step = self.recorded_step() if self.records else self.compute
         with stop_signals(self.is_quiet) as asked, Bar(self.is_quiet) as self.bar:
             if not self.is_over():
@@ -218,7 +219,7 @@ class Trainer:
                     self.log()
                 if self.is_time(self.config.evaluate_every):
                     self.evaluate()
-                if self.is_time(self.config.save_every):
+                if self.is_time(self.config.save_every) or self.place.seconds - self.saved_at >= SAVED_EVERY:
                     self.save()
             if not asked and self.is_warm and not self.is_time(self.config.log_every):
                 self.log()
@@ -404,7 +405,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
-        place, loss = self.place, self.measures.get("loss")
+        place, loss, self.saved_at = self.place, self.measures.get("loss"), self.place.seconds
         best_loss = float("inf") if place.best_loss is None else place.best_loss
         if loss is not None and self.measured_step == place.step and loss < best_loss:  # NaN never is
             place.best, place.best_loss = checkpoint_name(place.step), loss
