@@ -32,7 +32,7 @@ from electra.words import in_our_words
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
-    "demo": ("electra.demo", "DemoConfig", "demonstrate", "try everything in minutes, on prose found on this computer"),
+    "demo": ("electra.demo", "DemoConfig", "demonstrate", "from prose found here to an exported encoder, in minutes"),
     "tokenizer": ("electra.text.tokenizer", "TokenizerConfig", "train_tokenizer", "learn a vocabulary from text"),
     "shard": ("electra.text.sharding", "ShardConfig", "shard", "turn text into shards of tokens"),
     "inspect": ("electra.text.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),
@@ -142,21 +142,32 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
     """Flags, and before them the fields of a `--config` file, as the command's configuration."""
     file, flags = config_file(flags)
     refuse_unknown(name, configuration, flags)
-    before = as_arguments(configuration, read_fields(file)) if file else []
-    flags = before + flags  # the last of two equal flags wins
-    defaults = preset(configuration, flags) if hasattr(configuration, "preset") else {}
-    described = f"{inspect.getdoc(configuration)}\n\n{FILE_OF_FLAGS}"
-    said = io.StringIO()
+    before, placed = as_arguments(configuration, read_fields(file)) if file else ([], [])
     with naming_flags(configuration):
         try:
-            with contextlib.redirect_stderr(said):
-                fields = read_flags(configuration, defaults, prog=f"electra {name}", description=described, args=flags)
-        except SystemExit as exit:
-            if not exit.code:  # --help
+            fields = parsed(name, configuration, placed + before + flags)  # the last of two equal flags wins
+        except ConfigError as error:
+            if not placed:
                 raise
-            raise ConfigError(in_our_words(said.getvalue(), name, helps_of(configuration))) from None
+            try:  # what has no flag but a place is too much in the file where it is also given beside it
+                fields = parsed(name, configuration, before + flags)
+            except ConfigError:
+                raise error from None
         refuse_endless(fields)
         return configuration(**fields)
+
+
+def parsed(name: str, configuration: type, flags: list[str]) -> dict[str, Any]:
+    """The fields that flags give a configuration, the others with their defaults."""
+    defaults = preset(configuration, flags) if hasattr(configuration, "preset") else {}
+    described, said = f"{inspect.getdoc(configuration)}\n\n{FILE_OF_FLAGS}", io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return read_flags(configuration, defaults, prog=f"electra {name}", description=described, args=flags)
+    except SystemExit as exit:
+        if not exit.code:  # --help
+            raise
+        raise ConfigError(in_our_words(said.getvalue(), name, helps_of(configuration))) from None
 
 
 def refuse_endless(fields: dict[str, Any]) -> None:
@@ -291,15 +302,16 @@ def read_yaml(text: str, path: Path) -> Any:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def as_arguments(configuration: type, fields: dict[Any, Any]) -> list[str]:
-    """The arguments that the fields of a file stand for."""
+def as_arguments(configuration: type, fields: dict[Any, Any]) -> tuple[list[str], list[str]]:
+    """The arguments that the fields of a file stand for: those with flags, and those that are given by their place."""
     known = {flag.name: flag for flag in flags_of(configuration)}
-    arguments = []
+    flags: list[str] = []
+    placed: list[str] = []
     for key, value in fields.items():
         name = str(key).replace("_", "-")
         if name not in known:
             settings = ", ".join(sorted(known)).replace("-", "_")
             raise ConfigError(f"unknown setting {key!r}; the settings are {settings}")
         if value is not None:
-            arguments += known[name].arguments(value)
-    return arguments
+            (placed if known[name].is_positional else flags).extend(known[name].arguments(value))
+    return flags, placed

@@ -15,9 +15,11 @@ import pytest
 
 import electra.__main__
 from electra.cli import COMMANDS, flags_of, main, parse, with_flags
+from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.report.costs import FlopsConfig
+from electra.serve.command import DetectConfig
 from electra.text.tokenizer import TokenizerConfig
 from electra.training.pretraining import PretrainConfig
 from electra.words import in_our_words
@@ -285,6 +287,15 @@ def test_a_config_file_gives_fields_and_flags_win_over_it(capsys, tmp_path):
     base = json.loads(outcome(capsys, "flops", "--config", str(file))[1])
     small = json.loads(outcome(capsys, "flops", f"--config={file}", "--size", "small")[1])
     assert base["parameters"] > small["parameters"] == 14_196_219
+
+
+def test_what_is_given_by_its_place_wins_over_a_config_file(tmp_path):
+    (tmp_path / "fields.json").write_text('{"model": "runs/x", "text": "The chef"}')
+    for given, text in (([], "The chef"), (["The cook"], "The cook")):
+        settings = parse("detect", DetectConfig, [*given, "--config", str(tmp_path / "fields.json")])
+        assert (settings.model, settings.text) == (Path("runs/x"), text)
+    with pytest.raises(ConfigError, match="'The cook, more' belongs to no flag"):
+        parse("detect", DetectConfig, ["The cook", "more", "--config", str(tmp_path / "fields.json")])
 
 
 @pytest.mark.parametrize(

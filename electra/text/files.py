@@ -42,17 +42,19 @@ class TextFile:
 
 def find_files(source: str) -> list[TextFile]:
     """The text files of a file name, a folder (with all folders in it) or a glob, in the order of their names."""
-    path = Path(source)
+    path, others, kinds = Path(source), "", allowed(FORMATS)
     if path.is_dir():
-        files = [file for found in files_below(path) if (file := recognise(found))]
+        below = list(files_below(path))
+        files = [file for found in below if (file := recognise(found))]
+        others = f": it has {len(below):,} files of other kinds" if below else ": it is empty"
     elif path.exists():
         files = [named(path)]
     elif glob.has_magic(source):
         files = [named(Path(found)) for found in glob.glob(source, recursive=True) if Path(found).is_file()]
     else:
-        raise DataError(f"there is no {source}; a corpus is a file, folder or glob of {allowed(FORMATS)}, or hub:NAME")
+        raise DataError(f"there is no {source}; a corpus is a file, folder or glob of {kinds}, or hub:NAME")
     if not files:
-        raise DataError(f"no text in {source}; a corpus is a file, folder or glob of {allowed(FORMATS)}, or hub:NAME")
+        raise DataError(f"no text in {source}{others}; a corpus is a file, folder or glob of {kinds}, or hub:NAME")
     return sorted(files, key=lambda file: str(file.path))
 
 
