@@ -143,14 +143,16 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
     file, flags = config_file(flags)
     refuse_unknown(name, configuration, flags)
     before, placed = as_arguments(configuration, read_fields(file)) if file else ([], [])
+    given = list(takewhile(lambda word: not word.startswith("-"), flags))  # what has no flag but a place
+    flags = before + flags[len(given) :]  # the last of two equal flags wins
     with naming_flags(configuration):
         try:
-            fields = parsed(name, configuration, placed + before + flags)  # the last of two equal flags wins
+            fields = parsed(name, configuration, (given or placed) + flags)
         except ConfigError as error:
-            if not placed:
+            if given or not placed:
                 raise
-            try:  # what has no flag but a place is too much in the file where it is also given beside it
-                fields = parsed(name, configuration, before + flags)
+            try:  # perhaps it is given behind flags
+                fields = parsed(name, configuration, flags)
             except ConfigError:
                 raise error from None
         refuse_endless(fields)

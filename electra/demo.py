@@ -37,7 +37,7 @@ ROWS = {"length": 32, "batch_size": 128, "mask_fraction": 0.3, "learning_rate": 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Try everything in minutes, on the CPU and without a network: prose found on this computer becomes a tiny pair."""
+    """From prose found on this computer to an exported encoder in minutes, on the CPU and without a network."""
 
     output: Path = Path("electra-demo")
     """The folder to write; a number is added where it exists."""

@@ -19,6 +19,7 @@ from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.report.costs import FlopsConfig
+from electra.report.overview import ReportConfig
 from electra.serve.command import DetectConfig
 from electra.text.tokenizer import TokenizerConfig
 from electra.training.pretraining import PretrainConfig
@@ -97,6 +98,7 @@ def test_every_commands_help_explains_every_flag(capsys, command):
         ("flops --length 600", "a row of 600 tokens is longer than the model's 512 positions"),
         ("flops --length 0", "--length is 0; a row has at least 1 token"),
         ("flops --objective mlm --inference", "--inference counts a discriminator, which goes with --objective rtd;"),
+        ("flops --objective mlm --generator-width 64", "--objective mlm has no generator beside it; leave out --gene"),
         (
             "flops --objective mlm --as-published",
             "--as-published counts the paper's pairs, which go with --objective rt",
@@ -292,10 +294,16 @@ def test_a_config_file_gives_fields_and_flags_win_over_it(capsys, tmp_path):
 def test_what_is_given_by_its_place_wins_over_a_config_file(tmp_path):
     (tmp_path / "fields.json").write_text('{"model": "runs/x", "text": "The chef"}')
     for given, text in (([], "The chef"), (["The cook"], "The cook")):
-        settings = parse("detect", DetectConfig, [*given, "--config", str(tmp_path / "fields.json")])
-        assert (settings.model, settings.text) == (Path("runs/x"), text)
-    with pytest.raises(ConfigError, match="'The cook, more' belongs to no flag"):
+        for flags in ([*given, "--json"], ["--json", *given]):
+            settings = parse("detect", DetectConfig, [*flags, "--config", str(tmp_path / "fields.json")])
+            assert (settings.model, settings.text, settings.json) == (Path("runs/x"), text, True)
+    with pytest.raises(ConfigError, match="'more' belongs to no flag"):
         parse("detect", DetectConfig, ["The cook", "more", "--config", str(tmp_path / "fields.json")])
+    with pytest.raises(ConfigError, match="--device is 'tpu'; choose from"):
+        parse("detect", DetectConfig, ["The cook", "--device", "tpu", "--config", str(tmp_path / "fields.json")])
+    (tmp_path / "report.json").write_text('{"glue": ["x"], "runs": ["a", "b"]}')
+    settings = parse("report", ReportConfig, ["c", "--config", str(tmp_path / "report.json")])
+    assert (settings.runs, settings.glue) == ((Path("c"),), ("x",))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def test_an_objective_costs_what_its_parts_do(capsys, objective):
         assert found["parameters"] < rtd["parameters"]
     elif objective == "frozen-rtd":
         assert step == generator + 3 * discriminator
+        assert found["parameters"] == 18_169_083  # nothing is shared with what stands still
     elif "corrector" in found["parts"]:
         assert step > rtd["training_flops_per_row"]
     else:

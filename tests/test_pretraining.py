@@ -379,11 +379,22 @@ def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch
 
 
 def test_slow_steps_are_saved_by_the_clock(settings_of_run, monkeypatch):
-    monkeypatch.setattr(trainer, "SAVED_EVERY", 0.0)
-    config = settings_of_run(steps=3, save_every=100, keep=9)
+    seconds = itertools.count()
+    monkeypatch.setattr(
+        trainer.time, "perf_counter", lambda: float(next(seconds))
+    )  # a step takes one, but the first none
+    monkeypatch.setattr(trainer, "SAVED_EVERY", 2.0)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: steps_measured.append(saved_steps(self.run)))
+    steps_measured: list[list[int]] = []
+    config = settings_of_run(steps=9, save_every=100, evaluate_every=100, keep=9)
     pretrain(config)
-    names = [folder.name for folder in checkpoint_folders(config.output)]
-    assert names == ["step-000000001", "step-000000002", "step-000000003"]
+    assert saved_steps(config.output) == [3, 5, 7, 9]
+    assert steps_measured == [[3, 5, 7]]  # the last step is measured before it is saved
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Of the checkpoints that are there."""
+    return [int(folder.name.removeprefix("step-")) for folder in checkpoint_folders(run)]
 
 
 def test_a_trunk_grows_branches_that_decay(settings_of_run):
@@ -640,7 +651,7 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(setti
     ("length", "wanted", "warning"),
     [
         (26, 16, ""),
-        (26, 64, "measures are of 32 rows, for no 64 are held out in {}; "),
+        (26, 64, "measures are of 20 rows, not 64: 20 are held out in {}; "),
         (27, 16, "only 19 rows of text are held out in {}: "),
     ],
 )

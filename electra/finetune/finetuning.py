@@ -1,5 +1,6 @@
 """`electra finetune`: one task, of GLUE's or of a user's own files."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,8 +143,8 @@ def over_seeds(scores: list[Score]) -> tuple[dict[str, Measures], dict[str, Meas
 
 
 def spread(values: list[float]) -> float:
-    """The standard deviation; NaN if one of them is."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+    """The standard deviation; NaN if one of them is, and of a single one."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
 def median(values: list[float]) -> float:

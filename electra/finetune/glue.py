@@ -94,7 +94,7 @@ class Line:
     task: str
     metric: str
     median: float  # of the headline over seeds, in percent
-    spread: float | None  # standard deviation; of one seed there is none
+    spread: float  # standard deviation; NaN, in JSON null, of one seed
     seeds: int
     seconds: float  # of training, all seeds together
     measures: dict[str, Measures]  # medians, by split
@@ -120,7 +120,7 @@ class GlueTable:
             published = [
                 f"{scores[line.task]:.1f}" if line.task in scores else "" for scores in self.references.values()
             ]
-            spread = "–" if line.spread is None or line.seeds == 1 else f"{line.spread:.2f}"
+            spread = "–" if line.seeds == 1 else f"{line.spread:.2f}"
             cells.append([line.task, line.metric, f"{line.median:.2f}", spread, str(line.seeds), *published])
         if self.mean is not None:
             means = [f"{self.mean:.2f}", "", "", *(self.published_mean(name) for name in self.references)]
@@ -198,7 +198,7 @@ def line_of(cells: list[Cell], scores: list[Score]) -> Line:
         task=task.name,
         metric=metric,
         median=100 * medians["dev"][metric],
-        spread=100 * spreads["dev"][metric] if len(scores) > 1 else None,
+        spread=100 * spreads["dev"][metric],
         seeds=len(scores),
         seconds=sum(score.seconds for score in scores),
         measures=medians,

@@ -1,6 +1,6 @@
 """`electra flops`: what a pair costs to store, to train and to use, before anything is trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
 
     objective: ObjectiveName = "rtd"
     """What is trained, as in electra pretrain: mlm has one encoder only, of the discriminator's size (BERT), and the
-    generator of frozen-rtd only goes forward."""
+    generator of frozen-rtd only goes forward, and shares nothing."""
     length: int = PAPER["length"]
     """Tokens in a row."""
     batch_size: int = PAPER["batch_size"]
@@ -62,6 +62,8 @@ class FlopsConfig(MaskedShare, ModelConfig):
                 "--inference counts a discriminator, which goes",
             )
             raise ConfigError(f"{pairs if self.as_published else one} with --objective rtd; leave one or the other out")
+        if self.objective == "mlm" and (self.generator_width or self.generator_layers):
+            raise ConfigError("--objective mlm has no generator beside it; leave out --generator-width and -layers")
         if self.steps < 0:
             raise ConfigError(f"steps is {self.steps}; it must be at least 0")
 
@@ -76,7 +78,8 @@ class FlopsConfig(MaskedShare, ModelConfig):
 
     def pair(self) -> ElectraConfig:
         """The pair, or what is left of it after training."""
-        pair = self.electra(self.vocabulary)
+        shared = "none" if OBJECTIVES[self.objective].is_frozen else self.sharing
+        pair = replace(self, sharing=shared).electra(self.vocabulary)
         if self.inference:
             return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
         return model_of(compared(pair, [self.objective]), self.objective)

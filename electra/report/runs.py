@@ -93,7 +93,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
-        held_out=f"up to {settings.evaluation_rows} rows of {held_out_form(phases[-1].config).length} tokens",
+        held_out=most_held_out(phases[-1].config),
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,
@@ -106,6 +106,13 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         points=points,
         glue=None if table is None else score_of(folder, table),
     )
+
+
+def most_held_out(config: PretrainConfig) -> str:
+    """How much text measures are of, where so much is held out: whole batches."""
+    form = held_out_form(config)
+    batches = -(-config.evaluation_rows // form.batch_size)
+    return f"up to {batches * form.batch_size} rows of {form.length} tokens"
 
 
 def recorded_settings(folder: Path) -> PretrainConfig:

@@ -46,7 +46,7 @@ def find_files(source: str) -> list[TextFile]:
     if path.is_dir():
         below = list(files_below(path))
         files = [file for found in below if (file := recognise(found))]
-        others = f": it has {len(below):,} files of other kinds" if below else ": it is empty"
+        others = f": it has {len(below):,} files of other kinds" if below else ": it has no files but hidden ones"
     elif path.exists():
         files = [named(path)]
     elif glob.has_magic(source):
@@ -68,7 +68,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def refuse_folder(error: OSError) -> NoReturn:
     """A folder that cannot be looked into is an error: what is in it would be missing without a word."""
-    raise DataError(f"cannot look into {error.filename}: {error.strerror}; allow it, or move the folder away") from None
+    raise DataError(f"cannot look into {error.filename}: {error.strerror}; allow it, or give a glob of files") from None
 
 
 def recognise(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:

@@ -152,7 +152,7 @@ def drawn(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | No
     except OSError as error:
         if config.plot is not None:
             raise
-        return None, f"{error.strerror} in {config.shards}; --plot takes another file"
+        return None, f"{error.strerror or error} in {config.shards}; --plot takes another file"
     return plot, None if plot else "that takes matplotlib (pip install matplotlib)"
 
 

@@ -69,7 +69,7 @@ def phases_in_words(phases: list[Phase]) -> Iterator[str]:
 def phase_in_words(phase: Phase) -> str:
     """Objective, budget, batch, masks, learning rate."""
     config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = duration((seconds or 0) / 60) if steps is None else f"{steps:,} steps"
+    budget = duration((seconds or 0) / 60) if steps is None else f"{steps:,} step{'s' * (steps != 1)}"
     batch = f"{config.batch_size} × {config.length} tokens a step, {100 * config.mask_fraction:g} % masked"
     return f"{config.objective}, {budget}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
 

@@ -339,11 +339,11 @@ def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
     """Say so where hardly any text is held out to measure on; raises where there is none."""
     form = held_out_form(config)
     rows = Batches(shards, form, split="validation").packing_of(0)[0].rows
-    measured = max(1, rows // form.batch_size) * form.batch_size
+    measured, wanted = rows // form.batch_size * form.batch_size or rows, config.evaluation_rows
     if rows < FEW_ROWS:
         told = f"only {rows} rows of text are held out in {shards.folder}: measures on them say little"
-    elif measured < config.evaluation_rows:
-        told = f"measures are of {measured} rows, for no {config.evaluation_rows} are held out in {shards.folder}"
+    elif measured < wanted:
+        told = f"measures are of {measured} rows, not {wanted}: {rows} are held out in {shards.folder}"
     else:
         return
     fraction = shards.index.settings["validation_fraction"]

@@ -1,12 +1,8 @@
 """The loop: one step, then named questions. It knows nothing of masks, tasks or vocabularies."""
 
 import math
-import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +23,7 @@ from electra.training.checkpoint import (
 from electra.training.journal import Bar, Journal, Window, duration
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
 from electra.training.recording import Recorder
+from electra.training.signals import stop_signals
 
 SHOWN_EVERY = 10.0  # seconds of training between lines for people; metrics are by steps, so that runs compare
 SAVED_EVERY = 300.0  # seconds of training between checkpoints at most, however long steps take
@@ -219,7 +216,7 @@ class Trainer:
                     self.log()
                 if self.is_time(self.config.evaluate_every):
                     self.evaluate()
-                if self.is_time(self.config.save_every) or self.place.seconds - self.saved_at >= SAVED_EVERY:
+                if self.is_time(self.config.save_every) or self.is_long_unsaved():
                     self.save()
             if not asked and self.is_warm and not self.is_time(self.config.log_every):
                 self.log()
@@ -245,6 +242,10 @@ class Trainer:
     def is_time(self, every: int) -> bool:
         """Whether this step is one of `every` so many."""
         return self.place.step % every == 0
+
+    def is_long_unsaved(self) -> bool:
+        """Whether the last checkpoint is old; what is over is measured first, and saved then."""
+        return self.place.seconds - self.saved_at >= SAVED_EVERY and not self.is_over()
 
     def take_step(self) -> None:
         """One batch: learning rate, losses and gradients, update."""
@@ -409,7 +410,9 @@ class Trainer:
         best_loss = float("inf") if place.best_loss is None else place.best_loss
         if loss is not None and self.measured_step == place.step and loss < best_loss:  # NaN never is
             place.best, place.best_loss = checkpoint_name(place.step), loss
-        state = {"step": place.step, "place": asdict(place), "lesson": self.lesson.state()}
+        skipped = place.skipped + (self.window.skipped() if self.records else 0)  # those not logged yet, too
+        there = asdict(place) | {"skipped": skipped}
+        state = {"step": place.step, "place": there, "lesson": self.lesson.state()}
         folder = save_checkpoint(self.run, self.lesson.model, self.optimizers, state, self.lesson.write_model)
         prune_checkpoints(self.run, self.config.keep, place.best)
         return folder
@@ -425,25 +428,3 @@ class Trainer:
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch ran out of memory: on CUDA it says so by type, on the CPU by words."""
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
-
-
-@contextmanager
-def stop_signals(is_quiet: bool = False) -> Iterator[list[int]]:
-    """A list that SIGTERM and SIGINT are put into as they come; a second SIGINT interrupts at once."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: object) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(number)
-        if not is_quiet:
-            os.write(
-                sys.stderr.fileno(), b"stopping after this step, and saving\n"
-            )  # print might be interrupted itself
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
