@@ -20,6 +20,7 @@ from electra.finetune.finetuning import FinetuneConfig, finetune, mean_logits, o
 from electra.finetune.prediction import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 from electra.finetune.tuning import Score
 from electra.model.storage import write_tensors
+from electra.training.pretraining import pretrain
 
 QUICK = {"epochs": 15, "batch": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
 
@@ -35,6 +36,20 @@ def settings(encoder_folder, tmp_path):
         return FinetuneConfig(**({"model": encoder_folder, "device": "cpu"} | QUICK | given | departures))
 
     return build
+
+
+@pytest.mark.parametrize(
+    ("phases", "length", "untrained"),
+    [((), 16, None), ((), 24, 16), (("share=0.5", "length=24"), 24, None), (("length=8", "share=0.5"), 24, 16)],
+)
+def test_positions_that_were_never_trained_are_told(settings, settings_of_run, capsys, phases, length, untrained):
+    run = settings_of_run(steps=2, phases=phases)
+    pretrain(run)
+    finetune(settings(model=run.output, length=length, epochs=1))
+    told = re.findall(
+        r"pre-trained on rows of (\d+) tokens: .* untrained, unless --length \1\n", capsys.readouterr().err
+    )
+    assert told == ([] if untrained is None else [str(untrained)])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from electra.finetune.tasks import HUB, Task, read_examples
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
 from electra.objective.losses import Counts, Loss, Losses
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
+from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, longest_row, remove_drafts
 from electra.training.curves import Panels, draw_curves
 from electra.training.lock import held
 from electra.training.machine import Device, Precision, choose_device, choose_precision
@@ -193,10 +193,16 @@ class TuningLesson:
         config, encoder = self.config, self.model.encoder.config
         read = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
         rate, decay = config.trainer(encoder, self.steps_an_epoch()).learning_rate, config.decay_for(encoder)
+        seen, untrained = longest_row(self.folder), []
+        if seen is not None and seen < config.length and not encoder.is_modern():
+            untrained = [
+                f"pre-trained on rows of {seen} tokens: later positions start untrained, unless --length {seen}"
+            ]
         return [
             f"{encoder.style} encoder, {encoder.layers} layers, {encoder.width} wide; its head reads {read}",
             f"{config.epochs_for(self.task)} times {len(self.train):,} rows, {config.batch} a step, of up to "
             f"{config.length} tokens; learning rate {rate:g}, each layer {decay:g} of the one above",
+            *untrained,
         ]
 
     def features(self, split: str) -> Features:
