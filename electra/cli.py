@@ -144,19 +144,25 @@ def parse(name: str, configuration: type, flags: list[str]) -> Any:
     refuse_unknown(name, configuration, flags)
     before, placed = as_arguments(configuration, read_fields(file)) if file else ([], [])
     given = list(takewhile(lambda word: not word.startswith("-"), flags))  # what has no flag but a place
-    flags = before + flags[len(given) :]  # the last of two equal flags wins
+    is_given = bool(given) or "--" in flags
+    flags = [*given, *before, *flags[len(given) :]]  # the last of two equal flags wins
     with naming_flags(configuration):
-        try:
-            fields = parsed(name, configuration, (given or placed) + flags)
-        except ConfigError as error:
-            if given or not placed:
-                raise
-            try:  # perhaps it is given behind flags
-                fields = parsed(name, configuration, flags)
-            except ConfigError:
-                raise error from None
+        if is_given or not placed:
+            fields = parsed(name, configuration, flags)
+        else:
+            fields = parsed_beside(name, configuration, flags, placed)
         refuse_endless(fields)
         return configuration(**fields)
+
+
+def parsed_beside(name: str, configuration: type, flags: list[str], placed: list[str]) -> dict[str, Any]:
+    """The fields that flags give, and what a file gives by its place; unless that stands between flags after all."""
+    try:
+        return parsed(name, configuration, [*flags, "--", *placed])
+    except ConfigError as error:
+        with contextlib.suppress(ConfigError):
+            return parsed(name, configuration, flags)
+        raise error from None
 
 
 def parsed(name: str, configuration: type, flags: list[str]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def by_place(helps: Helps) -> str:
 
 def explained(flag: str, helps: Helps) -> str:
     """The first sentence that is said of a flag, as a part of another."""
-    first = helps.get(flag, flag).split(". ")[0].rstrip(".")
+    first = helps[flag].split(". ")[0].rstrip(".")
     return first if first[1:2].isupper() else first[:1].lower() + first[1:]
 
 

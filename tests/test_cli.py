@@ -97,12 +97,9 @@ def test_every_commands_help_explains_every_flag(capsys, command):
         ("flops --mask-fraction 1.5", "--mask-fraction is 1.5; it must lie between 0 and 1, usually 0.15"),
         ("flops --length 600", "a row of 600 tokens is longer than the model's 512 positions"),
         ("flops --length 0", "--length is 0; a row has at least 1 token"),
-        ("flops --objective mlm --inference", "--inference counts a discriminator, which goes with --objective rtd;"),
+        ("flops --objective mlm --inference", "--inference goes with --objective rtd, not mlm; leave one or the othe"),
         ("flops --objective mlm --generator-width 64", "--objective mlm has no generator beside it; leave out --gene"),
-        (
-            "flops --objective mlm --as-published",
-            "--as-published counts the paper's pairs, which go with --objective rt",
-        ),
+        ("flops --objective mlm --as-published", "--as-published goes with --objective rtd, not mlm; leave one"),
         ("flops --embedding-width 0", "discriminator: --embedding-width is 0; it must be at least 1"),
         ("flops --lenght 128", "there is no flag --lenght in electra flops; did you mean --length?"),
         ("flops --lenght=128", "there is no flag --lenght in electra flops; did you mean --length?"),
@@ -302,8 +299,15 @@ def test_what_is_given_by_its_place_wins_over_a_config_file(tmp_path):
     with pytest.raises(ConfigError, match="--device is 'tpu'; choose from"):
         parse("detect", DetectConfig, ["The cook", "--device", "tpu", "--config", str(tmp_path / "fields.json")])
     (tmp_path / "report.json").write_text('{"glue": ["x"], "runs": ["a", "b"]}')
-    settings = parse("report", ReportConfig, ["c", "--config", str(tmp_path / "report.json")])
-    assert (settings.runs, settings.glue) == ((Path("c"),), ("x",))
+    for given, runs in (([], "ab"), (["c"], "c")):
+        settings = parse("report", ReportConfig, [*given, "--config", str(tmp_path / "report.json")])
+        assert (settings.runs, settings.glue) == (tuple(map(Path, runs)), ("x",))
+
+
+def test_a_text_of_a_config_file_may_begin_with_a_dash(tmp_path):
+    (tmp_path / "fields.json").write_text('{"text": "-A cat", "model": "runs/x"}')
+    for given, text in (([], "-A cat"), (["--json", "--", "-B cat"], "-B cat")):
+        assert parse("detect", DetectConfig, ["--config", str(tmp_path / "fields.json"), *given]).text == text
 
 
 @pytest.mark.parametrize(

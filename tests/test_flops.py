@@ -63,8 +63,10 @@ def test_an_objective_costs_what_its_parts_do(capsys, objective):
     step = found["training_flops_per_row"]
     if objective == "mlm":
         assert found["parts"].keys() == {"generator"}
-        assert step == 3 * sum(item["flops"] for item in found["parts"]["generator"]) > 2 * discriminator
-        assert found["parameters"] < rtd["parameters"]
+        assert step == 3 * sum(item["flops"] for item in found["parts"]["generator"])
+        assert (
+            0 < rtd["parameters"] - found["parameters"] < 1_000_000
+        )  # of the discriminator's size, not the generator's
     elif objective == "frozen-rtd":
         assert step == generator + 3 * discriminator
         assert found["parameters"] == 18_169_083  # nothing is shared with what stands still

@@ -379,10 +379,8 @@ def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch
 
 
 def test_slow_steps_are_saved_by_the_clock(settings_of_run, monkeypatch):
-    seconds = itertools.count()
-    monkeypatch.setattr(
-        trainer.time, "perf_counter", lambda: float(next(seconds))
-    )  # a step takes one, but the first none
+    seconds = itertools.count()  # a step takes one, but the first none
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(seconds)))
     monkeypatch.setattr(trainer, "SAVED_EVERY", 2.0)
     monkeypatch.setattr(Trainer, "evaluate", lambda self: steps_measured.append(saved_steps(self.run)))
     steps_measured: list[list[int]] = []

@@ -22,7 +22,8 @@ from electra.finetune.tasks import HUB, Task, read_examples
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
 from electra.objective.losses import Counts, Loss, Losses
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, longest_row, remove_drafts
+from electra.training.branch import longest_row
+from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
 from electra.training.curves import Panels, draw_curves
 from electra.training.lock import held
 from electra.training.machine import Device, Precision, choose_device, choose_precision

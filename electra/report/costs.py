@@ -57,11 +57,8 @@ class FlopsConfig(MaskedShare, ModelConfig):
         if self.as_published and self.style == "modern":
             raise ConfigError("as_published counts as the paper does, which has no modern style; leave one of them out")
         if self.objective != "rtd" and (self.as_published or self.inference):
-            pairs, one = (
-                "--as-published counts the paper's pairs, which go",
-                "--inference counts a discriminator, which goes",
-            )
-            raise ConfigError(f"{pairs if self.as_published else one} with --objective rtd; leave one or the other out")
+            flag = "--as-published" if self.as_published else "--inference"
+            raise ConfigError(f"{flag} goes with --objective rtd, not {self.objective}; leave one or the other out")
         if self.objective == "mlm" and (self.generator_width or self.generator_layers):
             raise ConfigError("--objective mlm has no generator beside it; leave out --generator-width and -layers")
         if self.steps < 0:

@@ -17,7 +17,7 @@ from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.journal import METRICS, read_lines
 from electra.training.plan import BUDGETS, Phase, PretrainConfig, phases_of
-from electra.training.pretraining import held_out_form, phase_of
+from electra.training.pretraining import held_out_form, most_rows, phase_of
 from electra.training.recipes import settings_for
 from electra.training.trainer import Place
 
@@ -83,7 +83,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
     """The run in a folder."""
     settings, pair, lines = recorded_settings(folder), model_config(folder), read_lines(folder / METRICS)
     phases = phases_of(settings, pair)
-    place = last_place(folder, phases)
+    place, last = last_place(folder, phases), phases[-1].config
     ends = ends_of(phases, place, lines)
     flops_until = partial(flops_of, phases, ends)
     points = points_of(lines, flops_until, ends)
@@ -93,7 +93,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
-        held_out=most_held_out(phases[-1].config),
+        held_out=f"up to {most_rows(last)} rows of {held_out_form(last).length} tokens",
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,
@@ -106,13 +106,6 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         points=points,
         glue=None if table is None else score_of(folder, table),
     )
-
-
-def most_held_out(config: PretrainConfig) -> str:
-    """How much text measures are of, where so much is held out: whole batches."""
-    form = held_out_form(config)
-    batches = -(-config.evaluation_rows // form.batch_size)
-    return f"up to {batches * form.batch_size} rows of {form.length} tokens"
 
 
 def recorded_settings(folder: Path) -> PretrainConfig:

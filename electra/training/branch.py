@@ -12,7 +12,7 @@ from electra.model.sizes import ModelConfig, Size, size_as_wide
 from electra.model.storage import CONFIG, listed, model_config, read_json, tokenizer_beside
 from electra.text.batches import ORDER
 from electra.text.shards import Shards
-from electra.training.checkpoint import STATE, model_folder, read_state
+from electra.training.checkpoint import CHECKPOINTS, STATE, model_folder, read_state
 from electra.training.phases import read_phases
 
 MEMORY = "optimizer"  # what it remembers is of no use to another
@@ -47,7 +47,16 @@ def training_settings(record: dict[str, Any], lesson: dict[str, Any]) -> dict[st
 def trunk_record(checkpoint: Path) -> dict[str, Any]:
     """The settings of the run that a checkpoint lies in; none where it was taken out of it."""
     path = checkpoint.parent.parent / CONFIG
-    return read_json(path).get("pretraining", {}) if path.exists() else {}
+    is_within = checkpoint.parent.name == CHECKPOINTS and path.exists()
+    return read_json(path).get("pretraining", {}) if is_within else {}
+
+
+def longest_row(checkpoint: Path) -> int | None:
+    """Tokens of the longest rows that a run trains its model on; None where no run tells, or it began elsewhere."""
+    record = trunk_record(checkpoint)
+    if "length" not in record or record.get("init") or record.get("branch_from"):
+        return None
+    return max(phase.settings.get("length", record["length"]) for phase in read_phases(record.get("phases", ())))
 
 
 def encoder_of(pair: ElectraConfig) -> EncoderConfig:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import DataError
-from electra.model.storage import CONFIG, WEIGHTS, read_json, read_tensors, write_json, write_tensors, written_whole
-from electra.training.phases import read_phases
+from electra.model.storage import WEIGHTS, read_json, read_tensors, write_json, write_tensors, written_whole
 
 CHECKPOINTS = "checkpoints"
 TRAINING = "training.safetensors"
@@ -46,17 +45,6 @@ def model_folder(path: Path) -> Path:
     if not found and (path / "metrics.jsonl").exists():
         raise DataError(f"the run in {path} has no checkpoint yet; wait for its first, or go on with it by --resume")
     return found[-1] if found else path
-
-
-def longest_row(checkpoint: Path) -> int | None:
-    """Tokens of the longest rows that a run's model was trained on; None where no run tells, or it began elsewhere."""
-    record = checkpoint.parent.parent / CONFIG
-    is_known = checkpoint.parent.name == CHECKPOINTS and record.is_file()
-    settings = read_json(record).get("pretraining") if is_known else None
-    if settings is None or settings.get("init") or settings.get("branch_from"):
-        return None
-    phases = read_phases(settings.get("phases", ()))
-    return max(phase.settings.get("length", settings["length"]) for phase in phases)
 
 
 def save_checkpoint(

@@ -325,7 +325,7 @@ def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.devic
     """Held-out rows, from all over the held-out text."""
     form = held_out_form(config)
     batches = list(validation_batches(shards, form, device=device))
-    wanted = min(len(batches), -(-config.evaluation_rows // form.batch_size))
+    wanted = min(len(batches), most_rows(config) // form.batch_size)
     return [batches[number * len(batches) // wanted] for number in range(wanted)]
 
 
@@ -333,6 +333,12 @@ def held_out_form(config: PretrainConfig) -> BatchesConfig:
     """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
     length, rows = min(128, config.length), min(32, config.evaluation_rows)
     return BatchesConfig(length=length, batch_size=rows, form="dense", whole_words=config.whole_words)
+
+
+def most_rows(config: PretrainConfig) -> int:
+    """Held-out rows that measures are of, where there are so many: whole batches."""
+    rows = held_out_form(config).batch_size
+    return -(-config.evaluation_rows // rows) * rows
 
 
 def warn_of_little(config: PretrainConfig, shards: Shards) -> None:

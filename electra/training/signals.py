@@ -17,9 +17,8 @@ def stop_signals(is_quiet: bool = False) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         asked.append(number)
         if not is_quiet:
-            os.write(
-                sys.stderr.fileno(), b"stopping after this step, and saving\n"
-            )  # print might be interrupted itself
+            # print might be interrupted itself
+            os.write(sys.stderr.fileno(), b"stopping after this step, and saving\n")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
