@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import tyro
 
-from electra.text.batches import Batches, BatchesConfig
-from electra.text.packing import Form
-from electra.text.shards import open_shards
+from electra.data.loader import Batches, BatchesConfig
+from electra.data.packing import Form
+from electra.data.shards import open_shards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from electra.objective.measures import SEED, auc, frozen_fills
-from electra.objective.objectives import Settings
-from electra.text.batches import BatchesConfig, validation_batches
-from electra.text.shards import Shards, open_shards
-from electra.training.pretraining import unigram
+from electra.data.loader import BatchesConfig, validation_batches
+from electra.data.shards import Shards, open_shards
+from electra.objectives.evaluation import SEED, auc, frozen_fills
+from electra.objectives.objectives import Settings
+from electra.pretraining.command import unigram
 
 SMOOTHING = (0.5, 2.0, 10.0, 50.0, 200.0)  # pairs' worth of unigram that each first token is given
 

@@ -28,19 +28,19 @@ from typing import Any
 import torch
 from timing import wait
 
+from electra.data.tokenizer import load_tokenizer
 from electra.export.command import ExportConfig, export
-from electra.finetune.features import labels_of
-from electra.finetune.finetuned import READINGS
-from electra.finetune.finetuning import FinetuneConfig, finetune, median, spread
-from electra.finetune.glue import GLUE_6
-from electra.finetune.metrics import METRICS
-from electra.finetune.tasks import Examples, Task, glue_task, read_examples
-from electra.finetune.tuning import MEASURED_ROWS, RESULT
+from electra.finetuning.command import FinetuneConfig, finetune, median, spread
+from electra.finetuning.features import labels_of
+from electra.finetuning.glue import GLUE_6
+from electra.finetuning.job import MEASURED_ROWS, RESULT
+from electra.finetuning.metrics import METRICS
+from electra.finetuning.model import READINGS
+from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
+from electra.huggingface.folders import read_part
 from electra.model.electra import Electra
-from electra.model.folders import read_part
 from electra.model.sizes import ModelConfig
 from electra.model.storage import read_json, save_model
-from electra.text.tokenizer import load_tokenizer
 
 
 def fresh_model(vocab: Path, folder: Path, size: str) -> Path:

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from electra.kernels.dispatch import HAS_TRITON
 from electra.model.attention import turned, turns_of
-from electra.model.kernels import HAS_TRITON
 
 if HAS_TRITON:
     import triton
 
-    from electra.model.gpu.biased_gelu import biased_gelu
-    from electra.model.gpu.classic_layer import layer_at_once
-    from electra.model.gpu.gated_gelu import gated_gelu
-    from electra.model.gpu.short_rows import LONGEST, attend_in_short_rows
-    from electra.objective.one_pass import scored
+    from electra.kernels.attention import LONGEST, attend_in_short_rows
+    from electra.kernels.fused_layers import layer_at_once
+    from electra.kernels.geglu import gated_gelu
+    from electra.kernels.gelu import biased_gelu
+    from electra.kernels.mlm_head import scored
 
 Way = Callable[..., Tensor]
 EPSILON, NO_WINDOW, VOCABULARY, EMBEDDING, MASKED = 1e-12, -1, 30522, 128, 0.15

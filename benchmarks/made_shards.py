@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from electra.text.sharding import ShardConfig, shard
-from electra.text.tokenizer import SPECIALS
-from electra.text.vocabulary import Vocabulary
+from electra.data.prepare import ShardConfig, shard
+from electra.data.tokenizer import SPECIALS
+from electra.data.vocabulary import Vocabulary
 
 WORDS = 1_000_000  # of the text
 

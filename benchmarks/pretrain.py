@@ -40,18 +40,18 @@ from torch import nn
 from transformers import ElectraForPreTraining
 from transformers_pair import Pair, eager_losses, lean_losses, their_config
 
+from electra.data.loader import Batches
+from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
+from electra.huggingface.convert import ARCHITECTURES, to_huggingface
 from electra.model.electra import Electra
 from electra.model.flops import training_flops
-from electra.model.huggingface import ARCHITECTURES, to_huggingface
 from electra.model.sizes import SIZES, ModelConfig
-from electra.objective.masking import slots
-from electra.text.batches import Batches
-from electra.text.shards import Shards, open_shards
-from electra.training.journal import Window
-from electra.training.plan import PretrainConfig, plan
-from electra.training.pretraining import PretrainingLesson, batches_config
-from electra.training.recipes import settings_for
+from electra.objectives.masking import slots
+from electra.pretraining.command import PretrainingLesson, batches_config
+from electra.pretraining.config import PretrainConfig, plan
+from electra.pretraining.recipes import settings_for
+from electra.training.logging import Window
 from electra.training.trainer import Trainer
 
 WAYS = {"plain": ("plain",), "fast": ("compile",)}  # flags of `electra pretrain`; a GPU also records what it compiles

@@ -21,12 +21,12 @@ from typing import get_args
 
 import numpy as np
 
-from electra.finetune.cells import Cell, cells_of, run_cells
-from electra.finetune.finetuned import load_pretrained
-from electra.finetune.finetuning import over_seeds
-from electra.finetune.glue import markdown
-from electra.finetune.tasks import Task, glue_task, split_rows
-from electra.finetune.tuning import TuningConfig
+from electra.finetuning.command import over_seeds
+from electra.finetuning.glue import markdown
+from electra.finetuning.job import TuningConfig
+from electra.finetuning.jobs import Cell, cells_of, run_cells
+from electra.finetuning.model import load_pretrained
+from electra.finetuning.tasks import Task, glue_task, split_rows
 from electra.model.config import Pooling
 
 SEED = 0  # decides which rows are taken

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import tyro
 
-from electra.text.corpus import Corpus, CorpusConfig, Counts
+from electra.data.corpus import Corpus, CorpusConfig, Counts
 
 BARE = """
 import json, sys, time
 from pathlib import Path
-from electra.text.tokenizer import load_tokenizer
+from electra.data.tokenizer import load_tokenizer
 
 library = load_tokenizer(Path(sys.argv[2])).library
 documents = Path(sys.argv[1]).read_text(encoding="utf-8").split("\\n\\n")

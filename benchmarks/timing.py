@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from electra.training.machine import measured_flops
+from electra.training.hardware import measured_flops
 
 CHUNK = 5  # repeats that are timed together
 

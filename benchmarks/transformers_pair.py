@@ -5,10 +5,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
+from electra.data.vocabulary import Vocabulary
+from electra.huggingface.convert import classic_config
 from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig as PairConfig
-from electra.model.huggingface import classic_config
-from electra.text.vocabulary import Vocabulary
 
 Losses = dict[str, Tensor]
 

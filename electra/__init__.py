@@ -10,6 +10,6 @@ def __getattr__(name: str) -> Any:
     """`electra.load`, imported when it is first used: the command line starts faster without torch."""
     if name != "load":
         raise AttributeError(f"module 'electra' has no attribute {name!r}")
-    from electra.serve.model import load
+    from electra.serve.inference import load
 
     return load

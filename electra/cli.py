@@ -26,21 +26,21 @@ import tyro
 
 from electra import __version__
 from electra.boxes import explanations, read_flags
+from electra.data.files import finite
 from electra.errors import ConfigError, DataError
-from electra.text.files import finite
 from electra.words import in_our_words
 
 COMMANDS = {
     # command: (module, configuration, function, what it does); a module is imported only when its command runs
     "demo": ("electra.demo", "DemoConfig", "demonstrate", "from prose found here to an exported encoder, in minutes"),
-    "tokenizer": ("electra.text.tokenizer", "TokenizerConfig", "train_tokenizer", "learn a vocabulary from text"),
-    "shard": ("electra.text.sharding", "ShardConfig", "shard", "turn text into shards of tokens"),
-    "inspect": ("electra.text.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),
-    "pretrain": ("electra.training.pretraining", "PretrainConfig", "pretrain", "train a generator and a discriminator"),
-    "finetune": ("electra.finetune.finetuning", "FinetuneConfig", "finetune", "fine-tune an encoder on a task"),
-    "glue": ("electra.finetune.glue", "GlueConfig", "glue", "fine-tune on all of GLUE, and make the table"),
-    "evaluate": ("electra.finetune.prediction", "EvaluateConfig", "evaluate", "measure a fine-tuned model on a file"),
-    "predict": ("electra.finetune.prediction", "PredictConfig", "predict", "let a fine-tuned model answer a file"),
+    "tokenizer": ("electra.data.tokenizer", "TokenizerConfig", "train_tokenizer", "learn a vocabulary from text"),
+    "shard": ("electra.data.prepare", "ShardConfig", "shard", "turn text into shards of tokens"),
+    "inspect": ("electra.data.inspect", "InspectConfig", "inspect", "show what is in a folder of shards"),
+    "pretrain": ("electra.pretraining.command", "PretrainConfig", "pretrain", "train a generator and a discriminator"),
+    "finetune": ("electra.finetuning.command", "FinetuneConfig", "finetune", "fine-tune an encoder on a task"),
+    "glue": ("electra.finetuning.glue", "GlueConfig", "glue", "fine-tune on all of GLUE, and make the table"),
+    "evaluate": ("electra.finetuning.predict", "EvaluateConfig", "evaluate", "measure a fine-tuned model on a file"),
+    "predict": ("electra.finetuning.predict", "PredictConfig", "predict", "let a fine-tuned model answer a file"),
     "detect": ("electra.serve.command", "DetectConfig", "detect", "say which tokens of a text look replaced"),
     "fill": ("electra.serve.command", "FillConfig", "fill", "fill in the [MASK]s of a text"),
     "embed": ("electra.serve.command", "EmbedConfig", "embed", "turn a text into a vector"),
@@ -48,7 +48,12 @@ COMMANDS = {
     "flops": ("electra.report.costs", "FlopsConfig", "count_costs", "count a model's parameters and operations"),
     "report": ("electra.report.overview", "ReportConfig", "report", "compare runs: tables and plots"),
     "export": ("electra.export.command", "ExportConfig", "export", "hand a model to Hugging Face"),
-    "import": ("electra.export.command", "ImportConfig", "import_model", "take a model from a Hugging Face folder"),
+    "import": (
+        "electra.export.command",
+        "ImportConfig",
+        "import_model",
+        "take a model from a Hugging Face folder",
+    ),
 }
 
 FILE_OF_FLAGS = "Flags may also come from a file, --config FILE, in JSON or YAML; those given beside it win."

@@ -16,14 +16,14 @@ from pydoc_data.topics import topics
 
 import numpy
 
+from electra.data.prepare import ShardConfig, shard
+from electra.data.shards import open_shards
+from electra.data.tokenizer import TokenizerConfig, train_tokenizer
 from electra.export.command import ExportConfig, export
+from electra.pretraining.command import PretrainConfig, pretrain
+from electra.pretraining.recipes import settings_for
 from electra.serve.command import colored
-from electra.serve.model import Model, load
-from electra.text.sharding import ShardConfig, shard
-from electra.text.shards import open_shards
-from electra.text.tokenizer import TokenizerConfig, train_tokenizer
-from electra.training.pretraining import PretrainConfig, pretrain
-from electra.training.recipes import settings_for
+from electra.serve.inference import Model, load
 from electra.training.trainer import Outcome
 
 INTRUDERS = ("dictionary", "should")  # words that the sentence shown at the end did not have

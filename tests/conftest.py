@@ -7,16 +7,16 @@ import hypothesis
 import pytest
 import torch
 
+from electra.data.loader import Batch
+from electra.data.prepare import ShardConfig, shard
+from electra.data.vocabulary import Vocabulary
 from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.sizes import modern
 from electra.model.storage import save_model
-from electra.objective.objectives import OBJECTIVES
-from electra.text.batches import Batch
-from electra.text.sharding import ShardConfig, shard
-from electra.text.vocabulary import Vocabulary
-from electra.training.pretraining import PretrainConfig
-from electra.training.recipes import settings_for
+from electra.objectives.objectives import OBJECTIVES
+from electra.pretraining.command import PretrainConfig
+from electra.pretraining.recipes import settings_for
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is no wrong result

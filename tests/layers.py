@@ -4,7 +4,7 @@ import torch
 
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer
-from electra.objective.randomness import scramble
+from electra.random import scramble
 
 
 def made_layer(

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from electra.data.loader import starts_of
 from electra.model import attention
 from electra.model.attention import Reach, attend, reach_of, turned, turns_of, within
-from electra.text.batches import starts_of
 
 
 def test_without_padding_and_documents_there_is_no_mask():

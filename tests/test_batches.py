@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from electra.data import loader as batches_module
+from electra.data.loader import Batches, BatchesConfig, Position, prefetched, starts_of, validation_batches
+from electra.data.packing import Permutation, cut_documents, documents_in
+from electra.data.prepare import ShardConfig, shard
+from electra.data.shards import open_shards
+from electra.data.tokenizer import TokenizerConfig, train_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.text import batches as batches_module
-from electra.text.batches import Batches, BatchesConfig, Position, prefetched, starts_of, validation_batches
-from electra.text.packing import Permutation, cut_documents, documents_in
-from electra.text.sharding import ShardConfig, shard
-from electra.text.shards import open_shards
-from electra.text.tokenizer import TokenizerConfig, train_tokenizer
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 WORDS = [f"w{number}" for number in range(997)]

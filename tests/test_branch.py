@@ -9,9 +9,9 @@ import pytest
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.model.storage import model_config
+from electra.pretraining.command import pretrain
+from electra.pretraining.config import PretrainConfig
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.plan import PretrainConfig
-from electra.training.pretraining import pretrain
 
 SMALL = "--layers 1 --width 32 --heads 2 --feedforward 48 --embedding-width 16"
 ROWS = "--batch-size 4 --length 16 --evaluation-rows 8"

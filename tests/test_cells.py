@@ -12,10 +12,10 @@ import pytest
 from made import write_glue, write_lines
 
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.finetune.cells import best_model, encoder_folder
-from electra.finetune.finetuning import FinetuneConfig, finetune
-from electra.finetune.glue import GlueConfig, glue
-from electra.finetune.tuning import Score
+from electra.finetuning.command import FinetuneConfig, finetune
+from electra.finetuning.glue import GlueConfig, glue
+from electra.finetuning.job import Score
+from electra.finetuning.jobs import best_model, encoder_folder
 from electra.model.storage import write_json
 
 SMALL = {"batch": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
@@ -85,7 +85,7 @@ def test_more_seeds_are_added_and_fewer_are_a_part(settings, tmp_path, monkeypat
     more = glue(settings(seeds=3, epochs=1))
     assert more.lines[0].seeds == 3
     assert (tmp_path / "out" / "cola" / "seed-1" / "result.json").read_bytes() == first
-    monkeypatch.setattr("electra.finetune.tuning.Trainer", None)  # would fail
+    monkeypatch.setattr("electra.finetuning.job.Trainer", None)  # would fail
     assert glue(settings(seeds=2, epochs=1, submission=tmp_path / "glue.zip")).lines[0].seeds == 2
 
 
@@ -102,7 +102,7 @@ def own(encoder_folder, tmp_path):
 
 
 def test_a_folder_that_holds_something_else_is_left_as_it_is(own, settings_of_run, tmp_path):
-    from electra.training.pretraining import pretrain
+    from electra.pretraining.command import pretrain
 
     run = settings_of_run("run")
     pretrain(run)

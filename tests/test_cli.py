@@ -15,14 +15,14 @@ import pytest
 
 import electra.__main__
 from electra.cli import COMMANDS, flags_of, main, parse, with_flags
+from electra.data.tokenizer import TokenizerConfig
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
+from electra.pretraining.command import PretrainConfig
 from electra.report.costs import FlopsConfig
 from electra.report.overview import ReportConfig
 from electra.serve.command import DetectConfig
-from electra.text.tokenizer import TokenizerConfig
-from electra.training.pretraining import PretrainConfig
 from electra.words import in_our_words
 
 

@@ -14,10 +14,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from electra.data import corpus
+from electra.data.corpus import Corpus, CorpusConfig, Counts, is_validation
+from electra.data.files import say_skipped
 from electra.errors import ConfigError, DataError
-from electra.text import corpus
-from electra.text.corpus import Corpus, CorpusConfig, Counts, is_validation
-from electra.text.files import say_skipped
 
 DOCUMENTS = ["One fish.\nTwo fish.", "Käse – 干酪", "red"]
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from electra.text import encoding
-from electra.text.encoding import TextEncoder, WordEncoder, encoder_for
-from electra.text.tokenizer import word_piece
+from electra.data import wordpiece as encoding
+from electra.data.tokenizer import word_piece
+from electra.data.wordpiece import TextEncoder, WordEncoder, encoder_for
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = [*"abcdefghijklmnopqrstuvwxyzABCXYZéÉßæ[]#.,-'=中文字12·", "ing", "the", "\u0301", "mask", "[MASK", "ß"]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from electra.finetune.features import Chosen, cached_features, choose, epoch, make_features, room
-from electra.finetune.tasks import Examples, Task
-from electra.text.tokenizer import load_tokenizer
+from electra.data.tokenizer import load_tokenizer
+from electra.finetuning.features import Chosen, cached_features, choose, epoch, make_features, room
+from electra.finetuning.tasks import Examples, Task
 
 TASK = Task(
     name="made", kind="classification", text="a", label="y", labels=("0", "1"), metrics=("accuracy",), splits={}
@@ -71,7 +71,7 @@ def test_scores_are_learnt_scaled(tokenizer):
 def test_texts_are_tokenised_once(tokenizer, tmp_path, monkeypatch):
     examples = Examples(texts=TEXTS, labels=np.array([0, 1, 1]))
     first = cached_features(TASK, examples, tokenizer, 16, tmp_path)
-    monkeypatch.setattr("electra.finetune.features.make_features", None)  # would fail
+    monkeypatch.setattr("electra.finetuning.features.make_features", None)  # would fail
     again = cached_features(TASK, examples, tokenizer, 16, tmp_path)
     assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
     relabelled, paired = replace(examples, labels=np.array([0, 1, 0])), replace(examples, pairs=PAIRS)

@@ -10,7 +10,7 @@ import pytest
 from made import write_glue
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
-from electra.finetune.tasks import Task, glue_task, split_rows
+from electra.finetuning.tasks import Task, glue_task, split_rows
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -12,9 +12,9 @@ from transformers import BertConfig, BertModel, ElectraModel
 
 from electra.cli import main
 from electra.errors import DataError
-from electra.finetune.finetuned import READINGS, FineTuned, load_finetuned, load_pretrained, write_finetuned
-from electra.finetune.tasks import own_task
-from electra.finetune.tuning import TuningConfig, TuningLesson
+from electra.finetuning.job import TuningConfig, TuningLesson
+from electra.finetuning.model import READINGS, FineTuned, load_finetuned, load_pretrained, write_finetuned
+from electra.finetuning.tasks import own_task
 from electra.training.trainer import Budget, Trainer
 
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
 from electra.export.command import ExportConfig, export
-from electra.finetune.cells import Cell
-from electra.finetune.finetuned import FineTuned, load_pretrained, write_finetuned
-from electra.finetune.finetuning import FinetuneConfig, finetune, mean_logits, over_seeds
-from electra.finetune.prediction import Answers, EvaluateConfig, PredictConfig, evaluate, predict
-from electra.finetune.tuning import Score
+from electra.finetuning.command import FinetuneConfig, finetune, mean_logits, over_seeds
+from electra.finetuning.job import Score
+from electra.finetuning.jobs import Cell
+from electra.finetuning.model import FineTuned, load_pretrained, write_finetuned
+from electra.finetuning.predict import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 from electra.model.storage import write_tensors
-from electra.training.pretraining import pretrain
+from electra.pretraining.command import pretrain
 
 QUICK = {"epochs": 15, "batch": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
 
@@ -80,7 +80,7 @@ def test_seeds_are_measured_alone_and_together(tuned, tmp_path):
 
 
 def test_what_is_finished_is_not_run_again(tuned, settings, monkeypatch):
-    monkeypatch.setattr("electra.finetune.tuning.Trainer", None)  # would fail
+    monkeypatch.setattr("electra.finetuning.job.Trainer", None)  # would fail
     assert finetune(settings(seeds=2, ensemble=True, epochs=8)) == tuned
 
 
@@ -118,7 +118,7 @@ def test_predictions_do_not_depend_on_how_many_rows_are_in_memory(tuned, tmp_pat
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     config = {"model": tmp_path / "out", "input": tmp_path / "dev.jsonl"}
     predict(PredictConfig(**config, output=whole))
-    monkeypatch.setattr("electra.finetune.prediction.ROWS", 7)
+    monkeypatch.setattr("electra.finetuning.predict.ROWS", 7)
     predict(PredictConfig(**config, output=parts))
     said = [[json.loads(line)["prediction"] for line in file.read_text().splitlines()] for file in (whole, parts)]
     assert said[0] == said[1]
@@ -147,10 +147,10 @@ def test_other_settings_are_refused_by_name(tuned, settings):
 
 def test_an_interrupted_run_goes_on_to_the_same_weights(settings, tmp_path, monkeypatch):
     """A checkpoint in the middle, then a death: the rest of the epochs is as if nothing had happened."""
-    monkeypatch.setattr("electra.finetune.tuning.OFTEN_SAVED", 1)
+    monkeypatch.setattr("electra.finetuning.job.OFTEN_SAVED", 1)
     departures = {"dropout": 0.1, "epochs": 4}
     finetune(settings(**departures, output=tmp_path / "whole"))
-    from electra.finetune.tuning import TuningLesson
+    from electra.finetuning.job import TuningLesson
 
     with monkeypatch.context() as dying:
         dying.setattr(TuningLesson, "evaluate", dies_the_second_time(TuningLesson.evaluate))

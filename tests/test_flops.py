@@ -14,8 +14,8 @@ from electra.errors import ConfigError
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.flops import TRAINING, flops, items_of, parameters, training_flops
 from electra.model.sizes import ModelConfig
-from electra.objective.masking import slots
-from electra.objective.objectives import OBJECTIVES, Settings
+from electra.objectives.masking import slots
+from electra.objectives.objectives import OBJECTIVES, Settings
 from electra.report.costs import FlopsConfig, count_costs
 
 PAIRS = {

@@ -10,10 +10,10 @@ from made import write_glue, write_lines
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError
-from electra.finetune.glue import GLUE_6, REFERENCES, GlueConfig, glue, name_of
-from electra.finetune.prediction import EvaluateConfig, evaluate
-from electra.finetune.tasks import TASKS
-from electra.finetune.tuning import read_score
+from electra.finetuning.glue import GLUE_6, REFERENCES, GlueConfig, glue, name_of
+from electra.finetuning.job import read_score
+from electra.finetuning.predict import EvaluateConfig, evaluate
+from electra.finetuning.tasks import TASKS
 
 QUICK = {"epochs": 2, "batch": 8, "learning_rate": 3e-3, "length": 32}
 

@@ -11,20 +11,20 @@ from made import write_rows
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from electra.finetune import tuning
-from electra.finetune.finetuning import FinetuneConfig, finetune
+from electra.data.loader import Batch, starts_of
+from electra.finetuning import job as tuning
+from electra.finetuning.command import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
 from electra.model.attention import Reach, reach_of
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
-from electra.objective.losses import total
-from electra.objective.masking import MaskingConfig, mask
-from electra.objective.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
-from electra.objective.randomness import row_keys
-from electra.text.batches import Batch, starts_of
+from electra.objectives.losses import total
+from electra.objectives.masking import MaskingConfig, mask
+from electra.objectives.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
+from electra.pretraining.command import pretrain
+from electra.random import row_keys
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.journal import Journal
-from electra.training.pretraining import pretrain
+from electra.training.logging import Journal
 from electra.training.trainer import Budget, Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -83,7 +83,7 @@ def test_kernels_are_for_half_precision():
 
 
 def test_dropout_of_short_rows_leaves_the_mean_and_another_seed_drops_others():
-    from electra.model.gpu.short_rows import attend_in_short_rows
+    from electra.kernels.attention import attend_in_short_rows
 
     torch.manual_seed(0)
     qkv = torch.randn(64, 100, 3, 2, 32, device="cuda")
@@ -100,7 +100,7 @@ def test_dropout_of_short_rows_leaves_the_mean_and_another_seed_drops_others():
 
 
 def test_gelu_and_a_gate_in_one_kernel_are_those_of_torch():
-    from electra.model.gpu.gated_gelu import gated_gelu
+    from electra.kernels.geglu import gated_gelu
 
     torch.manual_seed(0)
     product, grown = 2 * torch.randn(37, 11, 400, device="cuda"), torch.randn(37, 11, 200, device="cuda")
@@ -115,7 +115,7 @@ def test_gelu_and_a_gate_in_one_kernel_are_those_of_torch():
 
 
 def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
-    from electra.model.gpu.biased_gelu import biased_gelu
+    from electra.kernels.gelu import biased_gelu
 
     torch.manual_seed(0)
     product, grown = (2 * torch.randn(37, 11, 200, device="cuda") for _ in range(2))
@@ -152,7 +152,7 @@ def as_exact_as_by_steps(
     at: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The layer's states and gradients are as far from those in fp32 as those of plain operations in bf16 are."""
-    from electra.model.gpu.classic_layer import seeds_for
+    from electra.kernels.fused_layers import seeds_for
 
     rates = layer.dropout.p, layer.attention.dropout
     torch.manual_seed(1)
@@ -243,7 +243,7 @@ def test_whole_long_rows_are_as_exact_as_plain_attention(length):
     qkv, grown = torch.randn(5, length, 3, 2, 64, device="cuda"), torch.randn(5, length, 2, 64, device="cuda")
 
     def outcome(dtype: torch.dtype, is_ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        from electra.model.gpu import long_rows
+        from electra.kernels import library_attention as long_rows
 
         given = qkv.to(dtype, copy=True)
         if is_ours:
@@ -262,7 +262,7 @@ def test_whole_long_rows_are_as_exact_as_plain_attention(length):
 
 
 def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
-    from electra.objective import one_pass
+    from electra.kernels import mlm_head as one_pass
 
     torch.manual_seed(0)
     batch, settings = on_gpu(make_batch(rows=64, lengths=[16] * 64)), Settings(vocabulary=vocabulary, seed=3)

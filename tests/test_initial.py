@@ -13,14 +13,14 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
+from electra.huggingface.convert import folded, read_huggingface
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.huggingface import folded, read_huggingface
 from electra.model.sizes import size_as_wide
 from electra.model.storage import load_model, save_model
+from electra.pretraining.command import pretrain
+from electra.pretraining.recipes import settings_for
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.journal import read_lines
-from electra.training.pretraining import pretrain
-from electra.training.recipes import settings_for
+from electra.training.logging import read_lines
 
 ENTRIES = 22  # of the vocabulary of simple text
 SIZE_OF_INIT = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))

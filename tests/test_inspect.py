@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from electra import cli
+from electra.data.inspect import InspectConfig, histogram, inspect
+from electra.data.prepare import ShardConfig, shard
 from electra.errors import ConfigError
-from electra.text.inspect import InspectConfig, histogram, inspect
-from electra.text.sharding import ShardConfig, shard
 
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", ",", "."]
 
@@ -103,6 +103,6 @@ def test_the_command_prints_for_people_and_as_json(folder, capsys):
 
 
 def test_text_commands_start_without_torch():
-    modules = "electra.text.tokenizer, electra.text.sharding, electra.text.inspect"
+    modules = "electra.data.tokenizer, electra.data.prepare, electra.data.inspect"
     check = f"import sys, electra.cli, {modules}; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -12,15 +12,15 @@ import torch
 from layers import by_steps, factors, made_layer
 from torch import Tensor, nn
 
-from electra.model import kernels
+from electra.data.loader import Batch
+from electra.data.vocabulary import Vocabulary
+from electra.kernels import dispatch as kernels
 from electra.model.attention import reach_of
 from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import Encoder
-from electra.objective.losses import total
-from electra.objective.objectives import OBJECTIVES, Settings, goes_in_one_pass
-from electra.text.batches import Batch
-from electra.text.vocabulary import Vocabulary
+from electra.objectives.losses import total
+from electra.objectives.objectives import OBJECTIVES, Settings, goes_in_one_pass
 
 pytestmark = [
     pytest.mark.skipif(
@@ -51,7 +51,7 @@ def both_ways(monkeypatch):
 @pytest.fixture
 def few_programs(monkeypatch):
     """One, so that it takes several tiles in turn, as on a GPU."""
-    from electra.model.gpu import column_sums
+    from electra.kernels import reductions as column_sums
 
     monkeypatch.setattr(column_sums, "PROGRAMS", 0)
 
@@ -96,7 +96,7 @@ def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted)
 @pytest.mark.parametrize("wanted", ["all", "some"])
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
 def test_a_layer_drops_what_its_noise_says(rates, wanted):
-    from electra.model.gpu.classic_layer import seeds_for
+    from electra.kernels.fused_layers import seeds_for
 
     layer, hidden, grown, documents = made_layer(64, *rates, rows=2, length=19, heads=2)
     at = torch.randint(0, 19, (2, 7)) if wanted == "some" else None
@@ -116,7 +116,7 @@ def test_a_layer_drops_what_its_noise_says(rates, wanted):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("width", [40, 256, 768, 1024, 1100])  # in one chunk, not full and full, and in several
 def test_a_norm_has_the_gradients_of_plain_operations(few_programs, width, dropout):
-    from electra.model.gpu.norm_of_sum import gradients_of_norm_of_sum, norm_of_sum
+    from electra.kernels.layernorm import gradients_of_norm_of_sum, norm_of_sum
 
     torch.manual_seed(0)
     product, residual, grown = (torch.randn(150, width) for _ in range(3))
@@ -133,7 +133,7 @@ def test_a_norm_has_the_gradients_of_plain_operations(few_programs, width, dropo
 
 
 def test_a_bias_of_queries_keys_and_values_gets_its_gradient(few_programs):
-    from electra.model.gpu.column_sums import sums_but_of_keys
+    from electra.kernels.reductions import sums_but_of_keys
 
     of_qkv = torch.randn(70, 3, 200)
     found = sums_but_of_keys(of_qkv.flatten(1), torch.float32).view(3, 200)
@@ -184,7 +184,7 @@ def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
 
 
 def test_gradients_are_put_side_by_side_and_summed(few_programs):
-    from electra.model.gpu import long_rows
+    from electra.kernels import library_attention as long_rows
 
     parts = [torch.randn(2, 40, 2, 32) for _ in range(3)]
     together, sums = long_rows.side_by_side(torch.empty(2, 40, 3, 2, 32), *parts)

@@ -6,12 +6,25 @@ from pathlib import Path
 import electra
 
 HOUSE = Path(electra.__file__).parent
-STAGES = ["text", "model", "objective", "training", "finetune", "report", "export", "serve"]
-FLOW = ["errors", *STAGES, "__init__", "demo", "boxes", "words", "cli", "__main__"]
+STAGES = [
+    "data",
+    "kernels",
+    "model",
+    "huggingface",
+    "objectives",
+    "training",
+    "pretraining",
+    "finetuning",
+    "report",
+    "export",
+    "serve",
+]
+FLOW = ["errors", "random", "plotting", "data", "runfolder", *STAGES[1:]]
+FLOW += ["__init__", "demo", "boxes", "words", "cli", "__main__"]
 
 
 def stage_of(module: str) -> str:
-    """The stage of a dotted name: electra.text.shards → text."""
+    """The stage of a dotted name: electra.data.shards → text."""
     return module.split(".")[1]
 
 
@@ -45,7 +58,7 @@ def test_a_forward_import_is_seen_even_when_lazy():
     lazy = "def late():\n    from electra.training.trainer import train\n"
     assert later_imports("model", lazy) == {"training"}
     assert later_imports("cli", lazy) == set()
-    assert later_imports("text", "from electra import model") == {"model"}
+    assert later_imports("data", "from electra import model") == {"model"}
 
 
 def test_every_stage_stands_in_the_flow_and_says_what_it_does():

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from kills import killed
 
+from electra import runfolder as lock
 from electra.errors import ConfigError
-from electra.finetune.cells import cells_of
-from electra.finetune.finetuning import FinetuneConfig
-from electra.training import lock
-from electra.training.lock import LOCK, held
-from electra.training.pretraining import pretrain
+from electra.finetuning.command import FinetuneConfig
+from electra.finetuning.jobs import cells_of
+from electra.pretraining.command import pretrain
+from electra.runfolder import LOCK, held
 
 
 def test_a_second_process_is_refused_by_name_and_touches_nothing(settings_of_run):

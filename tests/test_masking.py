@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from electra.data.loader import Batch
+from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError
-from electra.objective.masking import MaskingConfig, mask, masked_count, slots
-from electra.text.batches import Batch
-from electra.text.vocabulary import Vocabulary
+from electra.objectives.masking import MaskingConfig, mask, masked_count, slots
 
 V = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_score
 
-from electra.objective.losses import total
-from electra.objective.measures import SEED, Verdicts, auc, frozen_fills, held_out_loss, measure
-from electra.objective.objectives import OBJECTIVES, Corrupted, Settings
+from electra.objectives.evaluation import SEED, Verdicts, auc, frozen_fills, held_out_loss, measure
+from electra.objectives.losses import total
+from electra.objectives.objectives import OBJECTIVES, Corrupted, Settings
 
 VERDICTS = st.lists(st.tuples(st.integers(-5, 5), st.booleans()), min_size=2, max_size=60)
 

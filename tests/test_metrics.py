@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from electra.finetune.metrics import METRICS, accuracy, exact_match, f1, macro_f1, matthews, micro_f1, pearson, spearman
+from electra.finetuning.metrics import (
+    METRICS,
+    accuracy,
+    exact_match,
+    f1,
+    macro_f1,
+    matthews,
+    micro_f1,
+    pearson,
+    spearman,
+)
 
 
 def test_one_of_two_duplicates_is_found_and_one_is_false():

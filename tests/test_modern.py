@@ -11,7 +11,8 @@ from made import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetune.finetuned import (
+from electra.finetuning.job import TuningConfig, TuningLesson
+from electra.finetuning.model import (
     FineTuned,
     load_finetuned,
     load_pretrained,
@@ -19,15 +20,14 @@ from electra.finetune.finetuned import (
     new_model,
     write_finetuned,
 )
-from electra.finetune.tasks import own_task
-from electra.finetune.tuning import TuningConfig, TuningLesson
+from electra.finetuning.tasks import own_task
 from electra.model.electra import SHARING
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
-from electra.serve.model import load
+from electra.pretraining.command import pretrain
+from electra.serve.inference import load
 from electra.training.checkpoint import model_folder
-from electra.training.journal import read_lines
-from electra.training.pretraining import pretrain
+from electra.training.logging import read_lines
 
 SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
 QUICK = "--batch-size 8 --log-every 5 --evaluation-rows 8 --device cpu --learning-rate 5e-3 --no-starts-at-unigram"

@@ -22,7 +22,7 @@ from electra.errors import DataError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
 from electra.model.electra import SHARING, Electra, ElectraConfig
 from electra.model.storage import load_model, save_model
-from electra.serve.model import load
+from electra.serve.inference import load
 
 PARTS = {
     ModernBertForTokenClassification: "discriminator",

@@ -8,11 +8,12 @@ from conftest import MODERN
 from scipy import stats
 from torch.nn import functional
 
+from electra.data.loader import Batch
 from electra.errors import ConfigError
 from electra.model.electra import CopyingCorrector
-from electra.objective.losses import Loss, total
-from electra.objective.masking import Masked, mask
-from electra.objective.objectives import (
+from electra.objectives.losses import Loss, total
+from electra.objectives.masking import Masked, mask
+from electra.objectives.objectives import (
     BLOCK,
     OBJECTIVES,
     Corrupted,
@@ -33,7 +34,6 @@ from electra.objective.objectives import (
     rtd_losses,
     sample,
 )
-from electra.text.batches import Batch
 
 
 @pytest.fixture

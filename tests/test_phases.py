@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from electra.cli import main
+from electra.data.shards import open_shards
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, export
-from electra.finetune.finetuned import load_pretrained
+from electra.finetuning.model import load_pretrained
 from electra.model.storage import load_model, model_config, read_tensors
-from electra.serve.model import load
-from electra.text.shards import open_shards
+from electra.pretraining.command import PretrainConfig, plan, pretrain
+from electra.pretraining.phases import read_phases
+from electra.serve.inference import load
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.journal import read_lines
-from electra.training.phases import read_phases
-from electra.training.pretraining import PretrainConfig, plan, pretrain
+from electra.training.logging import read_lines
 from electra.training.trainer import Trainer
 
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"}

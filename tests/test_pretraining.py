@@ -17,17 +17,13 @@ import torch
 from kills import killed
 
 from electra.cli import main
+from electra.data.loader import BatchesConfig, validation_batches
+from electra.data.prepare import ShardConfig, shard
+from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.model.huggingface import folded
+from electra.huggingface.convert import folded
 from electra.model.storage import load_model, read_tensors, save_model, write_tensors
-from electra.text.batches import BatchesConfig, validation_batches
-from electra.text.sharding import ShardConfig, shard
-from electra.text.shards import open_shards
-from electra.training import trainer
-from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
-from electra.training.curves import PRETRAINING, series, whole_loss, with_losses
-from electra.training.journal import read_lines
-from electra.training.pretraining import (
+from electra.pretraining.command import (
     PretrainingLesson,
     held_out_batches,
     plan,
@@ -36,7 +32,11 @@ from electra.training.pretraining import (
     unigram,
     waves,
 )
-from electra.training.recipes import BY_SIZE, RECIPES, settings_for
+from electra.pretraining.curves import PRETRAINING, series, whole_loss, with_losses
+from electra.pretraining.recipes import BY_SIZE, RECIPES, settings_for
+from electra.training import trainer
+from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
+from electra.training.logging import read_lines
 from electra.training.trainer import Budget, Trainer
 
 
@@ -678,7 +678,7 @@ def test_few_held_out_rows_are_warned_of(settings_of_run, tmp_path, shards, caps
     ],
 )
 def test_without_a_compiler_nothing_is_compiled(settings_of_run, monkeypatch, device, flags, sentence):
-    monkeypatch.setattr("electra.training.pretraining.can_compile", lambda device: False)
+    monkeypatch.setattr("electra.pretraining.command.can_compile", lambda device: False)
     with pytest.raises(ConfigError, match=sentence):
         require_compiler(settings_of_run(**flags), torch.device(device))
     require_compiler(settings_of_run(plain=True), torch.device(device))

@@ -3,7 +3,7 @@
 import torch
 from scipy import stats
 
-from electra.objective.randomness import Purpose, gumbel, random_bits, random_uniform, row_keys, scramble
+from electra.random import Purpose, gumbel, random_bits, random_uniform, row_keys, scramble
 
 
 def keys(rows: int, *, seed: int = 0, step: int = 0, purpose: Purpose = Purpose.MASK) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from electra.cli import COMMANDS, parse
-from electra.training.pretraining import pretrain
+from electra.pretraining.command import pretrain
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

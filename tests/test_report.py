@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from electra.cli import main
+from electra.data.shards import open_shards
 from electra.errors import DataError
+from electra.pretraining.command import pretrain
+from electra.pretraining.config import PretrainConfig, plan
+from electra.pretraining.recipes import settings_for
 from electra.report.overview import ReportConfig, report, short_names
 from electra.report.plots import curve, panels
 from electra.report.runs import Point, best_of, departures_of, ends_of, flops_of, points_of, step_flops
-from electra.text.shards import open_shards
 from electra.training.checkpoint import checkpoint_folders
-from electra.training.plan import PretrainConfig, plan
-from electra.training.pretraining import pretrain
-from electra.training.recipes import settings_for
 from electra.training.trainer import Place
 
 

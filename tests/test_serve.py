@@ -13,11 +13,11 @@ import electra
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
+from electra.pretraining.command import pretrain
 from electra.serve.command import Shown, colored
 from electra.serve.doctor import EXTRAS, extra
-from electra.serve.model import Detected
-from electra.training.machine import commit
-from electra.training.pretraining import pretrain
+from electra.serve.inference import Detected
+from electra.training.hardware import commit
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from electra import cli
+from electra.data import corpus, files
+from electra.data.prepare import ShardConfig, shard
+from electra.data.shards import open_shards
+from electra.data.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer, word_piece
 from electra.errors import ConfigError, DataError
-from electra.text import corpus, files
-from electra.text.sharding import ShardConfig, shard
-from electra.text.shards import open_shards
-from electra.text.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer, word_piece
 
 TOKENS = [
     "[PAD]",
@@ -171,7 +171,7 @@ def shards_in(folder: Path) -> int:
 
 def test_workers_end_when_their_parent_is_killed(tmp_path):
     script = (
-        "import os, time, electra.text.workers as s\n"
+        "import os, time, electra.data.workers as s\n"
         "if __name__ == '__main__':\n"
         "    for pid in s.in_order(os.getpgid, [0, 0, 0, 0, 0, 0], 2):\n"
         "        print('up', flush=True); time.sleep(60)\n"

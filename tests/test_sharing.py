@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from electra.finetune import sharing
-from electra.finetune.sharing import CONTROL, PIPES, VISIBLE, shared_gpu
+from electra.finetuning import gpu_sharing as sharing
+from electra.finetuning.gpu_sharing import CONTROL, PIPES, VISIBLE, shared_gpu
 
 WORKS, FAILS = "raise SystemExit(0)", "raise SystemExit(1)"
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from electra.errors import ConfigError
-from electra.finetune.submission import ENTRIES, missing_files, write_submission
-from electra.finetune.tasks import TASKS
+from electra.finetuning.submission import ENTRIES, missing_files, write_submission
+from electra.finetuning.tasks import TASKS
 
 
 def read(path) -> dict[str, str]:

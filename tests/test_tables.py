@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra.errors import ConfigError, DataError
-from electra.finetune.tables import Row, read_rows
+from electra.finetuning.readers import Row, read_rows
 
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
 ROWS = [{"text": 'Käse, "干酪"', "label": "1"}, {"text": "", "label": "0"}]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from electra.errors import ConfigError, DataError
-from electra.finetune.metrics import METRICS
-from electra.finetune.tasks import TASKS, Examples, Task, glue_task, own_task, read_examples, stream_examples
+from electra.finetuning.metrics import METRICS
+from electra.finetuning.tasks import TASKS, Examples, Task, glue_task, own_task, read_examples, stream_examples
 
 NLI_HEADER = "index\tpromptID\tsentence1\tsentence2\tlabel1\tgold_label\n"
 FILES = {

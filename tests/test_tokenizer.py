@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
+from electra.data.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer, word_piece
 from electra.errors import ConfigError, DataError
-from electra.text.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer, word_piece
 
 TEXT = (
     "Où est l'été déjà vu? L'ÉTÉ, c'est l'été. Ænigma naïve; 东西南北, 东西. The walker walked walking walks.\n\n" * 5

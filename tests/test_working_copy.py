@@ -5,11 +5,11 @@ import torch
 from conftest import MODERN, WIDE
 from torch import nn
 
+from electra.kernels.master_weights import WorkingCopy
 from electra.model.electra import SHARING, Electra, ElectraConfig
 from electra.model.storage import read_tensors, write_tensors
-from electra.objective.losses import total
-from electra.objective.objectives import Settings, replaced_token_detection
-from electra.training.working_copy import WorkingCopy
+from electra.objectives.losses import total
+from electra.objectives.objectives import Settings, replaced_token_detection
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""Models leave for, and arrive from, the tools people already use."""
+"""The commands `electra export` and `electra import`."""

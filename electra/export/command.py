@@ -7,13 +7,12 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from electra.data.tokenizer import load_tokenizer
+from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError
-from electra.finetune.cells import best_model
-from electra.finetune.finetuned import load_finetuned
-from electra.model.config import EncoderConfig
-from electra.model.electra import Discriminator, Electra
-from electra.model.folders import join
-from electra.model.huggingface import (
+from electra.finetuning.jobs import best_model
+from electra.finetuning.model import load_finetuned
+from electra.huggingface.convert import (
     ARCHITECTURES,
     CLASSIFIERS,
     LEAVING,
@@ -28,6 +27,9 @@ from electra.model.huggingface import (
     read_huggingface,
     to_huggingface,
 )
+from electra.huggingface.folders import join
+from electra.model.config import EncoderConfig
+from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
     CONFIG,
     TOKENIZER_FILES,
@@ -42,8 +44,6 @@ from electra.model.storage import (
     write_tensors,
     written_whole,
 )
-from electra.text.tokenizer import load_tokenizer
-from electra.text.vocabulary import Vocabulary
 from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]

@@ -1,1 +1,1 @@
-"""The encoder, its heads, and the generator-discriminator pair."""
+"""Encoders, heads and the generator-discriminator pair."""

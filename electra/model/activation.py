@@ -5,11 +5,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _global_forward_hooks
 
-from electra.model.kernels import HAS_TRITON, is_for_kernels
+from electra.kernels.dispatch import HAS_TRITON, is_for_kernels
 
 if HAS_TRITON:
-    from electra.model.gpu.biased_gelu import biased_gelu
-    from electra.model.gpu.gated_gelu import gated_gelu
+    from electra.kernels.geglu import gated_gelu
+    from electra.kernels.gelu import biased_gelu
 
 
 def plain_gelu_of(linear: nn.Linear, hidden: Tensor) -> Tensor:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from electra.model.kernels import HALVES, HAS_TRITON, is_for_kernels, precision_at
-from electra.text.batches import starts_of
+from electra.data.loader import starts_of
+from electra.kernels.dispatch import HALVES, HAS_TRITON, is_for_kernels, precision_at
 
 if torch.cuda.is_available():  # it takes half as long to import as torch itself, and is of no use elsewhere
     from torch.nn.attention.varlen import varlen_attn
 if HAS_TRITON:
-    from electra.model.gpu import short_rows
+    from electra.kernels import attention as short_rows
 
 WIDEST = 192  # of the heads whose backward pass flash attention has on every card
 Kernel = Literal["mask", "documents", "short rows"]

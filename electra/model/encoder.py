@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from electra.kernels.dispatch import HAS_TRITON, is_for_kernels, precision_at
 from electra.model.activation import gated_gelu_of, plain_gelu_of
 from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
 from electra.model.config import EncoderConfig, check_length
-from electra.model.kernels import HAS_TRITON, is_for_kernels, precision_at
 
 if HAS_TRITON:
-    from electra.model.gpu import chosen_rows, classic_layer, modern_layer
+    from electra.kernels import fused_layers as classic_layer
+    from electra.kernels import gather as chosen_rows
+    from electra.kernels import modern_layer
 
 
 class Norm(nn.LayerNorm):

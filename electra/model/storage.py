@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from electra.data.files import finite, write_whole
+from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Discriminator, Electra, ElectraConfig
 from electra.model.heads import DiscriminatorHead
-from electra.text.files import finite, write_whole
-from electra.text.tokenizer import TextTokenizer, load_tokenizer
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

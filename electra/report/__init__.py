@@ -1,1 +1,1 @@
-"""Tables and plots from run folders."""
+"""Comparison of runs: tables and plots."""

@@ -11,10 +11,10 @@ from electra.model.config import check_length
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.flops import Item, flops, items_of, parameters, training_flops
 from electra.model.sizes import SMALL, ModelConfig
-from electra.objective.masking import MaskedShare, slots
-from electra.objective.objectives import OBJECTIVES, ObjectiveName
-from electra.training.plan import compared, model_of
-from electra.training.recipes import settings_for
+from electra.objectives.masking import MaskedShare, slots
+from electra.objectives.objectives import OBJECTIVES, ObjectiveName
+from electra.pretraining.config import compared, model_of
+from electra.pretraining.recipes import settings_for
 
 PAPER = settings_for("faithful", ModelConfig.size)
 TRAINING_ONLY = ("mask_fraction", "batch_size", "steps")

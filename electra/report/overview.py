@@ -6,11 +6,11 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from electra.data.files import write_whole
 from electra.errors import ConfigError, DataError
-from electra.finetune.glue import markdown
+from electra.finetuning.glue import markdown
 from electra.report.plots import draw_plots
 from electra.report.runs import Run, find_tables, read_run
-from electra.text.files import write_whole
 
 SHOWN = ("loss", "mlm_loss", "mlm_accuracy", "corrector_loss", "rtd_loss", "rtd_auc", "frozen_auc")
 

@@ -4,8 +4,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from electra.plotting import empty_figure
 from electra.report.runs import Run
-from electra.text.figures import empty_figure
 
 COSTS = (("flops", "FLOPs"), ("minutes", "minutes of training"))
 CURVES = {"loss": "held-out loss", "mlm_loss": "held-out MLM loss of the generator", "frozen_auc": "frozen AUC"}

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from electra.errors import DataError
-from electra.finetune.cells import is_fine_tuning
-from electra.finetune.glue import LEFT_OUT, TABLE
+from electra.finetuning.glue import LEFT_OUT, TABLE
+from electra.finetuning.jobs import is_fine_tuning
 from electra.model.storage import CONFIG, model_config, read_json
+from electra.pretraining.command import held_out_form, most_rows, phase_of
+from electra.pretraining.config import BUDGETS, Phase, PretrainConfig, phases_of
+from electra.pretraining.recipes import settings_for
 from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
-from electra.training.journal import METRICS, read_lines
-from electra.training.plan import BUDGETS, Phase, PretrainConfig, phases_of
-from electra.training.pretraining import held_out_form, most_rows, phase_of
-from electra.training.recipes import settings_for
+from electra.training.logging import METRICS, read_lines
 from electra.training.trainer import Place
 
 LOWER = ("loss",)  # how measures end that are better when they are lower

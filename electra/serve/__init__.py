@@ -1,1 +1,1 @@
-"""A model behind an HTTP interface and a page."""
+"""Inference with trained models."""

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from electra.errors import ConfigError
-from electra.serve.model import Detected, Filled, Pooling, load
-from electra.training.machine import Device
+from electra.serve.inference import Detected, Filled, Pooling, load
+from electra.training.hardware import Device
 
 
 @dataclass(frozen=True, kw_only=True)

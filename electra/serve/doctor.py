@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from electra.training.machine import (
+from electra.training.hardware import (
     COMPILERS,
     can_compile,
     choose_device,

@@ -1,1 +1,1 @@
-"""The blind training loop and what it needs: optimizers, checkpoints, progress."""
+"""The trainer, optimizers, checkpoints and logging."""

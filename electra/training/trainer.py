@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
-from electra.objective.losses import Counts, Losses, total
+from electra.kernels.cuda_graph import Recorder
+from electra.objectives.losses import Counts, Losses, total
 from electra.training.checkpoint import (
     checkpoint_folders,
     checkpoint_name,
@@ -20,9 +21,8 @@ from electra.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from electra.training.journal import Bar, Journal, Window, duration
+from electra.training.logging import Bar, Journal, Window, duration
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
-from electra.training.recording import Recorder
 from electra.training.signals import stop_signals
 
 SHOWN_EVERY = 10.0  # seconds of training between lines for people; metrics are by steps, so that runs compare

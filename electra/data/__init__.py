@@ -1,0 +1,1 @@
+"""Text to tokens, tokens to shards, shards to batches."""

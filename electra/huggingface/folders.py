@@ -1,0 +1,90 @@
+"""What a folder holds, whether it is one of ours or Hugging Face's: the sizes of its parts, and their weights."""
+
+from pathlib import Path
+
+import torch
+
+from electra.huggingface.convert import (
+    Arrival,
+    Tensors,
+    architecture_of,
+    encoder_config,
+    folded,
+    part_of,
+    read_huggingface,
+)
+from electra.model.config import EncoderConfig
+from electra.model.electra import TABLE_FIELDS, Discriminator, ElectraConfig, Sharing
+from electra.model.storage import (
+    CONFIG,
+    WEIGHTS,
+    has_head,
+    is_huggingface,
+    load_model,
+    model_config,
+    read_json,
+    read_names,
+    read_tensors,
+)
+
+
+def sizes_in(folder: Path) -> dict[str, EncoderConfig]:
+    """The sizes of the parts that a folder holds: a generator, a discriminator or both."""
+    if is_huggingface(folder):
+        settings = read_json(folder / CONFIG)
+        architecture = architecture_of(settings, folder)
+        return {architecture.part: encoder_config(settings, architecture, folder)}
+    pair = model_config(folder)
+    sizes = {"generator": pair.generator, "discriminator": pair.discriminator}
+    return {part: size for part, size in sizes.items() if size is not None}
+
+
+def gives_verdicts(folder: Path) -> bool:
+    """Whether what a folder holds ends in verdicts: a discriminator, and no corrector or generator."""
+    if is_huggingface(folder):
+        return architecture_of(read_json(folder / CONFIG), folder).part == "discriminator"
+    pair = model_config(folder)
+    return pair.discriminator is not None and pair.head == "verdict"
+
+
+def read_part(folder: Path, part: str = "encoder") -> tuple[EncoderConfig, Tensors]:
+    """The size and the weights of a part, tables whole; of a Hugging Face folder its only one.
+
+    The encoder stands for the discriminator, or for a lone generator. A head is among the weights where it is stored.
+    """
+    if is_huggingface(folder):
+        arrival = read_huggingface(folder)
+        return arrival.config, arrival.tensors
+    found = part_of(load_model(folder), part)
+    tensors = folded(found.state_dict())
+    if isinstance(found, Discriminator) and not has_head(read_names(folder / WEIGHTS)):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
+    return found.encoder.config, tensors
+
+
+def read_model(folder: Path) -> tuple[ElectraConfig, Tensors]:
+    """What the model in a folder is, and its weights."""
+    if is_huggingface(folder):
+        return join([read_huggingface(folder)])
+    return model_config(folder), read_tensors(folder / WEIGHTS)
+
+
+def join(arrivals: list[Arrival]) -> tuple[ElectraConfig, Tensors]:
+    """The model and the weights that a part, or a discriminator and a generator, make; equal tables are shared."""
+    sizes = {arrival.part: arrival.config for arrival in arrivals}
+    tensors = {f"{arrival.part}.{name}": tensor for arrival in arrivals for name, tensor in arrival.tensors.items()}
+    sharing: Sharing = "embeddings" if shares_embeddings(arrivals) else "none"
+    if sharing == "embeddings":  # stored once, under the generator's name
+        tensors = {name: tensor for name, tensor in tensors.items() if "discriminator.encoder.embeddings" not in name}
+    model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
+    return model, tensors
+
+
+def shares_embeddings(arrivals: list[Arrival]) -> bool:
+    """Whether two parts have equal tables and LayerNorm: pairs trained with shared embeddings do."""
+    if len(arrivals) < 2:
+        return False
+    first, second = arrivals
+    names = [name for name in first.tensors if name.startswith("encoder.embeddings.")]
+    has_like_settings = all(getattr(first.config, name) == getattr(second.config, name) for name in TABLE_FIELDS)
+    return has_like_settings and all(torch.equal(first.tensors[name], second.tensors[name]) for name in names)

@@ -1,0 +1,1 @@
+"""Triton kernels, fused layers, CUDA graphs, streams and bf16 weights for GPUs."""

@@ -1,0 +1,1 @@
+"""Masking, objectives and evaluation on held-out text."""

@@ -1,0 +1,1 @@
+"""Pre-training: configuration, recipes, phases, initialisation and the command."""

@@ -1,1 +1,0 @@
-"""Text becomes tokens, tokens become shards, shards become batches."""
