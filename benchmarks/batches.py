@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from electra.data.loader import Batches, BatchesConfig
+from electra.data.loader import BatchLoader, DataConfig
 from electra.data.packing import Form
 from electra.data.shards import open_shards
 
@@ -60,15 +60,17 @@ def main(settings: Settings) -> Result:
         length=settings.length,
         batch_size=settings.batch_size,
         dense=speed(settings, "dense"),
-        dense_whole_words=speed(settings, "dense", whole_words=True),
+        dense_whole_words=speed(settings, "dense", whole_word_masking=True),
         paper=speed(settings, "paper"),
     )
 
 
-def speed(settings: Settings, form: Form, whole_words: bool = False) -> float:
+def speed(settings: Settings, form: Form, whole_word_masking: bool = False) -> float:
     """Million tokens per second, after an epoch's first batches have warmed the cache."""
-    config = BatchesConfig(length=settings.length, batch_size=settings.batch_size, form=form, whole_words=whole_words)
-    batches = iter(Batches(open_shards(settings.shards), config))
+    config = DataConfig(
+        length=settings.length, batch_size=settings.batch_size, form=form, whole_word_masking=whole_word_masking
+    )
+    batches = iter(BatchLoader(open_shards(settings.shards), config))
     size = settings.batch_size * settings.length
     for _ in range(settings.tokens // size // 2):
         next(batches)

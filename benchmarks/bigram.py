@@ -2,7 +2,7 @@
 
     python benchmarks/bigram.py --data shards/
 
-prints its measures on the frozen corrupted set that `electra pretrain` reports as frozen_auc, so that the
+prints its measures on the frozen corrupted set that `electra pretrain` reports as unigram_rtd_auc, so that the
 discriminator's number has something to beat. The score of a token is how much rarer than chance it makes the pairs it
 stands in: −log p(x | before) / p(x) − log p(after | x) / p(after), smoothed towards the unigram. Several weights of
 that smoothing are tried, and the best on the measured set itself is reported: a bound that flatters the detector.
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from electra.data.loader import BatchesConfig, validation_batches
+from electra.data.loader import DataConfig, validation_batches
 from electra.data.shards import Shards, open_shards
 from electra.objectives.evaluation import SEED, auc, frozen_fills
 from electra.objectives.objectives import Settings
@@ -53,7 +53,7 @@ def main() -> None:
     frequencies = unigram(shards, torch.device("cpu"))
     settings = Settings(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     counted = pair_counts(shards)
-    form = BatchesConfig(length=arguments.length, batch_size=32)
+    form = DataConfig(length=arguments.length, batch_size=32)
     corrupted = [frozen_fills(batch, settings, frequencies).corrupted for batch in validation_batches(shards, form)]
     corrupted = corrupted[: arguments.rows // 32]
     ids = torch.cat([part.input_ids for part in corrupted]).numpy()

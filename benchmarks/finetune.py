@@ -71,7 +71,7 @@ class Peer:
         self.model = model.to(self.device).train()
 
     def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
-        """Batches of examples, tokenised beforehand, padded to the longest row."""
+        """BatchLoader of examples, tokenised beforehand, padded to the longest row."""
         from transformers import DataCollatorWithPadding
 
         encoded = self.tokenizer(examples.texts, examples.pairs, truncation=True, max_length=self.config.length)

@@ -40,7 +40,7 @@ from torch import nn
 from transformers import ElectraForPreTraining
 from transformers_pair import Pair, eager_losses, lean_losses, their_config
 
-from electra.data.loader import Batches
+from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
 from electra.huggingface.convert import ARCHITECTURES, to_huggingface
@@ -48,7 +48,7 @@ from electra.model.electra import Electra
 from electra.model.flops import training_flops
 from electra.model.sizes import SIZES, ModelConfig
 from electra.objectives.masking import slots
-from electra.pretraining.command import PretrainingLesson, batches_config
+from electra.pretraining.command import PretrainingTask, batches_config
 from electra.pretraining.config import PretrainConfig, plan
 from electra.pretraining.recipes import settings_for
 from electra.training.logging import Window
@@ -135,7 +135,7 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     decay, count = config.weight_decay, slots(config.length, config)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.learning_rate, weight_decay=decay, fused=True)
     losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
-    stream, last = iter(Batches(shards, batches_config(config), device=device)), {}
+    stream, last = iter(BatchLoader(shards, batches_config(config), device=device)), {}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -155,7 +155,7 @@ def our_side(setting: Setting, ground: Ground, way: str, **departures: Any) -> S
     config = our_config(setting, ground.shards, way, **departures)
     torch.manual_seed(config.seed)
     [phase] = plan(config, ground.shards)
-    lesson = PretrainingLesson(phase, ground.shards, ground.device)
+    lesson = PretrainingTask(phase, ground.shards, ground.device)
     trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=lesson.is_fast, end=phase.end)
     trainer.step = trainer.recorded_step() if lesson.is_fast else trainer.compute
 
@@ -212,7 +212,7 @@ def sides(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Si
     optimizers = dict.fromkeys(("adamw", arguments.optimizer))
     for optimizer, reach, way in product(optimizers, arguments.reach, arguments.ours):
         others = [*(["whole rows"] if reach == "rows" else []), *([optimizer] if optimizer != "adamw" else [])]
-        departures = {"optimizer": optimizer, "whole_rows": reach == "rows"}
+        departures = {"optimizer": optimizer, "cross_document_attention": reach == "rows"}
         yield ", ".join([f"electra {way}", *others]), partial(our_side, way=way, **departures)
 
 
@@ -270,7 +270,7 @@ def curves(side: Side, steps: int) -> dict[str, np.ndarray]:
 def forward(setting: Setting, device: torch.device) -> Report:
     """Milliseconds of the discriminator's forward pass, ours and theirs with the same weights, taking turns."""
     config = ModelConfig(size=setting.size).electra()
-    ours = Electra(config).the_discriminator().to(device).eval()
+    ours = Electra(config).require_discriminator().to(device).eval()
     theirs = ElectraForPreTraining(their_config(config.discriminator)).to(device).eval()
     theirs.load_state_dict(to_huggingface(ours.state_dict(), ARCHITECTURES["ElectraForPreTraining"]))
     text = torch.randint(config.discriminator.vocabulary, (setting.rows, setting.length), device=device)

@@ -24,7 +24,7 @@ import numpy as np
 from electra.finetuning.command import over_seeds
 from electra.finetuning.glue import markdown
 from electra.finetuning.job import TuningConfig
-from electra.finetuning.jobs import Cell, cells_of, run_cells
+from electra.finetuning.jobs import Job, jobs_of, run_jobs
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.tasks import Task, glue_task, split_rows
 from electra.model.config import Pooling
@@ -52,9 +52,9 @@ def is_modern(model: Path) -> bool:
     return load_pretrained(model).encoder.config.is_modern()
 
 
-def probes(groups: dict[tuple[str, str], list[Cell]], tasks: list[Task]) -> dict[str, dict[str, Found]]:
+def probes(groups: dict[tuple[str, str], list[Job]], tasks: list[Task]) -> dict[str, dict[str, Found]]:
     """What models reach on tasks; all fine-tunings share the workers."""
-    scores = iter(run_cells([cell for cells in groups.values() for cell in cells], None))
+    scores = iter(run_jobs([cell for cells in groups.values() for cell in cells], None))
     metrics = {task.name: task.metrics[0] for task in tasks}
     found: dict[str, dict[str, Found]] = {}
     for (model, task), cells in groups.items():
@@ -107,7 +107,7 @@ def main() -> None:
             for task in tasks:
                 output = folder / str(number) / task.name
                 config = TuningConfig(model=model, output=output, **settings)
-                groups[name, task.name] = cells_of(config, task, output)
+                groups[name, task.name] = jobs_of(config, task, output)
         found = probes(groups, tasks)
     print(json.dumps(found) if arguments.json else table(found, tasks))
 

@@ -24,7 +24,7 @@ from electra.pretraining.command import PretrainConfig, pretrain
 from electra.pretraining.recipes import settings_for
 from electra.serve.command import colored
 from electra.serve.inference import Model, load
-from electra.training.trainer import Outcome
+from electra.training.trainer import TrainResult
 
 INTRUDERS = ("dictionary", "should")  # words that the sentence shown at the end did not have
 
@@ -71,7 +71,7 @@ class Demonstrated:
             [
                 f"From text to a trained pair in {self.seconds:.0f} seconds: {size}.",
                 "On held-out text the discriminator ranks a token replaced at random above an original one",
-                f"{self.measures['frozen_auc']:.0%} of the time (50% is guessing).",
+                f"{self.measures['unigram_rtd_auc']:.0%} of the time (50% is guessing).",
                 "",
                 f"A held-out sentence with words that do not belong ({', '.join(INTRUDERS)}):",
                 f"  {self.sentence}",
@@ -131,14 +131,14 @@ def free_folder(wanted: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def train(folder: Path, minutes: float) -> Outcome:
+def train(folder: Path, minutes: float) -> TrainResult:
     """Pre-train a pair that fits a CPU."""
     settings = settings_for("fast", "tiny") | SIZE | ROWS | {"steps": None, "minutes": minutes}
     settings |= {"log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
     outcome = pretrain(
         PretrainConfig(data=folder / "shards", output=folder / "run", size="tiny", device="cpu", **settings)
     )
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, TrainResult)
     return outcome
 
 

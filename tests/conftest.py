@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("calm")
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocabulary=60, positions=32)
 NARROW = replace(WIDE, width=8, heads=1, feedforward=16)
-MODERN = replace(modern(WIDE), layers=4, global_every=3, local_attention=4)
+MODERN = replace(modern(WIDE), layers=4, global_attention_every=3, local_attention=4)
 
 
 @pytest.fixture
@@ -116,7 +116,12 @@ def settings_of_run(shards, tmp_path):
         rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64}
         often = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
         settings = (
-            settings_for("fast", "tiny") | size | rows | often | {"steps": 20, "starts_at_unigram": False} | departures
+            settings_for("fast", "tiny")
+            | size
+            | rows
+            | often
+            | {"steps": 20, "unigram_output_bias": False}
+            | departures
         )
         return PretrainConfig(
             **({"data": shards, "output": tmp_path / output, "size": "tiny", "device": "cpu"} | settings)
@@ -140,6 +145,6 @@ def modern_folder(shards, tmp_path_factory):
 def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:
     """A folder with a discriminator of so many layers and so on, over the words of simple text."""
     torch.manual_seed(0)
-    size = replace(size, vocabulary=len(WORDS) + 5, initial_std=0.2)
+    size = replace(size, vocabulary=len(WORDS) + 5, init_std=0.2)
     save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, tokenizer)
     return folder

@@ -31,12 +31,12 @@ def peer(kind, layout: str = "small", config_class=ElectraConfig):
     return shaken(model)
 
 
-def modern_peer(kind, global_every: int = 1, **settings):
+def modern_peer(kind, global_attention_every: int = 1, **settings):
     """A model of transformers with ModernBERT's encoder; of its layers, one in so many sees more than 2 tokens away."""
     torch.manual_seed(0)
     special = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"))
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "num_hidden_layers": 4}
-    kinds = ["sliding_attention" if number % global_every else "full_attention" for number in range(4)]
+    kinds = ["sliding_attention" if number % global_attention_every else "full_attention" for number in range(4)]
     labels = {"id2label": {0: "original", 1: "replaced"}, "label2id": {"original": 0, "replaced": 1}}
     common = {"vocab_size": 60, "pad_token_id": 0, "max_position_embeddings": 32, "local_attention": 4}
     config = ModernBertConfig(**special | sizes | labels | common | {"layer_types": kinds} | settings)

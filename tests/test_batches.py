@@ -1,4 +1,4 @@
-"""Batches: every token once per epoch, the same rows for any number of ranks and after any resume."""
+"""BatchLoader: every token once per epoch, the same rows for any number of ranks and after any resume."""
 
 import json
 from itertools import islice
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra.data import loader as batches_module
-from electra.data.loader import Batches, BatchesConfig, Position, prefetched, starts_of, validation_batches
+from electra.data.loader import BatchLoader, DataConfig, Position, compute_cu_seqlens, prefetched, validation_batches
 from electra.data.packing import Permutation, cut_documents, documents_in
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
@@ -51,7 +51,7 @@ def stream_of(shards) -> list[int]:
     return np.concatenate(shards.tokens("train")).tolist()
 
 
-def take(source: Batches, steps: int) -> list:
+def take(source: BatchLoader, steps: int) -> list:
     return list(islice(source, steps))
 
 
@@ -61,7 +61,7 @@ def rows_of(batches) -> list[list[int]]:
 
 def epoch_rows(shards, config, epoch=0) -> list[list[int]]:
     """All rows of one epoch, in the order of training."""
-    source = Batches(shards, config, start=Position(epoch=epoch))
+    source = BatchLoader(shards, config, start=Position(epoch=epoch))
     steps = -(-source.packing_of(epoch)[0].rows // config.batch_size)
     return rows_of(take(source, steps))[: source.packing_of(epoch)[0].rows]
 
@@ -70,10 +70,10 @@ def test_dense_rows_hold_every_token_once_per_epoch(shards):
     stream = stream_of(shards)
     width = 15
     for epoch in range(3):
-        rows = epoch_rows(shards, BatchesConfig(length=16, batch_size=4), epoch)
+        rows = epoch_rows(shards, DataConfig(length=16, batch_size=4), epoch)
         assert all(row[0] == CLS and len(row) == 16 and PAD not in row for row in rows)
         seen = sorted(token for row in rows for token in row[1:])
-        begin = Batches(shards, BatchesConfig(length=16)).packing_of(epoch)[0].begin
+        begin = BatchLoader(shards, DataConfig(length=16)).packing_of(epoch)[0].begin
         filled = [stream[(begin + n) % len(stream)] for n in range(len(rows) * width - len(stream))]
         assert len(filled) < width
         assert seen == sorted(stream + filled)
@@ -81,15 +81,15 @@ def test_dense_rows_hold_every_token_once_per_epoch(shards):
 
 def test_dense_rows_are_the_stream_cut_in_a_row(shards):
     stream = stream_of(shards)
-    source = Batches(shards, BatchesConfig(length=16, batch_size=1), split="train")
+    source = BatchLoader(shards, DataConfig(length=16, batch_size=1), split="train")
     packing = source.packing_of(0)[0]
     ring = stream[packing.begin :] + stream[: packing.begin]
     expected = {tuple(ring[n : n + 15]) for n in range(0, len(ring) - 15, 15)}
-    assert expected < {tuple(row[1:]) for row in epoch_rows(shards, BatchesConfig(length=16, batch_size=1))}
+    assert expected < {tuple(row[1:]) for row in epoch_rows(shards, DataConfig(length=16, batch_size=1))}
 
 
 def test_documents_are_numbered_within_a_dense_row(shards):
-    batch = next(iter(Batches(shards, BatchesConfig(length=64, batch_size=8))))
+    batch = next(iter(BatchLoader(shards, DataConfig(length=64, batch_size=8))))
     for ids, documents in zip(batch.input_ids.tolist(), batch.documents.tolist(), strict=True):
         assert documents[0] == 0
         for place in range(1, 64):
@@ -101,12 +101,12 @@ def test_documents_are_numbered_within_a_dense_row(shards):
 def test_paper_rows_hold_every_token_once_per_epoch(shards):
     text = sorted(token for token in stream_of(shards) if token != SEP)
     for epoch in range(2):
-        rows = epoch_rows(shards, BatchesConfig(length=16, batch_size=4, form="paper"), epoch)
+        rows = epoch_rows(shards, DataConfig(length=16, batch_size=4, form="paper"), epoch)
         assert sorted(token for row in rows for token in row if token > MASK) == text
 
 
 def test_a_paper_row_is_two_segments_of_one_document(shards):
-    batch = next(iter(Batches(shards, BatchesConfig(length=16, batch_size=200, form="paper"))))
+    batch = next(iter(BatchLoader(shards, DataConfig(length=16, batch_size=200, form="paper"))))
     singles = 0
     for ids, mask, segments in zip(
         batch.input_ids.tolist(), batch.attention_mask.tolist(), batch.segment_ids.tolist(), strict=True
@@ -126,7 +126,7 @@ def test_a_paper_row_is_two_segments_of_one_document(shards):
 
 def test_one_paper_row_in_ten_is_single_and_one_in_twenty_short(tmp_path):
     shards = make_shards(tmp_path, [" ".join(WORDS[:800])] * 300, shard_megabytes=1)
-    rows = Batches(shards, BatchesConfig(length=13, form="paper", seed=3)).packing_of(0)[0]
+    rows = BatchLoader(shards, DataConfig(length=13, form="paper", seed=3)).packing_of(0)[0]
     is_full = rows.lengths == 10  # 800 words are 80 full rows
     assert 0.04 < 1 - is_full.mean() < 0.06
     assert 0.09 < (rows.firsts == rows.lengths)[is_full].mean() < 0.11
@@ -148,23 +148,25 @@ def test_documents_of_rows_are_counted_around_the_ring(begins, width):
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_listed_documents_are_those_of_the_rows_in_lists_of_few_lengths(tmp_path, pieces):
     shards = make_shards(tmp_path, [" ".join(WORDS[: 1 + number % 9]) for number in range(300)], shard_megabytes=1)
-    config = BatchesConfig(length=16, batch_size=8, seed=1)
-    batches = islice(Batches(shards, config, lists_documents=True), 40)
+    config = DataConfig(length=16, batch_size=8, seed=1)
+    batches = islice(BatchLoader(shards, config, lists_documents=True), 40)
     listed = [piece for batch in batches for piece in batch.pieces(pieces)]
     for batch in listed:
-        assert batch.starts.unique().tolist() == starts_of(batch.documents).tolist()
+        assert batch.starts.unique().tolist() == compute_cu_seqlens(batch.documents).tolist()
     assert {len(batch.starts) for batch in listed} <= {1 + 8 * size for size in (1, 2, 4, 8)}
-    assert next(iter(Batches(shards, config))).starts is None
+    assert next(iter(BatchLoader(shards, config))).starts is None
 
 
 def test_tokens_that_see_whole_rows_have_no_documents(tmp_path):
     shards = make_shards(tmp_path, [" ".join(WORDS[:5])] * 50, shard_megabytes=1)
-    apart, together = (next(iter(Batches(shards, BatchesConfig(length=16, whole_rows=each)))) for each in (False, True))
+    apart, together = (
+        next(iter(BatchLoader(shards, DataConfig(length=16, cross_document_attention=each)))) for each in (False, True)
+    )
     assert torch.equal(apart.input_ids, together.input_ids)
     assert apart.documents.amax() > 0
     assert together.documents is None
-    with pytest.raises(ConfigError, match="whole_rows is for dense rows"):
-        BatchesConfig(form="paper", whole_rows=True)
+    with pytest.raises(ConfigError, match="cross_document_attention is for dense rows"):
+        DataConfig(form="paper", cross_document_attention=True)
 
 
 def test_documents_are_cut_from_their_beginning():
@@ -188,9 +190,9 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 @pytest.mark.parametrize("form", ["dense", "paper"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_together_give_the_batch_of_one(shards, form, ranks):
-    config = BatchesConfig(length=24, batch_size=6, form=form)
-    alone = take(Batches(shards, config), 40)  # over more than one epoch
-    parts = [take(Batches(shards, config, rank=rank, ranks=ranks), 40) for rank in range(ranks)]
+    config = DataConfig(length=24, batch_size=6, form=form)
+    alone = take(BatchLoader(shards, config), 40)  # over more than one epoch
+    parts = [take(BatchLoader(shards, config, rank=rank, ranks=ranks), 40) for rank in range(ranks)]
     for whole, *shares in zip(alone, *parts, strict=True):
         assert torch.cat([share.input_ids for share in shares]).equal(whole.input_ids)
         assert torch.cat([share.rows for share in shares]).tolist() == list(range(6))
@@ -200,16 +202,16 @@ def test_ranks_together_give_the_batch_of_one(shards, form, ranks):
 @pytest.mark.parametrize("form", ["dense", "paper"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_resumed_after_any_step_batches_go_on_as_unbroken(shards, form, ranks, monkeypatch):
-    config = BatchesConfig(length=24, batch_size=6, form=form)
+    config = DataConfig(length=24, batch_size=6, form=form)
     monkeypatch.setattr(batches_module, "TOKENS_AT_ONCE", 6 * 24 * 4)  # several chunks
     for rank in range(ranks):
-        unbroken = Batches(shards, config, rank=rank, ranks=ranks)
+        unbroken = BatchLoader(shards, config, rank=rank, ranks=ranks)
         states, expected = [], []
         for batch in islice(unbroken, 30):
             expected.append(batch.input_ids.tolist())
             states.append(json.loads(json.dumps(unbroken.state())))
         for step, state in enumerate(states[:-1]):
-            resumed = Batches(shards, config, rank=rank, ranks=ranks)
+            resumed = BatchLoader(shards, config, rank=rank, ranks=ranks)
             resumed.restore(state)
             batch = next(iter(resumed))
             assert batch.input_ids.tolist() == expected[step + 1]
@@ -218,38 +220,38 @@ def test_resumed_after_any_step_batches_go_on_as_unbroken(shards, form, ranks, m
 
 
 def test_a_resume_may_have_another_number_of_ranks(shards):
-    config = BatchesConfig(length=24, batch_size=6)
-    unbroken = Batches(shards, config)
+    config = DataConfig(length=24, batch_size=6)
+    unbroken = BatchLoader(shards, config)
     take(unbroken, 5)
-    expected = next(iter(Batches(shards, config, start=unbroken.position))).input_ids
-    halves = [Batches(shards, config, rank=rank, ranks=2) for rank in range(2)]
+    expected = next(iter(BatchLoader(shards, config, start=unbroken.position))).input_ids
+    halves = [BatchLoader(shards, config, rank=rank, ranks=2) for rank in range(2)]
     for half in halves:
         half.restore(unbroken.state())
     assert torch.cat([next(iter(half)).input_ids for half in halves]).equal(expected)
 
 
 def test_a_position_in_another_order_is_refused(shards):
-    state = Batches(shards, BatchesConfig(length=24)).state()
+    state = BatchLoader(shards, DataConfig(length=24)).state()
     with pytest.raises(ConfigError, match="these batches have length 48, the saved position is one with length 24"):
-        Batches(shards, BatchesConfig(length=48)).restore(state)
+        BatchLoader(shards, DataConfig(length=48)).restore(state)
 
 
 def test_a_longer_length_needs_no_other_shards(shards):
     for length in (8, 128, 3000):  # the last is longer than the corpus
-        batch = next(iter(Batches(shards, BatchesConfig(length=length, batch_size=2))))
+        batch = next(iter(BatchLoader(shards, DataConfig(length=length, batch_size=2))))
         assert batch.input_ids.shape == (2, length)
 
 
 @pytest.mark.parametrize("form", ["dense", "paper"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def test_resident_tokens_give_equal_rows(shards, device, form):
-    config = {"length": 24, "batch_size": 6, "form": form, "whole_words": True}
-    expected = take(Batches(shards, BatchesConfig(**config)), 30)
+    config = {"length": 24, "batch_size": 6, "form": form, "whole_word_masking": True}
+    expected = take(BatchLoader(shards, DataConfig(**config)), 30)
     for is_resident in (False, True):
-        found = take(Batches(shards, BatchesConfig(**config, resident=is_resident), device=device), 30)
+        found = take(BatchLoader(shards, DataConfig(**config, data_on_gpu=is_resident), device=device), 30)
         for one, other in zip(expected, found, strict=True):
             assert one.input_ids.equal(other.input_ids.cpu())
-            assert one.continues_word.equal(other.continues_word.cpu())
+            assert one.is_continuation.equal(other.is_continuation.cpu())
 
 
 def test_large_ids_stay_positive(shards):
@@ -259,17 +261,17 @@ def test_large_ids_stay_positive(shards):
 
 def test_continuations_are_marked_when_asked(tmp_path):
     shards = make_shards(tmp_path, ["wx w5 wxx"])
-    batch = next(iter(Batches(shards, BatchesConfig(length=8, batch_size=1, form="paper", whole_words=True))))
+    batch = next(iter(BatchLoader(shards, DataConfig(length=8, batch_size=1, form="paper", whole_word_masking=True))))
     tokens = [shards.tokenizer.library.id_to_token(token) for token in batch.input_ids[0].tolist()]
-    assert [token == "##x" for token in tokens] == batch.continues_word[0].tolist()
-    assert batch.continues_word.sum() > 0
+    assert [token == "##x" for token in tokens] == batch.is_continuation[0].tolist()
+    assert batch.is_continuation.sum() > 0
 
 
 def test_validation_rows_come_in_the_order_of_the_text(tmp_path):
     shards = make_shards(tmp_path, [" ".join(WORDS[n : n + 9]) for n in range(200)], validation_fraction=0.3)
     stream = np.concatenate(shards.tokens("validation")).tolist()
     for ranks in (1, 2):
-        config = BatchesConfig(length=9, batch_size=4)
+        config = DataConfig(length=9, batch_size=4)
         parts = [list(validation_batches(shards, config, rank=rank, ranks=ranks)) for rank in range(ranks)]
         rows = [row for shares in zip(*parts, strict=True) for row in rows_of(shares)]
         assert len(rows) == -(-len(stream) // 8) // 4 * 4
@@ -278,11 +280,11 @@ def test_validation_rows_come_in_the_order_of_the_text(tmp_path):
 
 def test_shards_without_validation_text_say_so(shards):
     with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
-        next(validation_batches(shards, BatchesConfig()))
+        next(validation_batches(shards, DataConfig()))
 
 
 def test_micro_batches_keep_their_row_numbers(shards):
-    batch = next(iter(Batches(shards, BatchesConfig(length=16, batch_size=6), rank=1, ranks=1 + 1)))
+    batch = next(iter(BatchLoader(shards, DataConfig(length=16, batch_size=6), rank=1, ranks=1 + 1)))
     assert [part.rows.tolist() for part in batch.pieces(3)] == [[3], [4], [5]]
     assert torch.cat([part.input_ids for part in batch.pieces(3)]).equal(batch.input_ids)
     with pytest.raises(ConfigError, match="3 rows do not divide into 2 micro-batches"):
@@ -291,9 +293,9 @@ def test_micro_batches_keep_their_row_numbers(shards):
 
 def test_settings_that_cannot_be_are_refused(shards):
     with pytest.raises(ConfigError, match="length is 4; a row needs at least 5"):
-        BatchesConfig(length=4)
+        DataConfig(length=4)
     with pytest.raises(ConfigError, match="batch_size 5 does not divide among 2 ranks"):
-        Batches(shards, BatchesConfig(batch_size=5), ranks=2)
+        BatchLoader(shards, DataConfig(batch_size=5), ranks=2)
 
 
 def test_an_error_while_reading_ahead_is_raised():
@@ -323,6 +325,6 @@ def test_from_text_to_decoded_batches(tmp_path, text, settings):
     assert shard(ShardConfig(**made, workers=1)).documents["train"] == 50
     shards = open_shards(tmp_path / "s")
     assert shards.index.total("unknown") == 0
-    batch = next(iter(Batches(shards, BatchesConfig(length=100, batch_size=4))))
+    batch = next(iter(BatchLoader(shards, DataConfig(length=100, batch_size=4))))
     decoded = shards.tokenizer.library.decode(batch.input_ids[0].tolist(), skip_special_tokens=False)
     assert "".join(text.lower().split()) in "".join(decoded.split())

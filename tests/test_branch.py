@@ -44,7 +44,7 @@ def branch(shards: Path, trunk: Path, flags: str = "") -> dict:
     [
         "",
         "--sharing none --positions 64 --generator-layers 2",
-        "--style modern --global-every 2 --local-attention 4 --layers 3 --heads 1",
+        "--style modern --global-attention-every 2 --local-attention 4 --layers 3 --heads 1",
         "--recipe faithful --warmup 1 --seed 5",
         "--objective mlm",
         "--objective all-tokens-mlm --optimizer adam",

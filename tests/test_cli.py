@@ -215,11 +215,14 @@ def test_help_says_which_size_its_defaults_are_for(capsys, given, size, rate):
     [
         ("learning_rate is 0; it must be above 0", "--learning-rate is 0; it must be above 0"),
         ("keep is -1; it must be at least 1", "--keep is -1; it must be at least 1"),
-        ("mask_share 2 and random_share 1 are shares", "--mask-share 2 and --random-share 1 are shares"),
+        (
+            "mask_token_probability 2 and random_token_probability 1 are shares",
+            "--mask-token-probability 2 and --random-token-probability 1 are shares",
+        ),
         ("seed was 1 and is now 2; form was a and is now b", "--seed was 1 and is now 2; --form was a and is now b"),
         ("data is not a folder of shards", "data is not a folder of shards"),
         ("no shards in /data/batch_size", "no shards in /data/batch_size"),
-        ("initial_std is 3; it must lie between 0 and 1", "initial_std is 3; it must lie between 0 and 1"),
+        ("init_std is 3; it must lie between 0 and 1", "init_std is 3; it must lie between 0 and 1"),
     ],
 )
 def test_errors_speak_of_flags_where_python_has_fields(sentence, said):

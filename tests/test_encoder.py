@@ -24,13 +24,13 @@ def encoder() -> Encoder:
 @pytest.fixture
 def modern() -> Encoder:
     torch.manual_seed(0)
-    return Encoder(replace(MODERN, initial_std=0.2)).eval()
+    return Encoder(replace(MODERN, init_std=0.2)).eval()
 
 
 @pytest.fixture(params=[WIDE, MODERN], ids=["classic", "modern"])
 def either(request) -> Encoder:
     torch.manual_seed(0)
-    return Encoder(replace(request.param, initial_std=0.2)).eval()
+    return Encoder(replace(request.param, init_std=0.2)).eval()
 
 
 def test_padding_changes_nothing_for_the_tokens_before_it(either):
@@ -125,7 +125,7 @@ def test_only_the_distance_of_two_tokens_counts(modern):
 
 def test_local_layers_see_half_the_window_to_either_side():
     torch.manual_seed(0)
-    encoder = Encoder(replace(MODERN, layers=2, global_every=2, local_attention=4, initial_std=0.2)).eval()
+    encoder = Encoder(replace(MODERN, layers=2, global_attention_every=2, local_attention=4, init_std=0.2)).eval()
     nn.init.zeros_(encoder.layers[0].attention.output.weight)  # the global layer passes nothing on
     before, after = encoder(torch.tensor([[2, 11, 12, 13, 14, 15]])), encoder(torch.tensor([[2, 11, 12, 13, 14, 16]]))
     is_changed = (before - after).abs().amax(2)[0] > 1e-6
@@ -216,11 +216,14 @@ def test_a_verdict_starts_as_released():
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
         ({"pad_id": 60}, "pad_id 60 is not in the vocabulary of 60 entries"),
         ({"style": "baroque"}, "there is no style 'baroque'; choose from classic, modern"),
-        ({"global_every": 3}, "global_every is 3, and the classic style has none; choose --style modern"),
+        (
+            {"global_attention_every": 3},
+            "global_attention_every is 3, and the classic style has none; choose --style modern",
+        ),
         ({"local_theta": 5.0}, "local_theta is 5.0, and the classic style has none"),
         ({"style": "modern", "heads": 8}, "8 heads of width 3 cannot turn by position, which takes an even width"),
         ({"style": "modern", "global_theta": 1}, "global_theta is 1; it must be above 1"),
-        ({"style": "modern", "global_every": 0}, "global_every is 0; it must be at least 1"),
+        ({"style": "modern", "global_attention_every": 0}, "global_attention_every is 0; it must be at least 1"),
     ],
 )
 def test_a_size_that_cannot_be_is_refused(settings, sentence):

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel, ElectraModel
 
 from electra.cli import main
 from electra.errors import DataError
-from electra.finetuning.job import TuningConfig, TuningLesson
+from electra.finetuning.job import FinetuningTask, TuningConfig
 from electra.finetuning.model import READINGS, FineTuned, load_finetuned, load_pretrained, write_finetuned
 from electra.finetuning.tasks import own_task
 from electra.training.trainer import Budget, Trainer
@@ -48,7 +48,7 @@ def test_dropout_is_the_pre_trained_models_own_unless_given(tmp_path, shards, wa
     folder = saved_discriminator(config, tmp_path / "model", shards / "tokenizer")
     rows = write_rows(tmp_path / "rows.jsonl", "classification", 40, seed=0)
     tuning = TuningConfig(model=folder, output=tmp_path, dropout=wanted, length=32)
-    lesson = TuningLesson(tuning, own_task(train=rows, text="text", label="label"), seed=1, cache=tmp_path / "tokens")
+    lesson = FinetuningTask(tuning, own_task(train=rows, text="text", label="label"), seed=1, cache=tmp_path / "tokens")
     layer = lesson.model.encoder.layers[0]
     assert (layer.dropout.p, layer.attention.dropout, lesson.model.head.dropout.p) == (found, found, found)
 
@@ -58,8 +58,8 @@ def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", "classification", 43, seed=0)  # 39 to learn from: one batch is filled up
     task = own_task(train=rows, text="text", label="label")
     config = TuningConfig(model=encoder_folder, output=tmp_path, batch=4, epochs=2, dropout=0.0, length=32)
-    lesson = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
-    twin = TuningLesson(config, task, seed=3, cache=tmp_path / "tokens")
+    lesson = FinetuningTask(config, task, seed=3, cache=tmp_path / "tokens")
+    twin = FinetuningTask(config, task, seed=3, cache=tmp_path / "tokens")
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path, seed=3, is_quiet=True)
     trainer.train()
@@ -89,7 +89,7 @@ def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
 
 def fresh(config, task):
     """The parameters before any update."""
-    return list(TuningLesson(config, task, seed=3, cache=config.output / "tokens").model.parameters())
+    return list(FinetuningTask(config, task, seed=3, cache=config.output / "tokens").model.parameters())
 
 
 @pytest.mark.parametrize(("is_faithful", "top", "table"), [(False, 0.8, 0.8**3), (True, 0.8**2, 0.8**4)])
@@ -97,7 +97,7 @@ def test_layers_learn_more_slowly_the_deeper_they_lie(encoder_folder, tmp_path, 
     """The released code counts one layer too many; faithful does, too."""
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
     config = TuningConfig(model=encoder_folder, output=tmp_path, length=32, faithful=is_faithful)
-    lesson = TuningLesson(config, task, seed=1, cache=tmp_path / "tokens")
+    lesson = FinetuningTask(config, task, seed=1, cache=tmp_path / "tokens")
     assert lesson.rate_share("head.weight") == 1
     assert lesson.rate_share("encoder.layers.1.attention.qkv.weight") == pytest.approx(top)
     assert lesson.rate_share("encoder.embeddings.token.weight") == pytest.approx(table)

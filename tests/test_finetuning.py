@@ -16,7 +16,7 @@ from electra.cli import main
 from electra.export.command import ExportConfig, export
 from electra.finetuning.command import FinetuneConfig, finetune, mean_logits, over_seeds
 from electra.finetuning.job import Score
-from electra.finetuning.jobs import Cell
+from electra.finetuning.jobs import Job
 from electra.finetuning.model import FineTuned, load_pretrained, write_finetuned
 from electra.finetuning.predict import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 from electra.model.storage import write_tensors
@@ -150,10 +150,10 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(settings, tmp_path, monk
     monkeypatch.setattr("electra.finetuning.job.OFTEN_SAVED", 1)
     departures = {"dropout": 0.1, "epochs": 4}
     finetune(settings(**departures, output=tmp_path / "whole"))
-    from electra.finetuning.job import TuningLesson
+    from electra.finetuning.job import FinetuningTask
 
     with monkeypatch.context() as dying:
-        dying.setattr(TuningLesson, "evaluate", dies_the_second_time(TuningLesson.evaluate))
+        dying.setattr(FinetuningTask, "evaluate", dies_the_second_time(FinetuningTask.evaluate))
         with pytest.raises(KeyboardInterrupt):
             finetune(settings(**departures, output=tmp_path / "broken"))
     finetune(settings(**departures, output=tmp_path / "broken"))
@@ -366,7 +366,7 @@ def test_a_finished_fine_tuning_stands_for_its_best_seed(tuned, settings, tmp_pa
 def test_all_seeds_together_say_what_they_say_on_average(settings, tmp_path):
     config = settings()
     said = {1: [[4.0, 0.0, 0.0]], 2: [[0.0, 1.0, 0.0]]}
-    cells = [Cell(config, config.the_task(), seed, tmp_path / str(seed)) for seed in said]
+    cells = [Job(config, config.the_task(), seed, tmp_path / str(seed)) for seed in said]
     for cell in cells:
         cell.folder.mkdir()
         write_tensors(cell.folder / "logits.safetensors", {"dev": torch.tensor(said[cell.seed])})

@@ -175,7 +175,7 @@ def test_the_reading_of_one_text_has_no_batches_and_steps(capsys, flags, told):
 
 
 def test_layers_that_see_a_window_are_counted_whole_and_that_is_said():
-    whole, windows = (count_costs(FlopsConfig(style="modern", global_every=every)) for every in (1, 3))
+    whole, windows = (count_costs(FlopsConfig(style="modern", global_attention_every=every)) for every in (1, 3))
     assert whole.total_flops == windows.total_flops
     assert whole.note is None
     assert str(windows).splitlines()[-1].startswith("8 of 12 layers see a window of 128 tokens and are counted as if ")

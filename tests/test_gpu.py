@@ -11,11 +11,11 @@ from made import write_rows
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from electra.data.loader import Batch, starts_of
+from electra.data.loader import Batch, compute_cu_seqlens
 from electra.finetuning import job as tuning
 from electra.finetuning.command import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
-from electra.model.attention import Reach, reach_of
+from electra.model.attention import AttentionBias, attention_bias_of
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
 from electra.objectives.losses import total
@@ -24,7 +24,7 @@ from electra.objectives.objectives import SAMPLING, Settings, mlm_loss, replaced
 from electra.pretraining.command import pretrain
 from electra.random import row_keys
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.logging import Journal
+from electra.training.logging import MetricsLogger
 from electra.training.trainer import Budget, Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -43,7 +43,7 @@ def on_gpu(batch: Batch) -> Batch:
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, kernel, style):
     torch.manual_seed(0)
-    own = {"global_every": 2, "local_attention": 32} if style == "modern" else {}
+    own = {"global_attention_every": 2, "local_attention": 32} if style == "modern" else {}
     config = EncoderConfig(style=style, layers=3, vocabulary=500, dropout=0, attention_dropout=0, **own)
     encoder = Encoder(config).cuda()
     ids = torch.randint(5, 500, (6, 120), device="cuda")
@@ -54,7 +54,7 @@ def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, k
     weights = torch.randn(6, 120, 256, device="cuda")
 
     def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, ...]:
-        starts = starts_of(documents, 100) if "listed" in kernel else None
+        starts = compute_cu_seqlens(documents, 100) if "listed" in kernel else None
         monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel.removesuffix(", listed"))
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
@@ -135,7 +135,7 @@ def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
 @pytest.mark.parametrize(("width", "length"), [(64, 110), (192, 128), (768, 110)])  # cuDNN takes rows of 128
 def test_a_layer_at_once_is_as_exact_as_step_by_step(width, length, kernel, has_documents):
     layer, hidden, grown, documents = made_layer(width, length=length, device="cuda")
-    reach = reach_of(None, documents if has_documents else None, kernel=kernel)
+    reach = attention_bias_of(None, documents if has_documents else None, kernel=kernel)
     as_exact_as_by_steps(layer, hidden, grown, reach, documents if has_documents else None)
 
 
@@ -144,11 +144,11 @@ def test_a_layer_at_once_is_as_exact_as_step_by_step(width, length, kernel, has_
 def test_a_layer_at_once_drops_as_one_by_steps_does(rates, length, heads, wanted):
     layer, hidden, grown, documents = made_layer(64, *rates, length=length, heads=heads, device="cuda")
     at = None if wanted is None else torch.randint(0, length, (len(hidden), wanted), device="cuda")
-    as_exact_as_by_steps(layer, hidden, grown, reach_of(None, documents, kernel="short rows"), documents, at)
+    as_exact_as_by_steps(layer, hidden, grown, attention_bias_of(None, documents, kernel="short rows"), documents, at)
 
 
 def as_exact_as_by_steps(
-    layer: ClassicLayer, hidden: torch.Tensor, grown: torch.Tensor, reach: Reach, documents: torch.Tensor | None,
+    layer: ClassicLayer, hidden: torch.Tensor, grown: torch.Tensor, reach: AttentionBias, documents: torch.Tensor | None,
     at: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The layer's states and gradients are as far from those in fp32 as those of plain operations in bf16 are."""
@@ -175,9 +175,9 @@ def as_exact_as_by_steps(
 @pytest.mark.parametrize(("is_made_again", "has_documents"), [(False, True), (True, True), (False, False)])
 def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made_again, has_documents):
     torch.manual_seed(0)
-    own = {"global_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
+    own = {"global_attention_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
     encoder = Encoder(EncoderConfig(style="modern", layers=3, vocabulary=500, **own)).cuda()
-    encoder.recomputes_layers = is_made_again
+    encoder.activation_checkpointing = is_made_again
     ids, grown = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, 256, device="cuda")
     documents = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1) if has_documents else None
 
@@ -219,7 +219,7 @@ def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
 @pytest.mark.parametrize(("has_documents", "length"), [(True, 110), (False, 110), (False, 128)])
 def test_dropout_in_long_rows_drops_and_has_its_own_gradient(has_documents, length):
     layer, hidden, grown, documents = made_layer(64, 0.0, 0.2, length=length, device="cuda")
-    reach = reach_of(None, documents if has_documents else None, kernel="documents")
+    reach = attention_bias_of(None, documents if has_documents else None, kernel="documents")
 
     def found(states: torch.Tensor, seed: int = 1) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -286,8 +286,11 @@ def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
 
 def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
     batch = make_batch(rows=64, lengths=[16, 9, 4, 2] * 16)
-    batch = replace(batch, continues_word=batch.input_ids % 3 == 0)
-    for config in (MaskingConfig(mask_share=0.8, random_share=0.1), MaskingConfig(mask_fraction=0.4, whole_words=True)):
+    batch = replace(batch, is_continuation=batch.input_ids % 3 == 0)
+    for config in (
+        MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1),
+        MaskingConfig(mask_fraction=0.4, whole_word_masking=True),
+    ):
         here, there = mask(batch, vocabulary, config, 7), mask(on_gpu(batch), vocabulary, config, 7)
         assert torch.equal(here.input_ids, there.input_ids.cpu())
         assert torch.equal(
@@ -312,7 +315,7 @@ def difference(one, other) -> float:
 @COMPILED
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings_of_run, style):
-    waves = {} if style == "classic" else {"starts_with_waves": False}
+    waves = {} if style == "classic" else {"sinusoidal_positions": False}
     same = {"device": "cuda", "style": style, "steps": 30, "log_every": 1, "width": 64, "generator_width": 64, **waves}
     plain = settings_of_run("plain", plain=True, precision="fp32", **same)
     fast = settings_of_run("fast", precision="bf16", **same)
@@ -372,11 +375,11 @@ def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dro
 def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_path):
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
     config = FinetuneConfig(model=encoder_folder, train=train, output=tmp_path, device="cuda", batch=8, length=32)
-    lesson = tuning.TuningLesson(config, config.the_task(), 1, tmp_path / "tokens")
-    settings = replace(config.trainer(lesson.model.encoder.config, 8), most_skipped=3, log_every=1)
+    lesson = tuning.FinetuningTask(config, config.the_task(), 1, tmp_path / "tokens")
+    settings = replace(config.trainer(lesson.model.encoder.config, 8), max_nonfinite_steps=3, log_every=1)
     trainer = Trainer(lesson, settings, Budget(steps=100), tmp_path / "run", records=True, is_quiet=True)
     (tmp_path / "run").mkdir()
-    trainer.journal, trainer.step = Journal(tmp_path / "run", 0), trainer.recorded_step()
+    trainer.journal, trainer.step = MetricsLogger(tmp_path / "run", 0), trainer.recorded_step()
     for _ in range(4):
         trainer.take_step()
     with torch.no_grad():

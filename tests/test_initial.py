@@ -25,7 +25,7 @@ from electra.training.logging import read_lines
 ENTRIES = 22  # of the vocabulary of simple text
 SIZE_OF_INIT = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
 STILL = {"steps": 1, "learning_rate": 1e-12, "log_every": 1}  # weights stay where they start
-STARTS = {"starts_at_unigram": True, "starts_with_waves": True, "starts_by_width": True}
+STARTS = {"unigram_output_bias": True, "sinusoidal_positions": True, "scale_init_by_width": True}
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from electra.data.loader import Batch
 from electra.data.vocabulary import Vocabulary
 from electra.kernels import dispatch as kernels
-from electra.model.attention import reach_of
+from electra.model.attention import attention_bias_of
 from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.encoder import Encoder
@@ -77,7 +77,7 @@ def small_encoder(style: str, **own: int) -> Encoder:
 @pytest.mark.parametrize("hidden_part", ["documents", "padding", "nothing"])
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted):
-    encoder = small_encoder(style, **({"global_every": 2, "local_attention": 8} if style == "modern" else {}))
+    encoder = small_encoder(style, **({"global_attention_every": 2, "local_attention": 8} if style == "modern" else {}))
     ids, documents = torch.randint(5, 60, (3, 21)), (torch.rand(3, 21) < 0.1).cumsum(1)
     is_token = torch.arange(21) < torch.tensor([[21], [9], [17]]) if hidden_part == "padding" else None
     at = torch.randint(0, 9, (3, 5)) if wanted == "some" else None
@@ -100,7 +100,7 @@ def test_a_layer_drops_what_its_noise_says(rates, wanted):
 
     layer, hidden, grown, documents = made_layer(64, *rates, rows=2, length=19, heads=2)
     at = torch.randint(0, 19, (2, 7)) if wanted == "some" else None
-    reach = reach_of(None, documents, kernel="short rows")
+    reach = attention_bias_of(None, documents, kernel="short rows")
     torch.manual_seed(1)
     seeds, found = seeds_for(hidden, max(rates)), []
     for is_at_once in (True, False):
@@ -156,7 +156,7 @@ def test_a_step_has_the_same_losses_and_gradients(both_ways, few_programs, style
     batch = Batch(ids, torch.tensor(3), torch.arange(3), documents=(torch.rand(3, 20) < 0.1).cumsum(1).int())
 
     settings = Settings(vocabulary=vocabulary)
-    assert electra.the_generator().encoder.kernel(20) == "short rows"
+    assert electra.require_generator().encoder.kernel(20) == "short rows"
     assert goes_in_one_pass(torch.empty(0), settings)
 
     def act() -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from kills import killed
 from electra import runfolder as lock
 from electra.errors import ConfigError
 from electra.finetuning.command import FinetuneConfig
-from electra.finetuning.jobs import cells_of
+from electra.finetuning.jobs import jobs_of
 from electra.pretraining.command import pretrain
 from electra.runfolder import LOCK, held
 
@@ -31,7 +31,7 @@ def test_a_second_process_is_refused_by_name_and_touches_nothing(settings_of_run
 def test_every_seed_of_a_fine_tuning_is_held_too(encoder_folder, tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n" * 10)
     config = FinetuneConfig(model=encoder_folder, train=tmp_path / "rows.csv", output=tmp_path / "tuned", length=16)
-    [cell] = cells_of(config, config.the_task(), config.output)
+    [cell] = jobs_of(config, config.the_task(), config.output)
     with held(cell.folder), pytest.raises(ConfigError, match=r"trains in .*seed-1 already"):
         cell.run()
 

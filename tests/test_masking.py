@@ -118,7 +118,7 @@ def test_masks_change_with_seed_and_step_and_nothing_else(make_batch):
 
 def test_masks_do_not_change_when_the_batch_is_split(make_batch):
     batch = make_batch(rows=6)
-    config = MaskingConfig(mask_share=0.8, random_share=0.1)
+    config = MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1)
     whole = mask(batch, V, config, seed=0)
     for rows in (slice(0, 2), slice(2, 5), slice(5, 6)):
         piece = mask(replace(batch, input_ids=batch.input_ids[rows], rows=batch.rows[rows]), V, config, seed=0)
@@ -128,7 +128,9 @@ def test_masks_do_not_change_when_the_batch_is_split(make_batch):
 
 def test_shares_of_mask_random_and_kept_tokens_are_as_set():
     row = [2] + [59] * 62 + [3]
-    masked = mask(batch_of([row] * 3000), V, MaskingConfig(mask_share=0.8, random_share=0.1), seed=0)
+    masked = mask(
+        batch_of([row] * 3000), V, MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1), seed=0
+    )
     shown = masked.input_ids.gather(1, masked.positions)[masked.weights > 0]
     is_mask, is_kept = shown == V.mask_id, shown == 59
     assert is_mask.float().mean().item() == pytest.approx(0.8 + 0.1 / 60, abs=0.01)
@@ -138,7 +140,7 @@ def test_shares_of_mask_random_and_kept_tokens_are_as_set():
 
 
 def test_the_released_85_15_keeps_the_rest_and_draws_no_random_tokens():
-    masked = mask(batch_of([[2] + [59] * 62 + [3]] * 1000), V, MaskingConfig(mask_share=0.85), seed=0)
+    masked = mask(batch_of([[2] + [59] * 62 + [3]] * 1000), V, MaskingConfig(mask_token_probability=0.85), seed=0)
     shown = masked.input_ids.gather(1, masked.positions)
     assert set(shown.unique().tolist()) == {V.mask_id, 59}
     assert (shown == V.mask_id).float().mean().item() == pytest.approx(0.85, abs=0.01)
@@ -147,11 +149,11 @@ def test_the_released_85_15_keeps_the_rest_and_draws_no_random_tokens():
 def words_batch(rows: int) -> Batch:
     """[CLS] un ##break ##able day s ##un ##s et . [SEP]: words of 3, 1, 3, 1 and 1 pieces."""
     continues = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 0]]).bool()
-    return batch_of([[2, 11, 12, 13, 14, 15, 16, 17, 18, 19, 3]] * rows, continues_word=continues.expand(rows, -1))
+    return batch_of([[2, 11, 12, 13, 14, 15, 16, 17, 18, 19, 3]] * rows, is_continuation=continues.expand(rows, -1))
 
 
 def test_whole_words_are_masked_together_or_not_at_all():
-    masked = mask(words_batch(400), V, MaskingConfig(mask_fraction=0.4, whole_words=True), seed=0)
+    masked = mask(words_batch(400), V, MaskingConfig(mask_fraction=0.4, whole_word_masking=True), seed=0)
     words = [{1, 2, 3}, {4}, {5, 6, 7}, {8}, {9}]
     sizes = set()
     for positions in map(set, used(masked)):
@@ -163,22 +165,22 @@ def test_whole_words_are_masked_together_or_not_at_all():
 
 def test_a_word_cut_off_by_the_row_start_is_a_word_of_its_own():
     continues = torch.tensor([[False, True, True, False, False]] * 200)
-    batch = batch_of([[2, 12, 13, 14, 3]] * 200, continues_word=continues)
-    masked = mask(batch, V, MaskingConfig(mask_fraction=0.4, whole_words=True), seed=0)
+    batch = batch_of([[2, 12, 13, 14, 3]] * 200, is_continuation=continues)
+    masked = mask(batch, V, MaskingConfig(mask_fraction=0.4, whole_word_masking=True), seed=0)
     assert {tuple(positions) for positions in used(masked)} == {(1, 2), (3,)}
 
 
 def test_a_word_longer_than_a_row_may_have_masked_is_never_masked():
     continues = torch.tensor([[0, 0, 1, 1, 1, 0] + [0] * 14] * 50).bool()
-    batch = batch_of([[2, 11, 12, 13, 14] + [15] * 14 + [3]] * 50, continues_word=continues)
-    masked = mask(batch, V, MaskingConfig(whole_words=True), seed=0)
+    batch = batch_of([[2, 11, 12, 13, 14] + [15] * 14 + [3]] * 50, is_continuation=continues)
+    masked = mask(batch, V, MaskingConfig(whole_word_masking=True), seed=0)
     assert masked.weights.sum(1).tolist() == [3] * 50
     assert not {1, 2, 3, 4} & {position for row in used(masked) for position in row}
 
 
 def test_whole_words_need_to_know_where_words_are(make_batch):
     with pytest.raises(ConfigError, match="which tokens continue a word"):
-        mask(make_batch(), V, MaskingConfig(whole_words=True), seed=0)
+        mask(make_batch(), V, MaskingConfig(whole_word_masking=True), seed=0)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, 1.5, -0.1, float("nan")])
@@ -189,4 +191,4 @@ def test_a_mask_fraction_outside_0_and_1_is_refused(fraction):
 
 def test_shares_that_exceed_the_whole_are_refused():
     with pytest.raises(ConfigError, match="their sum at most 1"):
-        MaskingConfig(mask_share=0.9, random_share=0.2)
+        MaskingConfig(mask_token_probability=0.9, random_token_probability=0.2)

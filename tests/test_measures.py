@@ -58,11 +58,13 @@ def test_a_pair_is_measured_whole_and_a_lone_part_as_far_as_it_goes(make_pair, m
     unigram = torch.full((60,), 1 / 60)
     electra, batches = make_pair("none").eval(), [make_batch()]
     whole = measure(electra, batches, unigram, vocabulary)
-    assert {"mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy", "rtd_auc", "frozen_auc"} <= set(whole)
+    assert {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy", "rtd_auc", "unigram_rtd_auc"} <= set(
+        whole
+    )
     assert whole["generator_entropy"] == pytest.approx(torch.tensor(60.0).log().item(), abs=0.2)
     electra.discriminator = None
     assert set(measure(electra, batches, unigram, vocabulary)) == {
-        *("mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy")
+        *("mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy")
     }
 
 

@@ -11,7 +11,7 @@ from made import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetuning.job import TuningConfig, TuningLesson
+from electra.finetuning.job import FinetuningTask, TuningConfig
 from electra.finetuning.model import (
     FineTuned,
     load_finetuned,
@@ -30,7 +30,7 @@ from electra.training.checkpoint import model_folder
 from electra.training.logging import read_lines
 
 SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
-QUICK = "--batch-size 8 --log-every 5 --evaluation-rows 8 --device cpu --learning-rate 5e-3 --no-starts-at-unigram"
+QUICK = "--batch-size 8 --log-every 5 --evaluation-rows 8 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
 
 
 def run(command: str, capsys) -> str:
@@ -62,16 +62,16 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
 @pytest.mark.parametrize(
     "departures",
     [
-        {"global_every": 2, "local_attention": 4},
+        {"global_attention_every": 2, "local_attention": 4},
         {"objective": "mlm"},
-        {"form": "paper", "length": 24, "mask_share": 0.85},
-        {"recompute": True, "dropout": 0.1},
+        {"form": "paper", "length": 24, "mask_token_probability": 0.85},
+        {"activation_checkpointing": True, "dropout": 0.1},
         {"optimizer": "adamw"},
     ],
     ids=lambda departures: ",".join(departures),
 )
 def test_every_setting_lowers_the_loss(settings_of_run, departures):
-    modern = {"style": "modern", "starts_with_waves": False, "layers": 2}
+    modern = {"style": "modern", "sinusoidal_positions": False, "layers": 2}
     often = {"steps": 80, "learning_rate": 5e-3, "save_every": 80, "evaluate_every": 80}
     config = settings_of_run(**modern | often | departures)
     pretrain(config)
@@ -80,7 +80,7 @@ def test_every_setting_lowers_the_loss(settings_of_run, departures):
 
 
 def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
-    modern = {"style": "modern", "starts_with_waves": False}
+    modern = {"style": "modern", "sinusoidal_positions": False}
     whole, broken = settings_of_run("whole", **modern), settings_of_run("broken", **modern)
     pretrain(whole)
     pretrain(broken)
@@ -97,7 +97,7 @@ def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
     config = settings_of_run()
     pretrain(config)
     record = json.loads((config.output / "config.json").read_text())
-    for name in ("style", "global_every", "local_attention"):
+    for name in ("style", "global_attention_every", "local_attention"):
         del record["pretraining"][name]
     (config.output / "config.json").write_text(json.dumps(record))
     assert pretrain(replace(config, resume=True)).step == 20
@@ -106,8 +106,11 @@ def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--style modern --starts-with-waves", "--starts-with-waves fills the position table, and the modern style"),
-        ("--style classic --global-every 3", "--global-every is 3, and the classic style has none"),
+        (
+            "--style modern --sinusoidal-positions",
+            "--sinusoidal-positions fills the position table, and the modern style",
+        ),
+        ("--style classic --global-attention-every 3", "--global-attention-every is 3, and the classic style has none"),
         (
             "--style modern --local-attention 64",
             "--local-attention is 64, but every layer sees the whole row; add --global",
@@ -128,7 +131,7 @@ def test_a_run_says_what_its_layers_see(shards, tmp_path, capsys):
     flags = f"--data {shards} --output {tmp_path}/run --size tiny --style modern --steps 2 --dry-run"
     assert "window" not in run(f"pretrain {flags}", capsys)
     assert "all but one in 2 layers with a window of 16" in run(
-        f"pretrain {flags} --global-every 2 --local-attention 16", capsys
+        f"pretrain {flags} --global-attention-every 2 --local-attention 16", capsys
     )
 
 
@@ -139,7 +142,7 @@ def test_flops_tell_the_styles_apart(capsys):
 
 
 def test_a_trained_pair_detects_fills_and_embeds(settings_of_run):
-    config = settings_of_run(style="modern", starts_with_waves=False)
+    config = settings_of_run(style="modern", sinusoidal_positions=False)
     pretrain(config)
     model = load(config.output, "cpu")
     assert len(model.detect("the big cat sat").replaced) == 6
@@ -178,7 +181,7 @@ def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folde
 def trained_head(modern_folder, tmp_path):
     """The folder of a model whose head has a norm that is no longer as it was drawn."""
     electra = load_model(modern_folder)
-    torch.nn.init.normal_(electra.the_discriminator().head.norm.weight)
+    torch.nn.init.normal_(electra.require_discriminator().head.norm.weight)
     save_model(electra, tmp_path / "trained", modern_folder)
     return tmp_path / "trained"
 
@@ -223,7 +226,7 @@ def test_a_mean_counts_the_tokens_exactly():
 
 def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path):
     task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
-    lesson = TuningLesson(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
+    lesson = FinetuningTask(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
     shares = [
         lesson.rate_share(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")
     ]

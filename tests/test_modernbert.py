@@ -63,26 +63,26 @@ def agree(theirs, ours, is_padded: bool) -> None:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize("global_every", [1, 3])
+@pytest.mark.parametrize("global_attention_every", [1, 3])
 @pytest.mark.parametrize("kind", PARTS)
-def test_outputs_equal_modernberts(tmp_path, kind, global_every, is_padded, attention):
-    theirs = modern_peer(kind, global_every, attn_implementation=attention)
+def test_outputs_equal_modernberts(tmp_path, kind, global_attention_every, is_padded, attention):
+    theirs = modern_peer(kind, global_attention_every, attn_implementation=attention)
     agree(theirs, brought_in(theirs, tmp_path, kind), is_padded)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_a_compiled_discriminator_equals_modernberts(tmp_path):
-    theirs = modern_peer(ModernBertForTokenClassification, global_every=3)
+    theirs = modern_peer(ModernBertForTokenClassification, global_attention_every=3)
     ours = brought_in(theirs, tmp_path, ModernBertForTokenClassification)
     ours.compile()
     agree(theirs, ours, is_padded=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("global_every", [1, 3])
+@pytest.mark.parametrize("global_attention_every", [1, 3])
 @pytest.mark.parametrize("kind", PARTS)
-def test_what_arrives_leaves_byte_for_byte(tmp_path, caplog, kind, global_every, dtype):
-    theirs = modern_peer(kind, global_every).to(dtype)
+def test_what_arrives_leaves_byte_for_byte(tmp_path, caplog, kind, global_attention_every, dtype):
+    theirs = modern_peer(kind, global_attention_every).to(dtype)
     brought_in(theirs, tmp_path, kind)
     export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "back", part=PARTS[kind]))
     assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
@@ -128,7 +128,7 @@ def test_a_pair_that_is_alike_shares_its_token_table_again(tmp_path):
 def trained_folder(shards, tmp_path):
     """A modern pair over simple text that was never trained, with its tokenizer."""
     torch.manual_seed(0)
-    size = replace(MODERN, vocabulary=len(WORDS) + 5, initial_std=0.2)
+    size = replace(MODERN, vocabulary=len(WORDS) + 5, init_std=0.2)
     pair = ElectraConfig(generator=replace(size, width=8, heads=1), discriminator=size)
     save_model(Electra(pair), tmp_path / "model", shards / "tokenizer")
     return tmp_path / "model"
@@ -188,7 +188,7 @@ def test_a_folder_we_cannot_take_in_is_refused(tmp_path, settings, sentence):
 
 
 def test_an_older_config_says_the_same_in_other_words(tmp_path):
-    theirs = modern_peer(ModernBertModel, global_every=3)
+    theirs = modern_peer(ModernBertModel, global_attention_every=3)
     brought_in(theirs, tmp_path, ModernBertModel)
     config = json.loads((tmp_path / "theirs/config.json").read_text())
     del config["layer_types"], config["rope_parameters"]
@@ -201,7 +201,7 @@ def test_an_older_config_says_the_same_in_other_words(tmp_path):
 def test_other_bases_of_rotary_positions_are_kept(tmp_path):
     turns = {"full_attention": 500.0, "sliding_attention": 50.0}
     turns = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in turns.items()}
-    theirs = modern_peer(ModernBertModel, global_every=3, rope_parameters=turns)
+    theirs = modern_peer(ModernBertModel, global_attention_every=3, rope_parameters=turns)
     ours = brought_in(theirs, tmp_path, ModernBertModel)
     assert (ours.config.global_theta, ours.config.local_theta) == (500.0, 50.0)
     agree(theirs, ours, is_padded=True)

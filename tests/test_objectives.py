@@ -66,7 +66,9 @@ def test_a_right_guess_counts_as_the_settings_say(make_pair, make_batch, setting
     verdicts = functional.softplus(electra.discriminator(batch.input_ids))  # the loss of an original
     original = replaced_token_detection(electra, batch, settings)["discriminator"]
     torch.testing.assert_close(original.sum, verdicts.sum())
-    replaced = replaced_token_detection(electra, batch, replace(settings, right_guess="replaced"))["discriminator"]
+    replaced = replaced_token_detection(electra, batch, replace(settings, correct_sample_label="replaced"))[
+        "discriminator"
+    ]
     assert (replaced.sum - original.sum).abs() > 1e-4
 
 
@@ -112,15 +114,15 @@ def test_right_guess_counts_as_original():
 
 def test_right_guess_counts_as_replaced_when_asked():
     text = torch.tensor([[5, 6, 7, 8]])
-    result = corrupt(text, masked_at([1, 3], [6, 8], [1, 1]), torch.tensor([[9, 8]]), right_guess="replaced")
+    result = corrupt(text, masked_at([1, 3], [6, 8], [1, 1]), torch.tensor([[9, 8]]), correct_sample_label="replaced")
     assert result.input_ids.tolist() == [[5, 9, 7, 8]]
     assert result.is_replaced.tolist() == [[False, True, False, True]]
 
 
-@pytest.mark.parametrize("right_guess", ["original", "replaced"])
-def test_an_unused_slot_corrupts_nothing(right_guess):
+@pytest.mark.parametrize("correct_sample_label", ["original", "replaced"])
+def test_an_unused_slot_corrupts_nothing(correct_sample_label):
     text = torch.tensor([[5, 6, 7, 8]])
-    result = corrupt(text, masked_at([1, 0], [6, 5], [1, 0]), torch.tensor([[9, 9]]), right_guess)
+    result = corrupt(text, masked_at([1, 0], [6, 5], [1, 0]), torch.tensor([[9, 9]]), correct_sample_label)
     assert result.input_ids.tolist() == [[5, 9, 7, 8]]
     assert result.is_replaced.tolist() == [[False, True, False, False]]
 
@@ -283,10 +285,10 @@ def test_each_objective_is_one_graph_for_the_compiler(make_pair, make_batch, set
     electra = make_pair(objective=objective)
 
     def loss(input_ids, step, rows, attention_mask):
-        batch = Batch(input_ids, step, rows, attention_mask, continues_word=input_ids % 3 == 0)
+        batch = Batch(input_ids, step, rows, attention_mask, is_continuation=input_ids % 3 == 0)
         return total(OBJECTIVES[objective].losses(electra, batch, settings))
 
-    settings = replace(settings, mask_count="paper", whole_words=True)
+    settings = replace(settings, mask_count="paper", whole_word_masking=True)
     batch = make_batch(lengths=[16, 12, 7, 3])
     inputs = (batch.input_ids, batch.step, batch.rows, batch.attention_mask)
     traced = torch.compile(loss, fullgraph=True, backend="eager")
@@ -318,7 +320,7 @@ def test_a_vocabulary_of_another_size_than_the_models_is_refused(make_pair, make
     [
         ({"mask_id": 60}, "mask_id 60 is not in the vocabulary of 60 entries"),
         ({"pad_id": -1}, "pad_id -1 is not in the vocabulary of 60 entries"),
-        ({"continues_word": (True, False)}, "continues_word tells of 2 ids, not of 60"),
+        ({"is_continuation": (True, False)}, "is_continuation tells of 2 ids, not of 60"),
     ],
 )
 def test_a_vocabulary_that_cannot_be_is_refused(vocabulary, wrong, sentence):

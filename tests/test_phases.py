@@ -24,7 +24,7 @@ from electra.training.trainer import Trainer
 
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"}
 SMALL = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16 --batch-size 8 "
-SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 --no-starts-at-unigram"
+SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
 
 
 def lines(run: Path, kind: str) -> list[dict]:
@@ -46,7 +46,10 @@ def lines(run: Path, kind: str) -> list[dict]:
         ("--phases share=0.75 length=24,batch-size=4 --generator-width 32", "generator"),
         ("--phases objective=mlm objective=rtd --generator-width 32", "generator"),
         ("--phases objective=mlm objective=frozen-rtd --sharing none --generator-width 32", "discriminator"),
-        ("--phases objective=mlm objective=frozen-rtd --sharing none --no-hands-over", "discriminator"),
+        (
+            "--phases objective=mlm objective=frozen-rtd --sharing none --no-init-discriminator-from-generator",
+            "discriminator",
+        ),
         ("--phases objective=rtd objective=replace-mlm", "corrector"),
     ],
 )
@@ -66,7 +69,7 @@ def test_what_does_not_exist_is_not_measured(settings_of_run):
     def measured(name: str, **departures) -> set[str]:
         return set(pretrain(settings_of_run(name, **{"steps": 2} | departures)).measures)
 
-    generator = {"mlm_loss", "mlm_accuracy", "samples_right", "generator_entropy"}
+    generator = {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy"}
     frozen, joint = (
         {f"{kind}_{it}" for it in ("loss", "accuracy", "precision", "recall", "auc")} for kind in ("frozen", "rtd")
     )
@@ -117,7 +120,7 @@ def test_two_stage_hands_over_the_encoder_and_freezes_the_generator(settings_of_
 
 
 def test_without_a_hand_over_the_discriminator_starts_afresh(settings_of_run):
-    config = settings_of_run(**TWO_STAGE, hands_over=False, generator_width=16, steps=20)
+    config = settings_of_run(**TWO_STAGE, init_discriminator_from_generator=False, generator_width=16, steps=20)
     pretrain(config)
     discriminator = load_model(model_folder(config.output)).discriminator
     assert discriminator.encoder.config.width == 32
@@ -221,7 +224,7 @@ def test_shares_that_are_not_named_divide_what_is_left():
             "frozen generator; add --sharing none --generator-width 32",
         ),
         (
-            "--phases objective=mlm objective=frozen-rtd --no-hands-over",
+            "--phases objective=mlm objective=frozen-rtd --no-init-discriminator-from-generator",
             "a frozen generator; add --sharing none\n",
         ),
         (
@@ -235,16 +238,28 @@ def test_shares_that_are_not_named_divide_what_is_left():
         ("--phases share=0.999 share=0.001", "a share of 0.001 of 80 steps is less than one step"),
         ("--phases objective=rtd objective=mlm", "mlm after rtd would leave the discriminator behind"),
         ("--phases objective=rtd --objective adversarial", "--objective adversarial is that of no phase"),
-        ("--no-hands-over", "--no-hands-over is for --phases that bring in a discriminator, and none does"),
-        ("--phases share=0.5 share=0.5 --no-hands-over", "--no-hands-over is for --phases that bring in a discriminat"),
+        (
+            "--no-init-discriminator-from-generator",
+            "--no-init-discriminator-from-generator is for --phases that bring in a discriminator, and none does",
+        ),
+        (
+            "--phases share=0.5 share=0.5 --no-init-discriminator-from-generator",
+            "--no-init-discriminator-from-generator is for --phases that bring in a discriminat",
+        ),
         ("--objective mlm --generator-width 8", "--generator-width is 8, which mlm does not look at; leave it out"),
         ("--objective mlm --sharing all", "sharing is all, which mlm does not look at"),
         ("--objective mlm --discriminator-weight 20", "--discriminator-weight is 20.0, which mlm does not look at"),
-        ("--objective replace-mlm --right-guess replaced", "--right-guess is replaced, which replace-mlm does not loo"),
+        (
+            "--objective replace-mlm --correct-sample-label replaced",
+            "--correct-sample-label is replaced, which replace-mlm does not loo",
+        ),
         ("--optimizer adamw --momentum 0.9", "--momentum is 0.9, which is muon's; adamw has beta1; leave it out"),
         ("--decay 0.5", "--decay is 0.5, which is for --schedule wsd, not linear; leave it out"),
         ("--schedule decay", "--schedule decay ends what was trained before; give it with --branch-from or --init"),
-        ("--disallow-correct --right-guess replaced", "--disallow-correct leaves no right guesses to count as replac"),
+        (
+            "--disallow-correct --correct-sample-label replaced",
+            "--disallow-correct leaves no right guesses to count as replac",
+        ),
         ("--generator uniform --phases temperature=0.5", "temperature=0.5 in --phases is for a generator, and --gener"),
         ("--phases length=long", "'length=long' in --phases: 'long' is not a whole number"),
         ("--phases share=0.5 share=0.6", "the shares in --phases are 0.5 and 0.6; they must be above 0 and, all toge"),
@@ -272,7 +287,7 @@ def test_contradictory_settings_are_refused_in_one_sentence(shards, tmp_path, ca
             ],
         ),
         (
-            "--phases objective=mlm objective=frozen-rtd,length=8 --sharing none --no-hands-over",
+            "--phases objective=mlm objective=frozen-rtd,length=8 --sharing none --no-init-discriminator-from-generator",
             [
                 "classic: discriminator of 1 layer, 32 wide; generator of 1 layer, 16 wide; nothing shared",
                 "phase 1 of 2, mlm, 40 steps: 8 × 16 tokens a step, 30 % masked; muon at 0.005, linear",
@@ -306,11 +321,11 @@ def test_what_is_refused_today_does_not_stop_a_run_that_was_begun(settings_of_ru
     config = settings_of_run(steps=2)
     pretrain(config)
     record = json.loads((config.output / "config.json").read_text())
-    record["pretraining"]["hands_over"] = False
+    record["pretraining"]["init_discriminator_from_generator"] = False
     (config.output / "config.json").write_text(json.dumps(record))
-    with pytest.raises(ConfigError, match="--no-hands-over is for --phases"):
-        pretrain(replace(config, hands_over=False))
-    assert pretrain(replace(config, hands_over=False, resume=True)).step == 2
+    with pytest.raises(ConfigError, match="--no-init-discriminator-from-generator is for --phases"):
+        pretrain(replace(config, init_discriminator_from_generator=False))
+    assert pretrain(replace(config, init_discriminator_from_generator=False, resume=True)).step == 2
 
 
 @pytest.mark.parametrize(("last", "head"), [("all-tokens-mlm", "copying"), ("adversarial", "verdict")])
@@ -346,7 +361,7 @@ def test_the_record_of_a_run_has_its_phases(settings_of_run):
 
 @pytest.mark.parametrize("objective", ["electra-15", "replace-mlm", "all-tokens-mlm", "adversarial"])
 def test_objectives_train_modern_pairs_and_go_on_from_others(settings_of_run, objective):
-    modern = {"style": "modern", "starts_with_waves": False, "steps": 2}
+    modern = {"style": "modern", "sinusoidal_positions": False, "steps": 2}
     first = settings_of_run("rtd", **modern)
     pretrain(first)
     sizes = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))

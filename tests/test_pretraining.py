@@ -17,14 +17,14 @@ import torch
 from kills import killed
 
 from electra.cli import main
-from electra.data.loader import BatchesConfig, validation_batches
+from electra.data.loader import DataConfig, validation_batches
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.huggingface.convert import folded
 from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.pretraining.command import (
-    PretrainingLesson,
+    PretrainingTask,
     held_out_batches,
     plan,
     pretrain,
@@ -77,7 +77,7 @@ def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(settings_of_
         {"objective": "all-tokens-mlm"},
         {"generator_kind": "uniform", "generator_width": None},
         {"mask_fraction": 0.5, "discriminator_weight": 5.0},
-        {"whole_words": True},
+        {"whole_word_masking": True},
     ],
     ids=lambda departures: ",".join(map(str, departures.values())),
 )
@@ -126,7 +126,7 @@ def test_samples_show_fills_and_only_what_is_said_of_them(settings_of_run, depar
 
 def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(settings_of_run, monkeypatch):
     losses = iter([float("nan"), 1.0, 2.0, 3.0])
-    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda lesson: {"loss": next(losses)})
+    monkeypatch.setattr(PretrainingTask, "evaluate", lambda lesson: {"loss": next(losses)})
     config = settings_of_run(steps=40, evaluate_every=10, save_every=10, keep=1)
     pretrain(config)
     assert [folder.name for folder in checkpoint_folders(config.output)] == ["step-000000020", "step-000000040"]
@@ -138,7 +138,7 @@ def test_it_learns_the_grammar(settings_of_run):
     frequencies = unigram(open_shards(settings_of_run().data), torch.device("cpu"))
     entropy = -(frequencies * frequencies.clamp(min=1e-9).log()).sum().item()
     assert outcome.measures["mlm_loss"] < entropy - 0.2
-    assert outcome.measures["frozen_auc"] > 0.6
+    assert outcome.measures["unigram_rtd_auc"] > 0.6
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,15 @@ def test_it_learns_the_grammar(settings_of_run):
         {"schedule": "released"},
         {"schedule": "cosine"},
         {"schedule": "wsd"},
-        {"form": "paper", "length": 24, "mask_share": 0.85},
-        {"whole_words": True},
-        {"whole_rows": True},
-        {"recompute": True, "dropout": 0.1},
-        {"resident": True},
-        {"mask_share": 0.8, "random_share": 0.1, "mask_count": "paper"},
+        {"form": "paper", "length": 24, "mask_token_probability": 0.85},
+        {"whole_word_masking": True},
+        {"cross_document_attention": True},
+        {"activation_checkpointing": True, "dropout": 0.1},
+        {"data_on_gpu": True},
+        {"mask_token_probability": 0.8, "random_token_probability": 0.1, "mask_count": "paper"},
         {"tokens": 80 * 8 * 16, "steps": None},
         {"disallow_correct": True, "temperature": 0.8},
-        {"right_guess": "replaced"},
+        {"correct_sample_label": "replaced"},
     ],
     ids=lambda departures: ",".join(departures),
 )
@@ -195,7 +195,7 @@ def test_the_faithful_recipe_has_the_papers_settings():
     assert [s["length"] for s in (small, base, large)] == [128, 512, 512]
     assert [s["mask_fraction"] for s in (small, base, large)] == [0.15, 0.15, 0.25]
     assert [s["steps"] for s in (small, base, large)] == [1_000_000, 766_000, 400_000]
-    assert (small["optimizer"], small["schedule"], small["mask_share"], small["form"]) == (
+    assert (small["optimizer"], small["schedule"], small["mask_token_probability"], small["form"]) == (
         "adam",
         "released",
         0.85,
@@ -251,7 +251,7 @@ def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
 def test_whoever_guesses_tokens_may_start_at_their_frequencies(settings_of_run, objective, who):
     losses = []
     for start in (False, True):
-        config = settings_of_run(str(start), objective=objective, starts_at_unigram=start, log_every=1, steps=1)
+        config = settings_of_run(str(start), objective=objective, unigram_output_bias=start, log_every=1, steps=1)
         pretrain(config)
         losses.append(lines(config.output, "train")[0][who])
     assert losses[0] == pytest.approx(np.log(22), abs=0.4)
@@ -269,12 +269,12 @@ def test_waves_make_the_distance_of_two_positions_their_likeness():
 
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])
 def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards, sharing):
-    config = settings_of_run(starts_with_waves=True, sharing=sharing, width=32)
+    config = settings_of_run(sinusoidal_positions=True, sharing=sharing, width=32)
     phase, *_ = plan(config, open_shards(shards))
-    model = PretrainingLesson(phase, open_shards(shards), torch.device("cpu")).model
+    model = PretrainingTask(phase, open_shards(shards), torch.device("cpu")).model
     for encoder in (model.generator.encoder, model.discriminator.encoder):
         embeddings = encoder.embeddings.base or encoder.embeddings
-        table, std = embeddings.position.weight.detach(), encoder.config.initial_std
+        table, std = embeddings.position.weight.detach(), encoder.config.init_std
         torch.testing.assert_close(table / std / 2**0.5, waves(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)
 
@@ -324,7 +324,7 @@ def test_a_signal_saves_says_where_and_exits(settings_of_run, monkeypatch, capfd
 
 def poison(monkeypatch, steps: set[int]) -> None:
     """Make the loss infinite at some steps."""
-    losses = PretrainingLesson.losses
+    losses = PretrainingTask.losses
 
     def poisoned(self, batch):
         found = losses(self, batch)
@@ -332,7 +332,7 @@ def poison(monkeypatch, steps: set[int]) -> None:
             found["generator"] = replace(found["generator"], sum=found["generator"].sum * float("inf"))
         return found
 
-    monkeypatch.setattr(PretrainingLesson, "losses", poisoned)
+    monkeypatch.setattr(PretrainingTask, "losses", poisoned)
 
 
 def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(settings_of_run, monkeypatch):
@@ -345,7 +345,7 @@ def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(settings_of_run,
 
 def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_whole(settings_of_run, monkeypatch):
     poison(monkeypatch, set(range(12, 100)))
-    config = settings_of_run(most_skipped=4)
+    config = settings_of_run(max_nonfinite_steps=4)
     with pytest.raises(TrainingError, match=r"step 15: loss or gradient not finite, 4 times .*step-000000010"):
         pretrain(config)
     load_model(model_folder(config.output))
@@ -353,7 +353,7 @@ def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_whole(setti
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_run_that_ends_without_a_loss_is_not_called_finished(shards, tmp_path, monkeypatch, capsys, loss):
-    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda self: {"loss": loss, "mlm_loss": 1.0})
+    monkeypatch.setattr(PretrainingTask, "evaluate", lambda self: {"loss": loss, "mlm_loss": 1.0})
     small = "--size tiny --layers 1 --width 32 --heads 2 --batch-size 4 --length 16 --steps 4 --device cpu"
     commands = [
         f"pretrain --data {shards} --output {tmp_path}/run {small}",
@@ -371,7 +371,7 @@ def test_a_run_that_ends_without_a_loss_is_not_called_finished(shards, tmp_path,
 
 def test_the_last_checkpoints_and_the_best_are_kept(settings_of_run, monkeypatch):
     measured = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5])
-    monkeypatch.setattr(PretrainingLesson, "evaluate", lambda self: {"loss": next(measured)})
+    monkeypatch.setattr(PretrainingTask, "evaluate", lambda self: {"loss": next(measured)})
     config = settings_of_run(steps=60, save_every=10, evaluate_every=10, keep=2)
     pretrain(config)
     names = [folder.name for folder in checkpoint_folders(config.output)]
@@ -430,22 +430,20 @@ def test_a_dry_run_says_what_a_run_would_be_and_writes_nothing(settings_of_run):
     with torch.device("meta"):
         assert estimate.parameters == sum(
             p.numel()
-            for p in PretrainingLesson.__init__.__globals__["Electra"](
-                config.pair(open_shards(config.data))
-            ).parameters()
+            for p in PretrainingTask.__init__.__globals__["Electra"](config.pair(open_shards(config.data))).parameters()
         )
     assert not config.output.exists()
 
 
 def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monkeypatch):
-    losses = PretrainingLesson.losses
+    losses = PretrainingTask.losses
 
     def hungry(self, batch):
         if batch.size() > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return losses(self, batch)
 
-    monkeypatch.setattr(PretrainingLesson, "losses", hungry)
+    monkeypatch.setattr(PretrainingTask, "losses", hungry)
     with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .* try --micro-batches 4"):
         pretrain(settings_of_run())
     assert pretrain(settings_of_run(micro_batches=4)).step == 20
@@ -455,7 +453,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
 def test_a_run_that_left_no_checkpoint_makes_place_for_any_other(settings_of_run, monkeypatch, capsys, resume):
     poison(monkeypatch, set(range(6, 100)))
     with pytest.raises(TrainingError, match="no checkpoint was saved before"):
-        pretrain(settings_of_run(most_skipped=2, learning_rate=9.0))
+        pretrain(settings_of_run(max_nonfinite_steps=2, learning_rate=9.0))
     monkeypatch.undo()
     capsys.readouterr()
     config = settings_of_run(learning_rate=1e-3, sharing="none", resume=resume)
@@ -686,14 +684,14 @@ def test_without_a_compiler_nothing_is_compiled(settings_of_run, monkeypatch, de
 
 def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
     config = settings_of_run()
-    write_model = PretrainingLesson.write_model
+    write_model = PretrainingTask.write_model
 
     def full(self, folder):
         if "000000020" in folder.name:
             raise OSError(28, "No space left on device", str(folder))
         write_model(self, folder)
 
-    monkeypatch.setattr(PretrainingLesson, "write_model", full)
+    monkeypatch.setattr(PretrainingTask, "write_model", full)
     with pytest.raises(OSError, match="No space left"):
         pretrain(config)
     assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step-000000010"]
@@ -703,7 +701,7 @@ def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
 
 def test_held_out_rows_come_from_all_over_the_held_out_text(settings_of_run, shards):
     config = settings_of_run(evaluation_rows=32, length=8)
-    form = BatchesConfig(length=config.length, batch_size=32, form="dense")
+    form = DataConfig(length=config.length, batch_size=32, form="dense")
     everything = list(validation_batches(open_shards(shards), form))
     assert len(everything) > 3
     few = held_out_batches(config, open_shards(shards), torch.device("cpu"))

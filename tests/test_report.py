@@ -17,7 +17,7 @@ from electra.report.overview import ReportConfig, report, short_names
 from electra.report.plots import curve, panels
 from electra.report.runs import Point, best_of, departures_of, ends_of, flops_of, points_of, step_flops
 from electra.training.checkpoint import checkpoint_folders
-from electra.training.trainer import Place
+from electra.training.trainer import TrainState
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def test_costs_and_measures_are_the_runs_own(runs, settings_of_run):
     first, second = result.runs.values()
     assert [point.step for point in first.points] == [10, 20]
     assert first.tokens_per_second == pytest.approx(first.tokens / first.minutes / 60)
-    assert "frozen_auc" in first.final
-    assert "frozen_auc" not in second.final
+    assert "unigram_rtd_auc" in first.final
+    assert "unigram_rtd_auc" not in second.final
     assert result.left_out == {}
 
 
@@ -82,8 +82,10 @@ def test_pages_tables_and_plots_are_written(runs, tmp_path, capsys):
     page = (tmp_path / "report/report.md").read_text()
     tables, written = shown.strip().rsplit("\n\n", 1)
     assert tables in page
-    assert written == f"written to {tmp_path}/report: report.md, report.json, loss.png, mlm_loss.png, frozen_auc.png"
-    for plot in ("loss.png", "mlm_loss.png", "frozen_auc.png"):
+    assert (
+        written == f"written to {tmp_path}/report: report.md, report.json, loss.png, mlm_loss.png, unigram_rtd_auc.png"
+    )
+    for plot in ("loss.png", "mlm_loss.png", "unigram_rtd_auc.png"):
         assert (tmp_path / "report" / plot).read_bytes().startswith(b"\x89PNG")
         assert f"![]({plot})" in page
     assert not (tmp_path / "report/score.png").exists()
@@ -109,7 +111,7 @@ def test_scores_are_found_in_runs_or_given_for_them(runs, tmp_path):
         (70.0, ["rte", "cola"]),
         (60.0, ["rte"]),
     ]
-    assert result.plots == ["loss.png", "mlm_loss.png", "frozen_auc.png", "score.png"]
+    assert result.plots == ["loss.png", "mlm_loss.png", "unigram_rtd_auc.png", "score.png"]
     assert "GLUE means are over different tasks and do not compare: a: cola rte; b: rte" in str(result)
 
 
@@ -165,7 +167,7 @@ def test_departures_are_from_the_recipe_at_the_size(tmp_path):
     assert told() == told(steps=7, device="cpu") == ""
     assert told(style="modern", generator_kind="unigram") == "modern, unigram"
     assert told(recipe="faithful", layers=6, sharing="none") == "faithful, sharing none, layers 6"
-    assert told(starts_with_waves=False, learning_rate=0.001) == "learning-rate 0.001, no-starts-with-waves"
+    assert told(sinusoidal_positions=False, learning_rate=0.001) == "learning-rate 0.001, no-starts-with-waves"
     assert told(phases=("share=0.9", "share=0.1,length=32")) == "phases share=0.9 share=0.1,length=32"
 
 
@@ -237,7 +239,7 @@ def test_phases_of_minutes_end_where_the_clock_says(settings_of_run, shards):
     config = settings_of_run(steps=None, minutes=2.0, phases=("share=0.75", "objective=replace-mlm"))
     phases = plan(config, open_shards(shards))
     clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
-    ends = ends_of(phases, Place(step=21, seconds=121.0), clock)
+    ends = ends_of(phases, TrainState(step=21, seconds=121.0), clock)
     assert ends == pytest.approx([10 * 91 / 60, 21])
     assert flops_of(phases, [4, 6], 5) == 4 * step_flops(phases[0]) + step_flops(phases[1])
 

@@ -69,10 +69,13 @@ def test_an_unknown_size_is_refused():
 
 
 def test_weights_start_as_released_or_by_width():
-    released, scaled = ModelConfig(size="small").electra(), ModelConfig(size="small", starts_by_width=True).electra()
-    assert (released.generator.initial_std, released.discriminator.initial_std) == (0.02, 0.02)
-    assert (scaled.generator.initial_std, scaled.discriminator.initial_std) == (0.0693, 0.0346)
-    assert ModelConfig(size="base", starts_by_width=True).electra().discriminator.initial_std == 0.02
+    released, scaled = (
+        ModelConfig(size="small").electra(),
+        ModelConfig(size="small", scale_init_by_width=True).electra(),
+    )
+    assert (released.generator.init_std, released.discriminator.init_std) == (0.02, 0.02)
+    assert (scaled.generator.init_std, scaled.discriminator.init_std) == (0.0693, 0.0346)
+    assert ModelConfig(size="base", scale_init_by_width=True).electra().discriminator.init_std == 0.02
 
 
 def parameters(settings: ModelConfig, part: str) -> int:
@@ -96,8 +99,8 @@ def test_modern_pairs_differ_from_classic_ones_in_style_feed_forward_norm_and_dr
 
 
 def test_local_attention_is_an_option_of_the_modern_style():
-    pair = ModelConfig(style="modern", global_every=3, local_attention=64).electra()
+    pair = ModelConfig(style="modern", global_attention_every=3, local_attention=64).electra()
     assert [pair.generator.is_global(layer) for layer in range(4)] == [True, False, False, True]
     assert pair.discriminator.local_attention == 64
-    with pytest.raises(ConfigError, match="discriminator: global_every is 3, and the classic style has none"):
-        ModelConfig(global_every=3).electra()
+    with pytest.raises(ConfigError, match="discriminator: global_attention_every is 3, and the classic style has none"):
+        ModelConfig(global_attention_every=3).electra()

@@ -120,7 +120,7 @@ def test_a_missing_setting_is_never_guessed(folder, name):
 def test_a_folder_from_before_there_were_styles_is_classic(folder, make_pair):
     config = json.loads((folder / "config.json").read_text())
     for part in ("generator", "discriminator"):
-        for name in ("style", "global_every", "local_attention", "global_theta", "local_theta"):
+        for name in ("style", "global_attention_every", "local_attention", "global_theta", "local_theta"):
             del config["model"][part][name]
     (folder / "config.json").write_text(json.dumps(config))
     assert load_model(folder).config == make_pair().config

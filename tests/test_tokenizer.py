@@ -95,7 +95,7 @@ def test_a_bare_vocabulary_with_capitals_is_cased(tmp_path):
 def test_the_vocabulary_knows_what_later_stages_ask(tmp_path):
     vocabulary = word_piece([*SPECIALS, "walk", "##ing"], lowercase=True).vocabulary
     assert (vocabulary.size, vocabulary.pad_id, vocabulary.cls_id, vocabulary.mask_id) == (7, 0, 2, 4)
-    assert vocabulary.continues_word == (False,) * 6 + (True,)
+    assert vocabulary.is_continuation == (False,) * 6 + (True,)
 
 
 def test_special_tokens_of_other_families_are_found_by_their_role(tmp_path):

@@ -1,4 +1,4 @@
-"""Batches: rows of token ids, and what the model and the objectives need to know of them."""
+"""BatchLoader: rows of token ids, and what the model and the objectives need to know of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError
 
 TOKENS_AT_ONCE = 1 << 20
-"""Batches are packed together up to so many tokens: many small gathers would be slower."""
+"""BatchLoader are packed together up to so many tokens: many small gathers would be slower."""
 
 ORDER = ("seed", "length", "form")
 """What decides the order of rows, in which a checkpoint is a place."""
@@ -49,8 +49,10 @@ class Batch:
     attention_mask: Tensor | None = None  # [B, L] bool, False at padding; None: there is no padding
     segment_ids: Tensor | None = None  # [B, L] 0 in segment A, 1 in segment B; None: all A
     documents: Tensor | None = None  # [B, L] the number of a token's document, each contiguous; None: one a row
-    starts: Tensor | None = None  # [N + 1] where these start in the flattened batch (`starts_of`); None: not listed
-    continues_word: Tensor | None = None  # [B, L] bool, True at a word's second and later pieces; None: not known
+    starts: Tensor | None = (
+        None  # [N + 1] where these start in the flattened batch (`compute_cu_seqlens`); None: not listed
+    )
+    is_continuation: Tensor | None = None  # [B, L] bool, True at a word's second and later pieces; None: not known
 
     def size(self) -> int:
         """Its rows."""
@@ -84,11 +86,11 @@ class Batch:
         """The batch with a list of its documents, of which there are at most so many; without one if that is None."""
         if most is None or self.documents is None:
             return replace(self, starts=None)
-        return replace(self, starts=starts_of(self.documents, most))
+        return replace(self, starts=compute_cu_seqlens(self.documents, most))
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchesConfig:
+class DataConfig:
     """How tokens become rows and rows become batches."""
 
     length: int = 128
@@ -97,13 +99,13 @@ class BatchesConfig:
     """Rows of one step, over all ranks and micro-batches."""
     form: Form = "dense"
     """dense: documents end to end, no padding; paper: two segments of one document, as ELECTRA was trained."""
-    whole_rows: bool = False
+    cross_document_attention: bool = False
     """Dense rows: tokens see all documents of their row, as in most trainers; otherwise only their own."""
     seed: int = 0
     """Decides how rows are cut and shuffled."""
-    resident: bool = False
+    data_on_gpu: bool = False
     """Keep all tokens in the device's memory and pack there."""
-    whole_words: bool = False
+    whole_word_masking: bool = False
     """Also tell which tokens continue a word, for masking whole words."""
 
     def __post_init__(self):
@@ -111,8 +113,10 @@ class BatchesConfig:
             raise ConfigError(f"length is {self.length}; a row needs at least 5: [CLS] A [SEP] B [SEP]")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
-        if self.whole_rows and self.form != "dense":
-            raise ConfigError(f"whole_rows is for dense rows; with form {self.form} a row has one document anyway")
+        if self.cross_document_attention and self.form != "dense":
+            raise ConfigError(
+                f"cross_document_attention is for dense rows; with form {self.form} a row has one document anyway"
+            )
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Position:
     row: int = 0
 
 
-def starts_of(documents: Tensor, most: int | None = None) -> Tensor:
+def compute_cu_seqlens(documents: Tensor, most: int | None = None) -> Tensor:
     """Where documents [B, L] start in the flattened batch, and its end; a row always starts a new one.
 
     If there are at most so many, the list has one length whatever they are: empty ones stand at its end.
@@ -139,13 +143,13 @@ def starts_of(documents: Tensor, most: int | None = None) -> Tensor:
     return place.new_full((most + 2,), end).scatter(0, number.clamp(max=most + 1), place)[:-1]
 
 
-class Batches:
+class BatchLoader:
     """The batches of one rank: endless, the same for the same configuration, and able to go on from any step."""
 
     def __init__(
         self,
         shards: Shards,
-        config: BatchesConfig,
+        config: DataConfig,
         *,
         split: Split = "train",
         rank: int = 0,
@@ -161,10 +165,10 @@ class Batches:
         self.device = torch.device(device)
         self.vocabulary = shards.tokenizer.vocabulary
         ring = Ring(shards, split)
-        self.stream: Stream = (ResidentStream if config.resident else MappedStream)(ring, self.device)
+        self.stream: Stream = (ResidentStream if config.data_on_gpu else MappedStream)(ring, self.device)
         self.packing_of = packings(shards, config, split, len(ring))
-        self.continues_word = torch.tensor(self.vocabulary.continues_word, device=self.device)
-        is_listed = lists_documents and config.form == "dense" and not config.whole_rows
+        self.is_continuation = torch.tensor(self.vocabulary.is_continuation, device=self.device)
+        is_listed = lists_documents and config.form == "dense" and not config.cross_document_attention
         self.begins = document_begins(shards, split) if is_listed else None
 
     def state(self) -> dict[str, Any]:
@@ -186,7 +190,7 @@ class Batches:
         self.position = Position(**{field.name: state[field.name] for field in fields(Position)})
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the present position on; it moves as they are taken."""
+        """BatchLoader from the present position on; it moves as they are taken."""
         for position, windows, cuts in prefetched(self.chunks(self.position)):
             for batch in self.batches_of(position, windows, cuts):
                 self.position = self.after(self.position, steps=1)
@@ -227,10 +231,10 @@ class Batches:
         local = self.config.batch_size // self.ranks
         ids = as_ids(windows.to(self.device, non_blocking=True))
         whole = dense(ids, self.vocabulary) if cuts.lengths is None else paper(ids, cuts, self.vocabulary)
-        if self.config.whole_rows:
+        if self.config.cross_document_attention:
             whole.pop("documents", None)
-        if self.config.whole_words:
-            whole["continues_word"] = self.continues_word[whole["input_ids"]]
+        if self.config.whole_word_masking:
+            whole["is_continuation"] = self.is_continuation[whole["input_ids"]]
         rows = torch.arange(self.rank * local, (self.rank + 1) * local, device=self.device)
         steps = torch.arange(position.step, position.step + len(ids) // local, device=self.device)
         for number, step in enumerate(steps):
@@ -247,7 +251,7 @@ class Batches:
 
 
 def packings(
-    shards: Shards, config: BatchesConfig, split: Split, tokens: int
+    shards: Shards, config: DataConfig, split: Split, tokens: int
 ) -> Callable[[int], tuple[Packing, Callable[[NDArray], NDArray]]]:
     """A function from an epoch to its rows and their order; validation rows keep the order of the text."""
     documents = document_begins(shards, split) if config.form == "paper" else None
@@ -337,10 +341,10 @@ def prefetched(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:
 
 
 def validation_batches(
-    shards: Shards, config: BatchesConfig, *, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"
+    shards: Shards, config: DataConfig, *, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
     """The held-out text in its order, once: whole batches, at least one, the same each time."""
-    batches = Batches(shards, config, split="validation", rank=rank, ranks=ranks, device=device)
+    batches = BatchLoader(shards, config, split="validation", rank=rank, ranks=ranks, device=device)
     steps = max(1, batches.packing_of(0)[0].rows // config.batch_size)
     for _, batch in zip(range(steps), batches, strict=False):
         yield batch

@@ -51,7 +51,7 @@ class ResidentStream:
         needed = len(ring) * ring.type.itemsize
         if room is not None and needed > room:
             raise ConfigError(
-                f"{needed / 1e9:.1f} GB of tokens, {room / 1e9:.1f} GB free on {device}; leave out --resident"
+                f"{needed / 1e9:.1f} GB of tokens, {room / 1e9:.1f} GB free on {device}; leave out --data-on-gpu"
             )
         self.tokens = torch.empty(len(ring), dtype=SIGNED[ring.type], device=device)
         for part, begin, end in zip(ring.parts, ring.begins, ring.ends, strict=True):

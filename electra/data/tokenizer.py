@@ -46,7 +46,7 @@ class TextTokenizer:
         for token, number in tokens.items():
             continues[number] = token.startswith(CONTINUES)
         ids = {f"{role}_id": tokens[name] for role, name in self.specials}
-        return Vocabulary(size=size, continues_word=tuple(continues), **ids)
+        return Vocabulary(size=size, is_continuation=tuple(continues), **ids)
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -15,14 +15,14 @@ class Vocabulary:
     cls_id: int = 101
     sep_id: int = 102
     mask_id: int = 103
-    continues_word: tuple[bool, ...] = ()  # of each id: whether it is a word's second or later piece
+    is_continuation: tuple[bool, ...] = ()  # of each id: whether it is a word's second or later piece
 
     def __post_init__(self) -> None:
         for name in ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id"):
             if not 0 <= getattr(self, name) < self.size:
                 raise ConfigError(f"{name} {getattr(self, name)} is not in the vocabulary of {self.size:,} entries")
-        if len(self.continues_word) not in (0, self.size):
-            raise ConfigError(f"continues_word tells of {len(self.continues_word):,} ids, not of {self.size:,}")
+        if len(self.is_continuation) not in (0, self.size):
+            raise ConfigError(f"is_continuation tells of {len(self.is_continuation):,} ids, not of {self.size:,}")
 
     def unmaskable(self) -> tuple[int, ...]:
         """The ids that are never masked: [PAD], [CLS], [SEP], [MASK]."""

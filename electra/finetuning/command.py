@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError
 from electra.finetuning.job import LOGITS, Measures, Score, TuningConfig, least_if_nan
-from electra.finetuning.jobs import Cell, best_model, cells_of, run_cells
+from electra.finetuning.jobs import Job, best_model, jobs_of, run_jobs
 from electra.finetuning.labels import Kind
 from electra.finetuning.metrics import METRICS
 from electra.finetuning.model import READINGS
@@ -113,8 +113,8 @@ class Finetuned:
 def finetune(config: FinetuneConfig) -> Finetuned:
     """Fine-tune every seed, and say what came of it."""
     task = config.the_task()
-    cells = cells_of(config, task, config.output)
-    scores = run_cells(cells, config.workers)
+    cells = jobs_of(config, task, config.output)
+    scores = run_jobs(cells, config.workers)
     median, spread = over_seeds(scores)
     return Finetuned(
         output=str(config.output),
@@ -153,7 +153,7 @@ def median(values: list[float]) -> float:
     return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
-def ensemble(cells: list[Cell]) -> dict[str, Measures]:
+def ensemble(cells: list[Job]) -> dict[str, Measures]:
     """The measures of all seeds together."""
     task, found = cells[0].task, {}
     for split, logits in mean_logits(cells).items():
@@ -164,7 +164,7 @@ def ensemble(cells: list[Cell]) -> dict[str, Measures]:
     return found
 
 
-def mean_logits(cells: list[Cell]) -> dict[str, NDArray]:
+def mean_logits(cells: list[Job]) -> dict[str, NDArray]:
     """What all seeds say of the rows of each split, on average."""
     said = [read_tensors(cell.folder / LOGITS) for cell in cells]
     return {split: np.mean([one[split].numpy() for one in said], axis=0) for split in said[0]}

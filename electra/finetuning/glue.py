@@ -10,7 +10,7 @@ from electra.data.files import write_whole
 from electra.errors import ConfigError, DataError
 from electra.finetuning.command import ensemble, mean_logits, over_seeds
 from electra.finetuning.job import MODEL, Measures, Score, TuningConfig
-from electra.finetuning.jobs import Cell, best_model, cells_of, run_cells
+from electra.finetuning.jobs import Job, best_model, jobs_of, run_jobs
 from electra.finetuning.model import READINGS
 from electra.finetuning.submission import entry, missing_files, write_submission
 from electra.finetuning.tasks import HUB, TASKS, TEST, Task, glue_task, learnable
@@ -149,8 +149,8 @@ def glue(config: GlueConfig) -> GlueTable:
     if config.submission is not None and not config.submission.parent.is_dir():
         raise ConfigError(f"there is no folder {config.submission.parent} to write {config.submission.name} into")
     tasks = config.chosen_tasks()
-    groups = [cells_of(config.for_task(task), task, config.output / task.name) for task in tasks]
-    scores = iter(run_cells([cell for group in groups for cell in group], config.workers))
+    groups = [jobs_of(config.for_task(task), task, config.output / task.name) for task in tasks]
+    scores = iter(run_jobs([cell for group in groups for cell in group], config.workers))
     lines = [line_of(group, [next(scores) for _ in group]) for group in groups]
     lines += earlier_lines(config.output, tasks)
     if not config.keeps_models:
@@ -189,7 +189,7 @@ def absent(lines: list[Line]) -> list[str]:
     return [f"the mean is without {', '.join(missing)}"] if missing else []
 
 
-def line_of(cells: list[Cell], scores: list[Score]) -> Line:
+def line_of(cells: list[Job], scores: list[Score]) -> Line:
     """The line of a task."""
     task = cells[0].task
     medians, spreads = over_seeds(scores)
@@ -207,7 +207,7 @@ def line_of(cells: list[Cell], scores: list[Score]) -> Line:
     )
 
 
-def remove_models(cells: list[Cell]) -> None:
+def remove_models(cells: list[Job]) -> None:
     """Keep only the model of a task's best seed."""
     best = best_model(cells[0].folder.parent)
     for cell in cells:
@@ -229,7 +229,7 @@ def notes_of(lines: list[Line]) -> list[str]:
     return notes
 
 
-def submit(config: GlueConfig, groups: list[list[Cell]]) -> list[str]:
+def submit(config: GlueConfig, groups: list[list[Job]]) -> list[str]:
     """Write the zip for GLUE's site; returns what to say of it."""
     assert config.submission is not None
     predictions: dict[str, Any] = {}

@@ -170,7 +170,7 @@ def read_score(path: Path) -> Score:
     return Score(measures=measures, **table)
 
 
-class TuningLesson:
+class FinetuningTask:
     """What the trainer is given: the model, the batches of a task, its loss, its measures."""
 
     def __init__(self, config: TuningConfig, task: Task, seed: int, cache: Path) -> None:
@@ -215,7 +215,7 @@ class TuningLesson:
         return made.to(self.device)
 
     def steps_an_epoch(self) -> int:
-        """Batches of the training rows, the last one perhaps filled up."""
+        """BatchLoader of the training rows, the last one perhaps filled up."""
         return -(-len(self.train) // self.config.batch)
 
     def next_batch(self) -> Chosen:
@@ -320,7 +320,7 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
 
 def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool) -> None:
     """Train from the last checkpoint on, or from the start, and write the result."""
-    lesson = TuningLesson(config, task, seed, cache=folder.parent / "tokens")
+    lesson = FinetuningTask(config, task, seed, cache=folder.parent / "tokens")
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
     trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
@@ -337,7 +337,7 @@ def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: b
     finish(lesson, folder, outcome.step, outcome.seconds)
 
 
-def finish(lesson: TuningLesson, folder: Path, steps: int, seconds: float) -> None:
+def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> None:
     """Write the model, what it says of each split, plots, and last the measures, a sign that all is there."""
     task, splits = lesson.task, lesson.splits
     logits = {split: lesson.all_logits(features) for split, features in splits.items() if split != "train"}

@@ -32,7 +32,7 @@ MEMORY = 16 * 2**30  # bytes: room for a base model with its optimizer and activ
 
 
 @dataclass(frozen=True)
-class Cell:
+class Job:
     """One seed of one task."""
 
     config: TuningConfig
@@ -54,12 +54,12 @@ def file_size(source: str) -> int:
     return 0 if source.startswith(HUB) or not Path(source).exists() else Path(source).stat().st_size
 
 
-def cells_of(config: TuningConfig, task: Task, folder: Path) -> list[Cell]:
+def jobs_of(config: TuningConfig, task: Task, folder: Path) -> list[Job]:
     """A cell for every seed of a task; refuses a folder that was begun with other settings or files."""
     config = replace(config, model=encoder_folder(config.model))  # one for all seeds, though a run may train on
     files = {file: content_of(Path(file)) for file in task.splits.values() if file_size(file)}
     claim(folder, {"settings": config.common(), "task": asdict(task), "files": files})
-    return [Cell(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
+    return [Job(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
 
 
 CONTENT = "content "
@@ -157,7 +157,7 @@ def advice_on(output: Path, finished: list[Path]) -> str:
     return f"make one with: electra finetune --model {output} --train … --output … (or --task)"
 
 
-def run_cells(cells: list[Cell], workers: int | None) -> list[Score]:
+def run_jobs(cells: list[Job], workers: int | None) -> list[Score]:
     """The scores of all cells, long ones begun first."""
     waiting = sorted((cell for cell in cells if not (cell.folder / RESULT).exists()), key=lambda cell: -cell.cost())
     for number, (cell, score) in enumerate(finished(waiting, workers), start=1):
@@ -167,7 +167,7 @@ def run_cells(cells: list[Cell], workers: int | None) -> list[Score]:
     return [cell.run() for cell in cells]
 
 
-def finished(cells: list[Cell], workers: int | None) -> Iterator[tuple[Cell, Score]]:
+def finished(cells: list[Job], workers: int | None) -> Iterator[tuple[Job, Score]]:
     """Cells as they end, with their scores."""
     is_on_gpu = bool(cells) and choose_device(cells[0].config.device).type == "cuda"
     if len(cells) <= 1 or (workers or (2 if is_on_gpu else 1)) == 1:
@@ -214,7 +214,7 @@ def stopping(pool: ProcessPoolExecutor) -> Iterator[None]:
         raise
 
 
-def run_cell(cell: Cell) -> tuple[Cell, Score]:
+def run_cell(cell: Job) -> tuple[Job, Score]:
     """A cell and its score, in a worker; one that was told to stop begins no other cell."""
     try:
         return cell, cell.run(is_quiet=True)

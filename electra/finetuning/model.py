@@ -57,7 +57,7 @@ class ModernHead(ClassicHead):
         super().__init__(config, outputs)
         self.dense = linear(config, config.width, config.width)
         self.norm = norm(config, config.width)
-        nn.init.trunc_normal_(self.dense.weight, std=config.initial_std)
+        nn.init.trunc_normal_(self.dense.weight, std=config.init_std)
 
     def forward(self, state: Tensor) -> Tensor:
         return super().forward(self.norm(functional.gelu(self.dense(state))))

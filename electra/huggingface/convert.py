@@ -37,7 +37,7 @@ SETTINGS = {
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
     "norm_epsilon": "layer_norm_eps",
-    "initial_std": "initializer_range",
+    "init_std": "initializer_range",
 }
 
 ENCODER = {
@@ -352,7 +352,7 @@ def part_of(electra: Electra, part: str) -> Generator | Discriminator:
     """The part of a pair that leaves; the encoder is the discriminator's, or of a lone generator the generator's."""
     if part == "encoder" and electra.discriminator is not None:
         return electra.discriminator
-    return electra.the_discriminator() if part == "discriminator" else electra.the_generator()
+    return electra.require_discriminator() if part == "discriminator" else electra.require_generator()
 
 
 def folded(state: Tensors) -> Tensors:

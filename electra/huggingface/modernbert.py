@@ -31,7 +31,7 @@ SETTINGS = {
     "dropout": "embedding_dropout",
     "attention_dropout": "attention_dropout",
     "norm_epsilon": "norm_eps",
-    "initial_std": "initializer_range",
+    "init_std": "initializer_range",
     "local_attention": "local_attention",
 }
 
@@ -46,7 +46,7 @@ FIXED = {
 }
 
 DEFAULTS = replace(
-    modern(BASE), layers=22, feedforward=1152, vocabulary=50368, pad_id=50283, positions=8192, global_every=3
+    modern(BASE), layers=22, feedforward=1152, vocabulary=50368, pad_id=50283, positions=8192, global_attention_every=3
 )
 
 KINDS = {  # our setting, what a layer that turns so is called, and what its setting was called
@@ -60,7 +60,9 @@ def reach_of_layers(settings: dict[str, Any], layers: int) -> dict[str, Any]:
     if settings.get("mlp_dropout", 0) != settings.get("embedding_dropout", 0):
         raise ConfigError("mlp_dropout differs from embedding_dropout; only one for both can be taken in")
     thetas = {ours: theta(settings, kind, older) for ours, (kind, older) in KINDS.items()}
-    return {ours: found for ours, found in thetas.items() if found} | {"global_every": global_every(settings, layers)}
+    return {ours: found for ours, found in thetas.items() if found} | {
+        "global_attention_every": global_attention_every(settings, layers)
+    }
 
 
 def theta(settings: dict[str, Any], kind: str, older: str) -> Any:
@@ -74,11 +76,11 @@ def theta(settings: dict[str, Any], kind: str, older: str) -> Any:
     return turns.get("rope_theta", settings.get(older))
 
 
-def global_every(settings: dict[str, Any], layers: int) -> int:
+def global_attention_every(settings: dict[str, Any], layers: int) -> int:
     """One layer in how many sees the whole row."""
     kinds = settings.get("layer_types")
     if kinds is None:
-        return settings.get("global_attn_every_n_layers", DEFAULTS.global_every)
+        return settings.get("global_attn_every_n_layers", DEFAULTS.global_attention_every)
     for every in range(1, layers + 1):
         if kinds == layer_types(every, layers):
             return every
@@ -87,9 +89,9 @@ def global_every(settings: dict[str, Any], layers: int) -> int:
     )
 
 
-def layer_types(global_every: int, layers: int) -> list[str]:
+def layer_types(global_attention_every: int, layers: int) -> list[str]:
     """What `transformers` calls layers that see the whole row, and those that see a window."""
-    return ["sliding_attention" if number % global_every else "full_attention" for number in range(layers)]
+    return ["sliding_attention" if number % global_attention_every else "full_attention" for number in range(layers)]
 
 
 def modernbert_config(config: EncoderConfig, vocabulary: Vocabulary | None) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def modernbert_config(config: EncoderConfig, vocabulary: Vocabulary | None) -> d
         **FIXED,
         **{theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()},
         "mlp_dropout": config.dropout,
-        "layer_types": layer_types(config.global_every, config.layers),
+        "layer_types": layer_types(config.global_attention_every, config.layers),
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": turn} for kind, turn in turns.items()},
         **dict.fromkeys(("cls_token_id", "bos_token_id"), first),
         **dict.fromkeys(("sep_token_id", "eos_token_id"), last),

@@ -23,7 +23,7 @@ class Recording:
     numbers: Numbers
 
 
-class Recorder:
+class GraphedStep:
     """Takes steps; each shape of batch is recorded once, and from then on replayed."""
 
     def __init__(self, step: Callable[[Any], Numbers]) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from electra.data.loader import starts_of
+from electra.data.loader import compute_cu_seqlens
 from electra.kernels.dispatch import HALVES, HAS_TRITON, is_for_kernels, precision_at
 
 if torch.cuda.is_available():  # it takes half as long to import as torch itself, and is of no use elsewhere
@@ -21,7 +21,7 @@ Kernel = Literal["mask", "documents", "short rows"]
 
 
 @dataclass(frozen=True)
-class Reach:
+class AttentionBias:
     """How far each token sees, worked out once and used by every layer of a kind.
 
     Nothing set: every token sees its whole row. Padding, and documents that share a row, are hidden in the way of the
@@ -37,32 +37,32 @@ class Reach:
     turns: Tensor | None = None  # [2, L, 1, K/2] cosines and sines by which positions turn queries and keys
 
 
-def reach_of(
+def attention_bias_of(
     attention_mask: Tensor | None, documents: Tensor | None, starts: Tensor | None = None, *, kernel: Kernel
-) -> Reach:
+) -> AttentionBias:
     """The reach of tokens in rows with padding at one end (`attention_mask` False), several documents, both or neither.
 
-    `starts` is the list of documents, where there is one already (`text.batches.starts_of`)."""
+    `starts` is the list of documents, where there is one already (`text.batches.compute_cu_seqlens`)."""
     if documents is None and attention_mask is None:
-        return Reach(kernel)
+        return AttentionBias(kernel)
     if documents is None and kernel == "mask":
         assert attention_mask is not None
-        return Reach(mask=attention_mask.bool()[:, None, None, :])
+        return AttentionBias(mask=attention_mask.bool()[:, None, None, :])
     if attention_mask is not None:  # padding becomes a document of its own
         rows = torch.zeros_like(attention_mask, dtype=torch.int32) if documents is None else documents
         before = len(rows) if documents is None else None if starts is None else len(starts) - 1
         most = None if before is None else before + len(rows)
         documents = rows.masked_fill(~attention_mask.bool(), -1)
-        starts = starts_of(documents, most) if kernel == "documents" else None
+        starts = compute_cu_seqlens(documents, most) if kernel == "documents" else None
     assert documents is not None
     if kernel == "short rows":
-        return Reach(kernel, documents=documents.int().contiguous())  # our kernel reads them row by row
+        return AttentionBias(kernel, documents=documents.int().contiguous())  # our kernel reads them row by row
     if kernel == "documents":
-        return Reach(kernel, starts=starts_of(documents) if starts is None else starts)
-    return Reach(mask=documents[:, None, :, None] == documents[:, None, None, :])
+        return AttentionBias(kernel, starts=compute_cu_seqlens(documents) if starts is None else starts)
+    return AttentionBias(mask=documents[:, None, :, None] == documents[:, None, None, :])
 
 
-def within(reach: Reach, window: int, length: int, device: torch.device) -> Reach:
+def within(reach: AttentionBias, window: int, length: int, device: torch.device) -> AttentionBias:
     """The part of a reach that is at most `window` tokens away, in rows of `length`."""
     if length <= window + 1:
         return reach
@@ -90,7 +90,7 @@ def turned(vectors: Tensor, turns: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1).to(vectors.dtype)
 
 
-def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
+def attend(qkv: Tensor, reach: AttentionBias, dropout: float) -> Tensor:
     """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys, as far as `reach` allows."""
     if reach.kernel == "short rows":
         return attend_in_short_rows(qkv, reach, dropout)
@@ -104,7 +104,7 @@ def attend(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
     return mixed.transpose(1, 2)  # [B, L, H, K]
 
 
-def attend_in_short_rows(qkv: Tensor, reach: Reach, dropout: float) -> Tensor:
+def attend_in_short_rows(qkv: Tensor, reach: AttentionBias, dropout: float) -> Tensor:
     """Attention with whole rows at hand; [B, L, H, K] of `qkv` [B, L, 3, H, K]."""
     turns = None if reach.turns is None else reach.turns.squeeze(2)
     seed = torch.randint(2**31, (), device=qkv.device, dtype=torch.int32) if dropout else None

@@ -40,9 +40,9 @@ class EncoderConfig:
     attention_dropout: float = 0.1
     """Dropout of attention weights; in the modern style also of what attention gives out."""
     norm_epsilon: float = 1e-12
-    initial_std: float = 0.02
+    init_std: float = 0.02
     """Spread of the first weights: a truncated normal of this standard deviation."""
-    global_every: int = 1
+    global_attention_every: int = 1
     """Modern: one layer in so many, from the first, sees the whole row; the others see a window."""
     local_attention: int = 128
     """Modern: the window of the other layers; half of it lies to either side."""
@@ -63,8 +63,8 @@ class EncoderConfig:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
-        if not 0 < self.initial_std < 1:
-            raise ConfigError(f"initial_std is {self.initial_std}; it must lie between 0 and 1, usually 0.02")
+        if not 0 < self.init_std < 1:
+            raise ConfigError(f"init_std is {self.init_std}; it must lie between 0 and 1, usually 0.02")
         if not 0 < self.norm_epsilon < 1:
             raise ConfigError(f"norm_epsilon is {self.norm_epsilon}; it must lie between 0 and 1, usually 1e-12")
         if not 0 <= self.pad_id < self.vocabulary:
@@ -108,7 +108,7 @@ class EncoderConfig:
 
     def is_global(self, layer: int) -> bool:
         """Whether a layer sees the whole row."""
-        return layer % self.global_every == 0
+        return layer % self.global_attention_every == 0
 
     @classmethod
     def from_dict(cls, settings: Any) -> EncoderConfig:
@@ -122,7 +122,7 @@ class EncoderConfig:
 MODERN_SETTINGS = {
     field.name: field.default
     for field in fields(EncoderConfig)
-    if field.name in ("global_every", "local_attention", "global_theta", "local_theta")
+    if field.name in ("global_attention_every", "local_attention", "global_theta", "local_theta")
 }
 
 

@@ -225,9 +225,9 @@ class Electra(nn.Module):
 
     def pair(self) -> tuple[Generator, Discriminator]:
         """Generator and discriminator, for what needs both."""
-        return self.the_generator(), self.the_discriminator()
+        return self.require_generator(), self.require_discriminator()
 
-    def the_generator(self) -> Generator:
+    def require_generator(self) -> Generator:
         """The generator, for what needs one."""
         if self.generator is None:
             raise ConfigError(
@@ -236,7 +236,7 @@ class Electra(nn.Module):
             )
         return self.generator
 
-    def the_discriminator(self) -> Discriminator:
+    def require_discriminator(self) -> Discriminator:
         """The discriminator, for what needs one."""
         if self.discriminator is None:
             raise ConfigError(
@@ -259,7 +259,7 @@ class Electra(nn.Module):
             raise ConfigError("this model has no copy gate; build it with ElectraConfig(…, head='copying')")
         return self.discriminator
 
-    def the_baseline(self) -> BaselineHead:
+    def require_baseline(self) -> BaselineHead:
         """The head that foretells the generator's reward, for what needs one."""
         if self.baseline is None:
             raise ConfigError("this model has no baseline; build it with ElectraConfig(…, has_baseline=True)")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from electra.kernels.dispatch import HAS_TRITON, is_for_kernels, precision_at
 from electra.model.activation import gated_gelu_of, plain_gelu_of
-from electra.model.attention import Kernel, Reach, attend, kernel_for, reach_of, turns_of, within
+from electra.model.attention import AttentionBias, Kernel, attend, attention_bias_of, kernel_for, turns_of, within
 from electra.model.config import EncoderConfig, check_length
 
 if HAS_TRITON:
@@ -116,10 +116,10 @@ class Attention(nn.Module):
         self.qkv = linear(config, config.width, 3 * config.width)
         self.output = linear(config, config.width, config.width)
 
-    def forward(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
         return self.output(chosen(self.mix(hidden, reach), at))  # [B, L or M, D]
 
-    def mix(self, hidden: Tensor, reach: Reach) -> Tensor:
+    def mix(self, hidden: Tensor, reach: AttentionBias) -> Tensor:
         """What each token takes from those it looks at: [B, L, D]."""
         qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
         return attend(qkv, reach, self.dropout if self.training else 0.0).flatten(2)
@@ -164,13 +164,13 @@ class ClassicLayer(nn.Module):
         self.feedforward_norm = norm(config, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
         if is_for_kernels(hidden) and reach.kernel != "mask":
             return self.at_once(hidden, reach, at)
         hidden = self.attention_norm(chosen(hidden, at) + self.dropout(self.attention(hidden, reach, at)))
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
-    def at_once(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
+    def at_once(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
         """The same as one operation."""
         precision, is_short = precision_at(hidden), reach.kernel == "short rows"
         rates = (self.attention.dropout, self.dropout.p) if self.training else (0.0, 0.0)
@@ -203,12 +203,17 @@ class ModernLayer(nn.Module):
         self.feedforward = GatedFeedForward(config)
         self.dropout = nn.Dropout(config.attention_dropout)
 
-    def forward(self, hidden: Tensor, reach: Reach, at: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
         hidden = chosen(hidden, at) + self.dropout(self.attention(self.attention_norm(hidden), reach, at))
         return hidden + self.feedforward(self.feedforward_norm(hidden))
 
     def at_once(
-        self, total: Tensor, added: Tensor | None, reach: Reach, precision: torch.dtype, at: Tensor | None = None
+        self,
+        total: Tensor,
+        added: Tensor | None,
+        reach: AttentionBias,
+        precision: torch.dtype,
+        at: Tensor | None = None,
     ) -> list[Tensor]:
         """The same as one operation, from a sum [B, L, D] and what the layer before adds to it, as these two again."""
         assert reach.turns is not None
@@ -246,8 +251,8 @@ class Encoder(nn.Module):
         self.entry = Entry(config) if config.is_modern() else nn.Identity()
         self.layers = nn.ModuleList(layer_of(config, number) for number in range(config.layers))
         self.final_norm = norm(config, config.width) if config.is_modern() else nn.Identity()
-        self.recomputes_layers = False  # gradient checkpointing: less memory, a third more work
-        initialize(self, config.initial_std)
+        self.activation_checkpointing = False  # gradient checkpointing: less memory, a third more work
+        initialize(self, config.init_std)
         if config.is_modern():
             calm(self.layers)
 
@@ -265,7 +270,7 @@ class Encoder(nn.Module):
         see only their own of `documents`.
 
         Leave out what all rows have alike: no padding, segment A, one document a row. `starts` lists the documents
-        (`text.batches.starts_of`), without which long rows need a mask in a compiled graph. Where only the states `at`
+        (`text.batches.compute_cu_seqlens`), without which long rows need a mask in a compiled graph. Where only the states `at`
         some positions [B, M] are wanted, [B, M, D], the last layer makes no others.
         """
         check_length(input_ids.shape[1], self.config)
@@ -274,7 +279,7 @@ class Encoder(nn.Module):
         through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
         return self.final_norm(through(hidden, reaches, at))
 
-    def through_layers(self, hidden: Tensor, reaches: dict[bool, Reach], at: Tensor | None) -> Tensor:
+    def through_layers(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
         """What the layers make of hidden states."""
         for number, layer in enumerate(self.layers):
             hidden = self.call_layer(layer, hidden, reaches[self.config.is_global(number)], self.wanted(number, at))
@@ -284,13 +289,13 @@ class Encoder(nn.Module):
         """The positions whose states layer `number` makes: those `at` in the last one, all in the others."""
         return at if number == len(self.layers) - 1 else None
 
-    def goes_at_once(self, hidden: Tensor, reaches: dict[bool, Reach]) -> bool:
+    def goes_at_once(self, hidden: Tensor, reaches: dict[bool, AttentionBias]) -> bool:
         """Whether modern layers are one operation each: on a GPU in half precision, in short rows, without dropout."""
         is_short = all(reach.kernel == "short rows" for reach in reaches.values())
         is_modern = all(isinstance(layer, ModernLayer) and not layer.is_dropping() for layer in self.layers)
         return is_modern and is_short and is_for_kernels(hidden)
 
-    def through_at_once(self, hidden: Tensor, reaches: dict[bool, Reach], at: Tensor | None) -> Tensor:
+    def through_at_once(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
         """The same of modern layers that are one operation each; their sum is in fp32."""
         total, precision = hidden.float(), precision_at(hidden)
         added: Tensor | None = None
@@ -303,20 +308,20 @@ class Encoder(nn.Module):
 
     def call_layer(self, layer: Callable[..., Any], *given: Any) -> Any:
         """What a layer gives; in training perhaps so that it is made again in the backward pass."""
-        is_made_again = self.recomputes_layers and self.training
+        is_made_again = self.activation_checkpointing and self.training
         return checkpoint(layer, *given, use_reentrant=False) if is_made_again else layer(*given)
 
-    def reaches(self, input_ids: Tensor, *surroundings: Tensor | None) -> dict[bool, Reach]:
+    def reaches(self, input_ids: Tensor, *surroundings: Tensor | None) -> dict[bool, AttentionBias]:
         """How far tokens see in layers that are global (True) and in those that are not."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device
         attention_mask, documents, starts = surroundings
         kernel = self.kernel(length, is_listed=documents is None or starts is not None)
-        reach = reach_of(attention_mask, documents, starts, kernel=kernel)
+        reach = attention_bias_of(attention_mask, documents, starts, kernel=kernel)
         if not config.is_modern():
             return {True: reach}
         width = config.width // config.heads
         reaches = {True: replace(reach, turns=turns_of(length, width, config.global_theta, device))}
-        if config.global_every > 1:
+        if config.global_attention_every > 1:
             near = within(reach, config.local_attention // 2, length, device)
             reaches[False] = replace(near, turns=turns_of(length, width, config.local_theta, device))
         return reaches

@@ -22,7 +22,7 @@ class GeneratorHead(nn.Module):
         self.dense = linear(config, config.width, width)
         self.norm = norm(config, width)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
-        initialize(self, config.initial_std)
+        initialize(self, config.init_std)
 
     def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
         """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
@@ -44,7 +44,7 @@ class DiscriminatorHead(nn.Module):
         self.dense = linear(config, config.width, config.width)
         self.norm = norm(config, config.width) if config.is_modern() else nn.Identity()
         self.verdict = nn.Linear(config.width, 1)
-        initialize(self, config.initial_std)
+        initialize(self, config.init_std)
         nn.init.xavier_uniform_(self.verdict.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class CopyGate(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, 1)
-        initialize(self, config.initial_std)
+        initialize(self, config.init_std)
 
     def forward(self, hidden: Tensor, likelihoods: Tensor, is_read: Tensor) -> Tensor:
         """log(gate · [x is read] + (1 − gate) · p(x)) of some tokens x [..., X]; `likelihoods` are their log p(x)."""
@@ -73,7 +73,7 @@ class BaselineHead(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, 1)
-        initialize(self, config.initial_std)
+        initialize(self, config.init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, M] of `hidden` [B, M, D]: positive where the discriminator is expected to be right."""

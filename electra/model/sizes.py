@@ -95,11 +95,11 @@ class ModelConfig:
     """The longest row the model can read."""
     dropout: float | None = None
     """Dropout of hidden states and of attention weights."""
-    global_every: int | None = None
+    global_attention_every: int | None = None
     """Modern: one layer in so many sees the whole row, the others a window of it; otherwise all do."""
     local_attention: int | None = None
     """Modern: the window of the other layers, half of it to either side."""
-    starts_by_width: bool = False
+    scale_init_by_width: bool = False
     """Start narrow encoders with larger weights, 0.02·√(768/width): at 0.02, right for base, they hardly pass anything
     on, and learn nothing from context for a long time. Otherwise 0.02 at every width, as released."""
     generator_width: int | None = None
@@ -110,23 +110,23 @@ class ModelConfig:
     def electra(self, vocabulary: int = SMALL.vocabulary, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The pair these settings describe, over a vocabulary of so many entries."""
         size = size_of(self.size)
-        if self.style == "modern" and self.local_attention and self.global_every in (None, 1):
+        if self.style == "modern" and self.local_attention and self.global_attention_every in (None, 1):
             raise ConfigError(
-                f"local_attention is {self.local_attention}, but every layer sees the whole row; add --global-every 3"
+                f"local_attention is {self.local_attention}, but every layer sees the whole row; add --global-attention-every 3"
             )
         paper = modern(size.discriminator) if self.style == "modern" else replace(size.discriminator, style=self.style)
         with naming("discriminator"):
             discriminator = replace(paper, vocabulary=vocabulary, pad_id=pad_id, **self.departures())
         with naming("generator"):
             generator = self.generator(discriminator, size.generator_share)
-        if self.starts_by_width:
+        if self.scale_init_by_width:
             generator, discriminator = started_by_width(generator), started_by_width(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
     def departures(self) -> dict[str, Any]:
         """The discriminator's settings that were named."""
         names = ["layers", "width", "heads", "feedforward", "embedding_width", "positions", "dropout"]
-        names += ["global_every", "local_attention"]
+        names += ["global_attention_every", "local_attention"]
         named = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return named if self.dropout is None else named | {"attention_dropout": self.dropout}
 
@@ -143,7 +143,7 @@ class ModelConfig:
 
 def started_by_width(config: EncoderConfig) -> EncoderConfig:
     """The encoder with the spread of base's first weights, scaled to its own width."""
-    return replace(config, initial_std=round(BASE.initial_std * (BASE.width / config.width) ** 0.5, 4))
+    return replace(config, init_std=round(BASE.init_std * (BASE.width / config.width) ** 0.5, 4))
 
 
 def heads_for(width: int) -> int:

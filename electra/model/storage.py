@@ -76,7 +76,7 @@ def assemble(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> E
     check_tensors(weights, wanted, path)
     electra.load_state_dict(weights, strict=False, assign=True)
     if is_headless:
-        give_head(electra.the_discriminator())
+        give_head(electra.require_discriminator())
     return electra
 
 

@@ -140,7 +140,7 @@ def measure_generator(generator: Generator, batch: Batch, settings: Settings, ta
     sampled = sample(guesses, masked, batch, settings)
     tally.add("mlm_loss", -logs.gather(2, masked.originals[:, :, None]).squeeze(2), masked.weights)
     tally.add("mlm_accuracy", guesses.argmax(2) == masked.originals, masked.weights)
-    tally.add("samples_right", sampled == masked.originals, masked.weights)
+    tally.add("sample_accuracy", sampled == masked.originals, masked.weights)
     tally.add("generator_entropy", entropy(logs), masked.weights)
     return Fills(masked, corrupt(batch.input_ids, masked, sampled))
 

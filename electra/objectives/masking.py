@@ -36,18 +36,22 @@ class MaskedShare:
 class MaskingConfig(MaskedShare):
     """How much is masked, and with what."""
 
-    whole_words: bool = False
+    whole_word_masking: bool = False
     """Mask all pieces of a word or none."""
-    mask_share: float = 1.0
+    mask_token_probability: float = 1.0
     """Of the chosen positions, the share that becomes [MASK] (released code: .85; BERT: .8)."""
-    random_share: float = 0.0
+    random_token_probability: float = 0.0
     """Of the chosen positions, the share that becomes a random token (BERT: .1); the rest keeps its token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mask_share < 0 or self.random_share < 0 or self.mask_share + self.random_share > 1:
+        if (
+            self.mask_token_probability < 0
+            or self.random_token_probability < 0
+            or self.mask_token_probability + self.random_token_probability > 1
+        ):
             raise ConfigError(
-                f"mask_share {self.mask_share} and random_share {self.random_share} are shares of the chosen "
+                f"mask_token_probability {self.mask_token_probability} and random_token_probability {self.random_token_probability} are shares of the chosen "
                 f"positions; both must be at least 0, and their sum at most 1"
             )
 
@@ -97,7 +101,7 @@ def choose(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: in
     lots = random_bits(row_keys(seed, batch.step, batch.rows, Purpose.MASK), length)  # [B, L]
     lots = lots * length + torch.arange(length, device=lots.device)  # no two alike
     is_maskable = maskable(batch, vocabulary)
-    if config.whole_words:
+    if config.whole_word_masking:
         is_maskable = maskable_words(batch, is_maskable, lots, wanted)
     lots, positions = lots.masked_fill(~is_maskable, -1).topk(min(slots(length, config), length), dim=1)
     is_used = (lots >= 0) & (torch.arange(lots.shape[1], device=lots.device) < wanted)
@@ -133,9 +137,9 @@ def maskable_words(batch: Batch, is_maskable: Tensor, lots: Tensor, wanted: Tens
 
 def word_numbers(batch: Batch, is_maskable: Tensor) -> Tensor:
     """The number of the word each token belongs to [B, L]; a special token, and what follows it, starts a word."""
-    if batch.continues_word is None:
+    if batch.is_continuation is None:
         raise ConfigError("whole-word masking needs batches that know which tokens continue a word")
-    continues = batch.continues_word & is_maskable
+    continues = batch.is_continuation & is_maskable
     continues[:, 1:] &= is_maskable[:, :-1]
     continues[:, 0] = False
     return (~continues).long().cumsum(1) - 1
@@ -146,5 +150,5 @@ def disguise(originals: Tensor, keys: Tensor, vocabulary: Vocabulary, config: Ma
     places = originals.shape[1]
     draw, token = random_uniform(keys, 2 * places).split(places, dim=1)  # each [B, M]
     random_token = (token * vocabulary.size).long()
-    shown = torch.where(draw < config.mask_share + config.random_share, random_token, originals)
-    return torch.where(draw < config.mask_share, vocabulary.mask_id, shown)
+    shown = torch.where(draw < config.mask_token_probability + config.random_token_probability, random_token, originals)
+    return torch.where(draw < config.mask_token_probability, vocabulary.mask_id, shown)

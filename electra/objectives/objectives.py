@@ -42,7 +42,7 @@ class ObjectiveConfig(MaskingConfig):
     """Of the generator's distribution when it is sampled; below 1 it samples likelier tokens."""
     disallow_correct: bool = False
     """Never sample the original token."""
-    right_guess: Literal["original", "replaced"] = "original"
+    correct_sample_label: Literal["original", "replaced"] = "original"
     """What a sample that equals the original counts as; `replaced` is worse, for comparison."""
     entropy_bonus: float = 0.0
     """adversarial: what the generator is paid for each nat of entropy; policy gradients alone leave it little."""
@@ -75,7 +75,7 @@ class Corrupted:
     """Text the discriminator reads: the generator's samples stand where tokens were masked."""
 
     input_ids: Tensor  # [B, L]
-    is_replaced: Tensor  # [B, L] bool; where the sample happened to be right, as `right_guess` says
+    is_replaced: Tensor  # [B, L] bool; where the sample happened to be right, as `correct_sample_label` says
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings)
     """Joint training (section 2): the generator fills blanks, the discriminator finds its fills."""
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
-    corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
-    verdicts = electra.the_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.correct_sample_label)
+    verdicts = electra.require_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return filled.losses | {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 
@@ -100,8 +100,8 @@ def electra_15(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """ELECTRA 15 % (section 3.5): the discriminator is asked about the masked positions only."""
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
-    corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.right_guess)
-    verdicts = electra.the_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.correct_sample_label)
+    verdicts = electra.require_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
     losses = rtd_losses(verdicts, corrupted).gather(1, masked.positions)  # [B, M]
     return filled.losses | {"discriminator": mean_over(losses, masked.weights, settings.discriminator_weight)}
 
@@ -129,7 +129,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses
 
 def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
-    generator, masked = electra.the_generator(), mask_text(batch, electra, settings)
+    generator, masked = electra.require_generator(), mask_text(batch, electra, settings)
     hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
     return {"generator": guessing_loss(generator, hidden, masked, batch, settings)}
 
@@ -146,11 +146,11 @@ def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
     guesses = generator.guess(hidden)  # [B, M, V]
     sampled = sample(guesses, masked, batch, settings)
-    corrupted = corrupt(batch.input_ids, masked, sampled, settings.right_guess)
+    corrupted = corrupt(batch.input_ids, masked, sampled, settings.correct_sample_label)
     verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     rewards = losses.detach().gather(1, masked.positions)  # [B, M]
-    foretold = electra.the_baseline()(hidden.detach()).float()  # [B, M] logits
+    foretold = electra.require_baseline()(hidden.detach()).float()  # [B, M] logits
     advantages = rewards - functional.softplus(-foretold).detach()  # R − b, where b = −log sigmoid(w·h)
     return {
         "generator": policy_loss(sampling_logits(guesses, masked, settings), sampled, advantages, masked, settings),
@@ -167,7 +167,9 @@ def frozen_generator_detection(electra: Electra, batch: Batch, settings: Setting
     masked = mask_text(batch, electra, settings)
     with torch.no_grad():
         guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
-    corrupted = corrupt(batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.right_guess)
+    corrupted = corrupt(
+        batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.correct_sample_label
+    )
     verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
@@ -228,9 +230,9 @@ def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> 
     if settings.frequencies is not None:
         return Filled(draw(settings.frequencies, masked, batch, settings), losses={})
     if settings.detour is None:
-        return guess_and_sample(electra.the_generator(), masked, batch, settings)
+        return guess_and_sample(electra.require_generator(), masked, batch, settings)
     settings.detour.leave()
-    filled = guess_and_sample(electra.the_generator(), masked, batch, settings)
+    filled = guess_and_sample(electra.require_generator(), masked, batch, settings)
     settings.detour.rejoin()
     return filled
 
@@ -303,11 +305,11 @@ def sampling_logits(guesses: Tensor, masked: Masked, settings: Settings) -> Tens
     return logits.scatter(2, masked.originals[:, :, None], float("-inf")) if settings.disallow_correct else logits
 
 
-def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, right_guess: str = "original") -> Corrupted:
+def corrupt(input_ids: Tensor, masked: Masked, sampled: Tensor, correct_sample_label: str = "original") -> Corrupted:
     """Write `sampled` [B, M] over `input_ids` [B, L] where tokens were masked."""
     is_used = masked.weights > 0
     corrupted = input_ids.scatter(1, masked.positions, torch.where(is_used, sampled, masked.originals))
-    if right_guess == "replaced":
+    if correct_sample_label == "replaced":
         return Corrupted(corrupted, torch.zeros_like(input_ids, dtype=torch.bool).scatter(1, masked.positions, is_used))
     return Corrupted(corrupted, is_replaced=corrupted != input_ids)
 

@@ -17,8 +17,17 @@ from electra.training.checkpoint import CHECKPOINTS, STATE, model_folder, read_s
 
 MEMORY = "optimizer"  # what it remembers is of no use to another
 PARTS = "the model"
-SHAPE = ("layers", "width", "heads", "feedforward", "embedding_width", "positions", "global_every", "local_attention")
-FREE = ("dropout", "attention_dropout", "initial_std")  # fields of encoders that a branch may have otherwise
+SHAPE = (
+    "layers",
+    "width",
+    "heads",
+    "feedforward",
+    "embedding_width",
+    "positions",
+    "global_attention_every",
+    "local_attention",
+)
+FREE = ("dropout", "attention_dropout", "init_std")  # fields of encoders that a branch may have otherwise
 
 
 def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.data.files import is_used
-from electra.data.loader import Batch, Batches, BatchesConfig, Position, validation_batches
+from electra.data.loader import Batch, BatchLoader, DataConfig, Position, validation_batches
 from electra.data.shards import TOKENIZER, Shards, open_shards
 from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError, DataError, TrainingError
@@ -51,13 +51,13 @@ from electra.training.hardware import (
     peak_flops,
 )
 from electra.training.logging import METRICS, read_lines
-from electra.training.trainer import Outcome, Trainer
+from electra.training.trainer import Trainer, TrainResult
 
 FEW_ROWS = 20
 """Fewer held-out rows than this are warned of."""
 
 
-def pretrain(config: PretrainConfig) -> Outcome | Estimate:
+def pretrain(config: PretrainConfig) -> TrainResult | Estimate:
     """Train a pair on shards; everything it leaves is in the run folder."""
     shards = open_shards(config.data)
     device = choose_device(config.device)
@@ -74,7 +74,7 @@ def pretrain(config: PretrainConfig) -> Outcome | Estimate:
         return train(config, phases, shards, device)
 
 
-def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Outcome:
+def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> TrainResult:
     """Train from the last checkpoint on, or from the start, phase by phase."""
     record = run_record(config, phases, shards)
     checkpoint = last_checkpoint(config, record)
@@ -84,7 +84,7 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
         if len(phases) > 1:
             print(f"phase {phase.number + 1} of {len(phases)}: {phase.config.objective}", file=sys.stderr, flush=True)
         torch.manual_seed(config.seed)
-        lesson = PretrainingLesson(phase, shards, device)  # raises if the shards will not do, before there is a run
+        lesson = PretrainingTask(phase, shards, device)  # raises if the shards will not do, before there is a run
         write_record(config.output, record)
         outcome = train_phase(lesson, checkpoint, start)
         checkpoint = Path(outcome.checkpoint)
@@ -96,7 +96,7 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
     return outcome
 
 
-def refuse_no_number(run: Path, outcome: Outcome) -> None:
+def refuse_no_number(run: Path, outcome: TrainResult) -> None:
     """Do not let a run pass for finished whose last measures say that its model is broken."""
     measured = [line for line in read_lines(run / METRICS) if line["kind"] == "validation"]
     if measured and measured[-1]["loss"] is None:  # JSON has no other word for it
@@ -119,12 +119,12 @@ def require_compiler(config: PretrainConfig, device: torch.device) -> None:
         raise ConfigError(f"compiling needs {COMPILERS[device.type]}, which is not here; {advice}")
 
 
-def train_phase(lesson: "PretrainingLesson", checkpoint: Path | None, start: Start | None) -> Outcome:
+def train_phase(lesson: "PretrainingTask", checkpoint: Path | None, start: Start | None) -> TrainResult:
     """Train for one phase, from a checkpoint of it or of the phase before, or from other models' weights."""
     phase, config = lesson.phase, lesson.phase.config
     trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=lesson.is_fast, end=phase.end)
     if checkpoint is not None and phase.begins_stage and phase_of(checkpoint) < phase.number:
-        take_over(lesson.model, checkpoint, config.hands_over)
+        take_over(lesson.model, checkpoint, config.init_discriminator_from_generator)
         trainer.follow(checkpoint)
     elif checkpoint is not None:
         trainer.resume(checkpoint)
@@ -146,7 +146,7 @@ def phase_of(checkpoint: Path) -> int:
     return read_state(checkpoint)["lesson"].get("phase", 0)
 
 
-def take_over(model: Electra, checkpoint: Path, hands_over: bool) -> None:
+def take_over(model: Electra, checkpoint: Path, init_discriminator_from_generator: bool) -> None:
     """Give a model the weights of the phase before, and a discriminator that was not there those of the generator."""
     before, weights = model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     with torch.no_grad():
@@ -154,8 +154,8 @@ def take_over(model: Electra, checkpoint: Path, hands_over: bool) -> None:
             is_other_head = name.startswith(HEAD) and before.head != model.config.head
             if name in weights and not is_other_head:
                 parameter.copy_(weights[name])
-    if hands_over and before.discriminator is None and model.discriminator is not None:
-        model.discriminator.encoder.load_state_dict(model.the_generator().encoder.state_dict())
+    if init_discriminator_from_generator and before.discriminator is None and model.discriminator is not None:
+        model.discriminator.encoder.load_state_dict(model.require_generator().encoder.state_dict())
 
 
 def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
@@ -197,7 +197,13 @@ def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> d
     return json.loads(json.dumps(record, default=str))
 
 
-UNSAID = {"style": "classic", "generator_kind": "model", "phases": [], "hands_over": True, "entropy_bonus": 0.0}
+UNSAID = {
+    "style": "classic",
+    "generator_kind": "model",
+    "phases": [],
+    "init_discriminator_from_generator": True,
+    "entropy_bonus": 0.0,
+}
 """What older runs were, without saying so."""
 
 
@@ -221,7 +227,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
     return record["pretraining"] | {"the text in --data": text, "the tokenizer of --data": tokenizer}
 
 
-class PretrainingLesson:
+class PretrainingTask:
     """What the trainer is given: the pair, its batches, its objective, its measures."""
 
     def __init__(self, phase: Phase, shards: Shards, device: torch.device) -> None:
@@ -232,11 +238,11 @@ class PretrainingLesson:
         self.is_fast = is_fast(config, device)
         encoders = [module for module in self.working.model.modules() if isinstance(module, Encoder)]
         for encoder in encoders:
-            encoder.recomputes_layers = config.recompute
+            encoder.activation_checkpointing = config.activation_checkpointing
         with self.working.autocast():
             lists = any(encoder.kernel(config.length, is_listed=True) == "documents" for encoder in encoders)
         self.objective = OBJECTIVES[config.objective]
-        self.batches = Batches(shards, batches_config(config), device=device, lists_documents=lists)
+        self.batches = BatchLoader(shards, batches_config(config), device=device, lists_documents=lists)
         self.stream: Iterator[Batch] | None = None
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram(shards, device)
@@ -245,10 +251,10 @@ class PretrainingLesson:
             from electra.kernels.side_stream import Detour  # imports torch's compiler, which takes a second or two
 
             self.settings = replace(self.settings, detour=Detour())
-        if config.starts_at_unigram:
-            start_at_unigram(self.model, self.unigram)
-        if config.starts_with_waves:
-            start_with_waves(self.model)
+        if config.unigram_output_bias:
+            set_unigram_output_bias(self.model, self.unigram)
+        if config.sinusoidal_positions:
+            set_sinusoidal_positions(self.model)
         self.keeps_segments = config.form != "dense"
         self.is_compiled, losses = self.is_fast or config.compile, self.objective.losses
         self.losses_of = torch.compile(losses, dynamic=False) if self.is_compiled else losses
@@ -316,9 +322,9 @@ def uniform(vocabulary: Vocabulary, device: torch.device) -> Tensor:
     return frequencies / frequencies.sum()
 
 
-def batches_config(config: PretrainConfig) -> BatchesConfig:
+def batches_config(config: PretrainConfig) -> DataConfig:
     """The batches' part of the configuration."""
-    return BatchesConfig(**{field.name: getattr(config, field.name) for field in fields(BatchesConfig)})
+    return DataConfig(**{field.name: getattr(config, field.name) for field in fields(DataConfig)})
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
@@ -329,10 +335,10 @@ def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.devic
     return [batches[number * len(batches) // wanted] for number in range(wanted)]
 
 
-def held_out_form(config: PretrainConfig) -> BatchesConfig:
+def held_out_form(config: PretrainConfig) -> DataConfig:
     """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
     length, rows = min(128, config.length), min(32, config.evaluation_rows)
-    return BatchesConfig(length=length, batch_size=rows, form="dense", whole_words=config.whole_words)
+    return DataConfig(length=length, batch_size=rows, form="dense", whole_word_masking=config.whole_word_masking)
 
 
 def most_rows(config: PretrainConfig) -> int:
@@ -344,7 +350,7 @@ def most_rows(config: PretrainConfig) -> int:
 def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
     """Say so where hardly any text is held out to measure on; raises where there is none."""
     form = held_out_form(config)
-    rows = Batches(shards, form, split="validation").packing_of(0)[0].rows
+    rows = BatchLoader(shards, form, split="validation").packing_of(0)[0].rows
     measured, wanted = rows // form.batch_size * form.batch_size or rows, config.evaluation_rows
     if rows < FEW_ROWS:
         told = f"only {rows} rows of text are held out in {shards.folder}: measures on them say little"
@@ -377,7 +383,7 @@ def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Ten
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 
 
-def start_at_unigram(model: Electra, unigram: Tensor) -> None:
+def set_unigram_output_bias(model: Electra, unigram: Tensor) -> None:
     """Make the frequencies of tokens the first guesses of whatever guesses tokens; none of them is quite zero."""
     for part in (model.generator, model.discriminator):
         if isinstance(part, Generator):  # correctors are, too
@@ -393,7 +399,7 @@ def settle_segments(model: nn.Module) -> None:
                 module.segment.weight.copy_(module.segment.weight[:1].expand_as(module.segment.weight))
 
 
-def start_with_waves(model: nn.Module) -> None:
+def set_sinusoidal_positions(model: nn.Module) -> None:
     """Sines and cosines as first positions, as large as the noise in whose place they are."""
     for module in model.modules():
         if not isinstance(module, Encoder) or not isinstance(module.embeddings, Embeddings):
@@ -401,7 +407,7 @@ def start_with_waves(model: nn.Module) -> None:
         if module.embeddings.base is None:  # differences from a base start at zero
             table = module.embeddings.position.weight
             with torch.no_grad():
-                table.copy_(waves(*table.shape) * module.config.initial_std * 2**0.5)
+                table.copy_(waves(*table.shape) * module.config.init_std * 2**0.5)
 
 
 def waves(positions: int, width: int) -> Tensor:
@@ -427,7 +433,7 @@ def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estima
         length=config.length,
         masked=slots(config.length, config),
         row_flops=phase.row_flops(),
-        recomputes=config.recompute,
+        recomputes=config.activation_checkpointing,
         tokens_in_data=shards.index.totals("tokens")["train"],
         device=device,
         precision=choose_precision(config.precision, device),

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from electra.data.loader import BatchesConfig
+from electra.data.loader import DataConfig
 from electra.data.shards import Shards
 from electra.errors import ConfigError
 from electra.model.config import check_length
@@ -31,7 +31,7 @@ BUDGETS = ("steps", "tokens", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
+class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
     The machine may die at any moment: --output and --resume go on with the run, and end with the same weights.
@@ -48,8 +48,8 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     objective: ObjectiveName = "rtd"
     """rtd: the generator fills blanks, the discriminator finds its fills; electra-15: it is asked about masked tokens
     only; replace-mlm: what stands in its place predicts the masked tokens behind the fills; all-tokens-mlm: the same of
-    every token, or copies it; mlm: a masked language model of its size (BERT, whose masks are --mask-share .8
-    --random-share .1); adversarial: the generator is paid what its fills cost the discriminator; frozen-rtd: the
+    every token, or copies it; mlm: a masked language model of its size (BERT, whose masks are --mask-token-probability .8
+    --random-token-probability .1); adversarial: the generator is paid what its fills cost the discriminator; frozen-rtd: the
     generator no longer learns (stage two of two-stage training)."""
     generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
     """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
@@ -59,13 +59,13 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     `objective=mlm objective=frozen-rtd`. A phase may have share (of the budget), objective, length, batch-size,
     micro-batches, learning-rate, mask-fraction and temperature. The learning rate has one schedule over neighbouring
     phases of one objective; where the objective changes, schedule and optimizer start afresh."""
-    hands_over: bool = True
+    init_discriminator_from_generator: bool = True
     """With phases: a discriminator that was not there before starts with the generator's weights; both need one size.
     Without, it starts afresh, and may then fail to learn."""
-    starts_at_unigram: bool = False
+    unigram_output_bias: bool = False
     """Give the generator's output the frequencies of tokens to start from, which it learns first anyway: the
     discriminator then has real work from the first step."""
-    starts_with_waves: bool = False
+    sinusoidal_positions: bool = False
     """Start the position table as waves of many lengths instead of noise: what stands beside a token is then a simple
     turn away, and context is learnt from sooner. It is trained like any table."""
     steps: int | None = None
@@ -86,7 +86,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     (torch.compile) and recorded (CUDA graphs)."""
     compile: bool = False
     """Compile where it is not done anyway, on a CPU or with --plain: that takes a minute, and gains little on a CPU."""
-    recompute: bool = False
+    activation_checkpointing: bool = False
     """Gradient checkpointing: keep less for the backward pass and compute it again; less memory, a third more time."""
     device: Device = "auto"
     """auto: the GPU where there is one."""
@@ -100,14 +100,25 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
     """Print the result as JSON."""
 
     FREE: ClassVar = {  # what may differ when a run is resumed: nothing that changes the weights
-        *("data", "output", "resume", "json", "dry_run", "device", "plain", "compile", "recompute", "micro_batches"),
-        *("resident", "log_every", "evaluate_every", "save_every", "keep", "most_skipped", "evaluation_rows"),
+        *(
+            "data",
+            "output",
+            "resume",
+            "json",
+            "dry_run",
+            "device",
+            "plain",
+            "compile",
+            "activation_checkpointing",
+            "micro_batches",
+        ),
+        *("data_on_gpu", "log_every", "evaluate_every", "save_every", "keep", "max_nonfinite_steps", "evaluation_rows"),
     }
 
     def __post_init__(self) -> None:
         if self.init is not None and self.branch_from is not None:
             raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
-        for part in (TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfig):
+        for part in (TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
             part.__post_init__(self)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -118,8 +129,10 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, BatchesConfig, InitialConfi
             raise ConfigError(f"evaluation_rows is {self.evaluation_rows}; it must be at least 1")
         if self.batch_size % self.micro_batches:
             raise ConfigError(f"{self.batch_size} rows do not divide into {self.micro_batches} micro-batches")
-        if self.starts_with_waves and self.style == "modern":
-            raise ConfigError("starts_with_waves fills the position table, and the modern style has none; leave it out")
+        if self.sinusoidal_positions and self.style == "modern":
+            raise ConfigError(
+                "sinusoidal_positions fills the position table, and the modern style has none; leave it out"
+            )
         read_phases(self.phases)
 
     @classmethod
@@ -280,7 +293,11 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
             f"(--phases objective=mlm objective={objectives[0]} {two_stage_flags(config)}), or give one with --init"
         )
     if any(kind.is_frozen for kind in kinds) and config.sharing != "none":
-        flags = "--sharing none" if kinds[0].head or not config.hands_over else two_stage_flags(config)
+        flags = (
+            "--sharing none"
+            if kinds[0].head or not config.init_discriminator_from_generator
+            else two_stage_flags(config)
+        )
         raise ConfigError(f"--sharing {config.sharing} would move a frozen generator; add {flags}")
     if not config.has_begun():
         refuse_idle_settings(config, objectives)
@@ -300,8 +317,10 @@ def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]
     if is_given and config.objective not in objectives:
         raise ConfigError(f"--objective {config.objective} is that of no phase in --phases; leave it out")
     heads = [OBJECTIVES[name].head for name in objectives]
-    if not config.hands_over and (heads[0] or not any(heads)):
-        raise ConfigError("--no-hands-over is for --phases that bring in a discriminator, and none does; leave it out")
+    if not config.init_discriminator_from_generator and (heads[0] or not any(heads)):
+        raise ConfigError(
+            "--no-init-discriminator-from-generator is for --phases that bring in a discriminator, and none does; leave it out"
+        )
     if config.branch_from is None:
         refuse_unread_settings(config, objectives, heads)
         refuse_idle_rates(config)
@@ -324,13 +343,15 @@ def refuse_unread_settings(config: PretrainConfig, objectives: list[ObjectiveNam
         unread += ["generator_width", "generator_layers", "temperature", "disallow_correct"]
         unread += ["sharing"] if config.init is None else []  # else it may be the folder's
     if "verdict" not in heads:
-        unread += ["discriminator_weight", "right_guess"]
+        unread += ["discriminator_weight", "correct_sample_label"]
     for setting in unread:
         if (came := getattr(config, setting)) not in (getattr(PretrainConfig, setting), "none"):
             told = " and ".join(dict.fromkeys(objectives))
             raise ConfigError(f"{setting} is {came}, which {told} does not look at; leave it out")
-    if config.disallow_correct and config.right_guess == "replaced":
-        raise ConfigError("--disallow-correct leaves no right guesses to count as replaced; leave out --right-guess")
+    if config.disallow_correct and config.correct_sample_label == "replaced":
+        raise ConfigError(
+            "--disallow-correct leaves no right guesses to count as replaced; leave out --correct-sample-label"
+        )
 
 
 def refuse_lost_parts(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
@@ -402,13 +423,15 @@ def refuse_hand_over(phases: list[Phase]) -> None:
             raise ConfigError(
                 f"the discriminator cannot start with the weights of a generator {ours.width} wide and {ours.layers} "
                 f"deep: it is {theirs.width} and {theirs.layers}; give both one size (--generator-width "
-                f"{theirs.width}), or let it start afresh with --no-hands-over"
+                f"{theirs.width}), or let it start afresh with --no-init-discriminator-from-generator"
             )
         if after.model.sharing == "disentangled":
-            raise ConfigError("sharing=disentangled hands over tables by itself; choose another, or --no-hands-over")
+            raise ConfigError(
+                "sharing=disentangled hands over tables by itself; choose another, or --no-init-discriminator-from-generator"
+            )
 
 
 def starts_discriminator(before: Phase, after: Phase) -> bool:
     """Whether the discriminator is new in a phase and starts with the generator's weights."""
     is_new = before.model.discriminator is None and after.model.discriminator is not None
-    return is_new and after.config.hands_over
+    return is_new and after.config.init_discriminator_from_generator

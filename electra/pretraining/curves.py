@@ -17,10 +17,10 @@ PRETRAINING: Panels = (  # train and held-out curves share a panel only where th
     ("held out: MLM loss of the generator", (("validation", "mlm_loss"),)),
     (
         "held out: discriminator or corrector",
-        (("validation", "rtd_loss"), ("validation", "frozen_loss"), ("validation", "corrector_loss")),
+        (("validation", "rtd_loss"), ("validation", "unigram_rtd_loss"), ("validation", "corrector_loss")),
     ),
-    ("area under the curve", (("validation", "rtd_auc"), ("validation", "frozen_auc"))),
-    ("accuracy and right samples", (("validation", "mlm_accuracy"), ("validation", "samples_right"))),
+    ("area under the curve", (("validation", "rtd_auc"), ("validation", "unigram_rtd_auc"))),
+    ("accuracy and right samples", (("validation", "mlm_accuracy"), ("validation", "sample_accuracy"))),
     ("learning rate", (("train", "learning_rate"),)),
     ("tokens a second", (("train", "tokens_per_second"),)),
 )

@@ -41,7 +41,7 @@ def models_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
 
 def encoder_in_words(name: str, encoder: EncoderConfig) -> str:
     """Its size, what its layers see where that is not all, and its dropout where it has any."""
-    every, window = encoder.global_every, encoder.local_attention
+    every, window = encoder.global_attention_every, encoder.local_attention
     seen = f", all but one in {every} layers with a window of {window} tokens" if every > 1 else ""
     dropped = f", dropout {encoder.dropout:g}" if encoder.dropout else ""
     return f"{name} of {encoder.layers} layer{'s' * (encoder.layers > 1)}, {encoder.width} wide{seen}{dropped}"

@@ -43,7 +43,9 @@ class Estimate:
         if self.device == "cpu" and self.minutes > 24 * 60:
             lines.append("a CPU is slow for this: try --size tiny, fewer --steps, or --minutes")
         if self.memory_bytes > self.available_bytes:
-            lines.append("it may not fit: take the batch in pieces with --micro-batches, or use --recompute")
+            lines.append(
+                "it may not fit: take the batch in pieces with --micro-batches, or use --activation-checkpointing"
+            )
         return "\n".join(lines)
 
 

@@ -65,7 +65,7 @@ class InitialConfig(ModelConfig):
             generator = self.with_dropout(generator_size(source))
         else:
             generator = self.generator(discriminator, size_of(self.size).generator_share)
-            if self.starts_by_width:
+            if self.scale_init_by_width:
                 generator, discriminator = started_by_width(generator), started_by_width(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
@@ -155,12 +155,12 @@ class Start:
 
     def put_into(self, electra: Electra) -> None:
         """Overwrite the weights of a pair, or of the one part that is there, with these."""
-        discriminator = electra.discriminator or electra.the_generator()
+        discriminator = electra.discriminator or electra.require_generator()
         embeddings = discriminator.encoder.embeddings
         if self.generator is not None:
-            put(self.generator, electra.the_generator())
+            put(self.generator, electra.require_generator())
         elif embeddings.base is not None:  # a new generator shares the tables that are there
-            put(self.discriminator, electra.the_generator(), only="encoder.embeddings.")
+            put(self.discriminator, electra.require_generator(), only="encoder.embeddings.")
         put(self.discriminator, discriminator)
         if embeddings.base is not None:
             subtract_base(embeddings, embeddings.base)

@@ -13,7 +13,7 @@ FAITHFUL: dict[str, Any] = {
     "schedule": "released",  # the decay already runs during the warm-up
     "warmup": 10_000,  # steps
     "weight_decay": 0.01,
-    "mask_share": 0.85,  # of the chosen positions; the rest keeps its token
+    "mask_token_probability": 0.85,  # of the chosen positions; the rest keeps its token
     "mask_count": "released",
     "form": "paper",  # two segments, padding
     "dropout": 0.1,
@@ -25,12 +25,12 @@ FAST: dict[str, Any] = {
     "schedule": "linear",
     "warmup": 0.1,  # post-norm layers that are hurried at first never recover
     "weight_decay": 0.01,
-    "mask_share": 1.0,  # every chosen position is a blank: more to learn from
+    "mask_token_probability": 1.0,  # every chosen position is a blank: more to learn from
     "mask_count": "released",
     "form": "dense",  # no padding: every position is a token
-    "starts_by_width": True,  # 0.02 was chosen for 768 wide; narrow generators learnt sooner from more in short trials
-    "starts_at_unigram": True,  # saves the steps in which only frequencies are learnt
-    "starts_with_waves": True,  # what stands beside a token is found sooner
+    "scale_init_by_width": True,  # 0.02 was chosen for 768 wide; narrow generators learnt sooner from more in short trials
+    "unigram_output_bias": True,  # saves the steps in which only frequencies are learnt
+    "sinusoidal_positions": True,  # what stands beside a token is found sooner
     "dropout": 0.0,  # a short run never sees the text often enough to overfit
 }
 
@@ -38,7 +38,7 @@ RECIPES = {"faithful": FAITHFUL, "fast": FAST}
 
 BY_STYLE: dict[str, dict[str, Any]] = {
     "classic": {},
-    "modern": {"starts_with_waves": False},  # positions turn: there is no table to fill
+    "modern": {"sinusoidal_positions": False},  # positions turn: there is no table to fill
 }
 
 BY_SIZE: dict[str, dict[str, dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from electra.plotting import empty_figure
 from electra.report.runs import Run
 
 COSTS = (("flops", "FLOPs"), ("minutes", "minutes of training"))
-CURVES = {"loss": "held-out loss", "mlm_loss": "held-out MLM loss of the generator", "frozen_auc": "frozen AUC"}
+CURVES = {"loss": "held-out loss", "mlm_loss": "held-out MLM loss of the generator", "unigram_rtd_auc": "frozen AUC"}
 SCORE = "score"
 
 

@@ -19,7 +19,7 @@ from electra.pretraining.recipes import settings_for
 from electra.report.costs import stored
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.logging import METRICS, read_lines
-from electra.training.trainer import Place
+from electra.training.trainer import TrainState
 
 LOWER = ("loss",)  # how measures end that are better when they are lower
 HIGHER = ("accuracy", "precision", "recall", "auc")
@@ -152,12 +152,12 @@ def in_words(name: str, value: Any) -> str:
     return f"{flag} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
-def last_place(folder: Path, phases: list[Phase]) -> Place:
+def last_place(folder: Path, phases: list[Phase]) -> TrainState:
     """Where a run ended; raises if its budget is not spent."""
     found = checkpoint_folders(folder)
     if not found:
         raise DataError("unfinished: it has no checkpoint yet")
-    place = Place(**read_json(found[-1] / STATE)["place"])
+    place = TrainState(**read_json(found[-1] / STATE)["place"])
     if (number := phase_of(found[-1]) + 1) < len(phases):
         raise DataError(f"unfinished: in phase {number} of {len(phases)}; go on with it by electra pretrain --resume")
     share = phases[-1].stage.share(place.step - place.start_step, place.seconds - place.start_seconds)
@@ -166,7 +166,7 @@ def last_place(folder: Path, phases: list[Phase]) -> Place:
     return place
 
 
-def ends_of(phases: list[Phase], place: Place, lines: list[dict[str, Any]]) -> list[float]:
+def ends_of(phases: list[Phase], place: TrainState, lines: list[dict[str, Any]]) -> list[float]:
     """The steps at which the phases of a finished run ended, told from its end; a trunk counts as the first's."""
     after = [phases[number + 1 :] for number in range(len(phases))]
     if phases[-1].budget.steps is not None:

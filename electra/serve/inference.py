@@ -55,16 +55,16 @@ class Model:
         """How surely each token of `text` was replaced."""
         if self.electra.discriminator is not None and not self.has_head:
             raise ConfigError("this model came as a bare encoder, without a discriminator's head; it can only embed")
-        ids, tokens, is_truncated = self.encode(text, self.electra.the_discriminator().encoder)
+        ids, tokens, is_truncated = self.encode(text, self.electra.require_discriminator().encoder)
         with torch.no_grad():
-            verdicts = self.electra.the_discriminator()(ids)[0].sigmoid()
+            verdicts = self.electra.require_discriminator()(ids)[0].sigmoid()
         return Detected(tokens, [round(verdict, 4) for verdict in verdicts.tolist()], is_truncated)
 
     def fill(self, text: str, count: int = 5) -> Filled:
         """The likeliest tokens for each [MASK] in `text`."""
         if count < 1:
             raise ConfigError(f"count is {count}; it must be at least 1")
-        encoder, mask_id = self.electra.the_generator().encoder, self.tokenizer.vocabulary.mask_id
+        encoder, mask_id = self.electra.require_generator().encoder, self.tokenizer.vocabulary.mask_id
         ids, tokens, is_truncated = self.encode(text, encoder)
         blanks = (ids[0] == mask_id).nonzero().flatten()
         if not len(blanks) and mask_id in self.tokenizer.library.encode(text).ids:
@@ -75,7 +75,7 @@ class Model:
         if not len(blanks):
             raise ConfigError("there is no [MASK] in the text; write one where a word is to be filled in")
         with torch.no_grad():
-            guesses = self.electra.the_generator()(ids, at=blanks[None])[0].softmax(1)  # [blanks, V]
+            guesses = self.electra.require_generator()(ids, at=blanks[None])[0].softmax(1)  # [blanks, V]
         best = guesses.topk(min(count, guesses.shape[1]), dim=1)
         return Filled(tokens, [self.blank(*row) for row in zip(blanks, *best, strict=True)], is_truncated)
 
@@ -103,7 +103,7 @@ class Model:
 
     def reader(self) -> Encoder:
         """The encoder whose hidden states a text is turned into."""
-        return (self.electra.discriminator or self.electra.the_generator()).encoder
+        return (self.electra.discriminator or self.electra.require_generator()).encoder
 
     def encode(self, text: str, encoder: Encoder) -> tuple[Tensor, list[str], bool]:
         """Token ids [1, L], the tokens as words, and whether the text was cut to the model's positions."""

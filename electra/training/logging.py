@@ -49,7 +49,7 @@ class Window:
         return self.seconds / max(1, self.timed_steps)
 
 
-class Journal:
+class MetricsLogger:
     """The metrics of a run, a line a time; what a killed run wrote after its last checkpoint is forgotten."""
 
     def __init__(self, run: Path, step: int) -> None:
@@ -99,7 +99,7 @@ def duration(minutes: float) -> str:
     return f"{minutes:.1f} minutes"
 
 
-class Bar:
+class ProgressBar:
     """A progress bar on standard error: share of the budget, step, time left, loss, tokens a second."""
 
     def __init__(self, is_quiet: bool = False) -> None:
@@ -110,7 +110,7 @@ class Bar:
         )
         self.task = self.progress.add_task("", total=1.0)
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "ProgressBar":
         self.progress.start()
         return self
 

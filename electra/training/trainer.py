@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
-from electra.kernels.cuda_graph import Recorder
+from electra.kernels.cuda_graph import GraphedStep
 from electra.objectives.losses import Counts, Losses, total
 from electra.training.checkpoint import (
     checkpoint_folders,
@@ -21,7 +21,7 @@ from electra.training.checkpoint import (
     read_state,
     save_checkpoint,
 )
-from electra.training.logging import Bar, Journal, Window, duration
+from electra.training.logging import MetricsLogger, ProgressBar, Window, duration
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
 from electra.training.signals import stop_signals
 
@@ -43,12 +43,12 @@ class TrainerConfig(OptimizerConfig):
     """Steps between checkpoints; five minutes of training are the longest."""
     keep: int = 3
     """Checkpoints kept: the last so many, and the best."""
-    most_skipped: int = 20
+    max_nonfinite_steps: int = 20
     """A step whose loss or gradient is not finite is skipped; after so many the run stops."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("micro_batches", "log_every", "evaluate_every", "save_every", "keep", "most_skipped"):
+        for name in ("micro_batches", "log_every", "evaluate_every", "save_every", "keep", "max_nonfinite_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -84,7 +84,7 @@ class Rows(Protocol):
     def pieces(self, count: int) -> list[Any]: ...
 
 
-class Lesson(Protocol):
+class TrainingTask(Protocol):
     """What a trainer is given: a model, batches and their losses, measures, and a way to write the model down."""
 
     @property
@@ -102,7 +102,7 @@ class Lesson(Protocol):
 
 
 @dataclass
-class Place:
+class TrainState:
     """Where a run stands."""
 
     step: int = 0
@@ -116,7 +116,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """How a run ended."""
 
     run: str
@@ -155,7 +155,7 @@ class Trainer:
 
     def __init__(
         self,
-        lesson: Lesson,
+        lesson: TrainingTask,
         config: TrainerConfig,
         budget: Budget,
         run: Path,
@@ -169,7 +169,7 @@ class Trainer:
         self.optimizers = build_optimizers(lesson.model, config, lesson.rate_share)
         self.records = records  # steps are CUDA graphs: batches have few shapes
         self.is_quiet = is_quiet  # no bar: others report what this run does
-        self.place = Place()
+        self.place = TrainState()
         self.measures: dict[str, float] = {}
         self.window = Window()  # since the last line of metrics
         self.unseen = Window()  # since the last line that was shown
@@ -180,7 +180,7 @@ class Trainer:
         """Go on from a checkpoint."""
         state = load_checkpoint(checkpoint, self.lesson.model, self.optimizers)
         self.lesson.restore(state["lesson"])
-        self.place = Place(**state["place"])
+        self.place = TrainState(**state["place"])
 
     def branch(self, checkpoint: Path) -> None:
         """Go on from a checkpoint of another run; the budget counts from there."""
@@ -191,19 +191,19 @@ class Trainer:
         """Go on where another lesson's training ended, with new optimizers; this lesson has taken over the weights."""
         state = read_state(checkpoint)
         self.lesson.restore(state["lesson"])
-        self.place = Place(**state["place"])
+        self.place = TrainState(**state["place"])
         self.start_budget()
 
     def start_budget(self) -> None:
         """Count the budget from here."""
         step, seconds = self.place.step, self.place.seconds
-        self.place = Place(step, self.place.tokens, seconds, start_step=step, start_seconds=seconds)
+        self.place = TrainState(step, self.place.tokens, seconds, start_step=step, start_seconds=seconds)
 
-    def train(self) -> Outcome:
+    def train(self) -> TrainResult:
         """Steps, until the budget is spent or a signal asks to stop."""
-        self.journal, self.saved_at = Journal(self.run, self.place.step), self.place.seconds
+        self.journal, self.saved_at = MetricsLogger(self.run, self.place.step), self.place.seconds
         self.step = self.recorded_step() if self.records else self.compute
-        with stop_signals(self.is_quiet) as asked, Bar(self.is_quiet) as self.bar:
+        with stop_signals(self.is_quiet) as asked, ProgressBar(self.is_quiet) as self.bar:
             if not self.is_over():
                 begin = f"step {self.place.step:,} on" if self.place.step else "the start"
                 self.bar.say(f"training from {begin}")
@@ -275,11 +275,11 @@ class Trainer:
         """The groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def recorded_step(self) -> Recorder:
+    def recorded_step(self) -> GraphedStep:
         """The step as a recording, which reads learning rates from the device."""
         for group in self.groups():
             group["lr"] = torch.tensor(0.0, device=group["params"][0].device)
-        return Recorder(self.compute)
+        return GraphedStep(self.compute)
 
     def compute(self, batch: Rows) -> dict[str, Tensor]:
         """The step itself: losses, gradients, update."""
@@ -368,7 +368,7 @@ class Trainer:
     def skip(self, count: int) -> None:
         """Count steps that were not taken; too many end the run."""
         self.place.skipped += count
-        if self.place.skipped >= self.config.most_skipped:
+        if self.place.skipped >= self.config.max_nonfinite_steps:
             saved = checkpoint_folders(self.run)
             left = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before"
             raise TrainingError(
@@ -417,12 +417,12 @@ class Trainer:
         prune_checkpoints(self.run, self.config.keep, place.best)
         return folder
 
-    def outcome(self, checkpoint: Path, signal: int) -> Outcome:
+    def outcome(self, checkpoint: Path, signal: int) -> TrainResult:
         """How the run ended."""
         place = self.place
         numbers = (place.step, place.tokens, place.seconds, place.skipped)
         was_finished = not signal and not self.is_warm  # no step was taken
-        return Outcome(str(self.run), str(checkpoint), *numbers, self.measures, signal, was_finished)
+        return TrainResult(str(self.run), str(checkpoint), *numbers, self.measures, signal, was_finished)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
