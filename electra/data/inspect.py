@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tyro.conf import Positional
 
+from electra.config import Positional
 from electra.data.files import PARTIAL
 from electra.data.packing import DensePacking, Permutation
 from electra.data.ring import Ring

@@ -4,8 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
+from electra.config import Positional
 from electra.data.files import write_whole
 from electra.errors import ConfigError, DataError
 from electra.finetuning.glue import markdown
