@@ -20,7 +20,8 @@ from electra.huggingface import modernbert
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.sizes import BASE, SMALL
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
+from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_tensors
+from electra.runfolder import read_json
 
 Tensors = dict[str, Tensor]
 

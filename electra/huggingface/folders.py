@@ -22,10 +22,10 @@ from electra.model.storage import (
     is_huggingface,
     load_model,
     model_config,
-    read_json,
     read_names,
     read_tensors,
 )
+from electra.runfolder import read_json
 
 
 def sizes_in(folder: Path) -> dict[str, EncoderConfig]:

@@ -11,8 +11,9 @@ from electra.errors import ConfigError, DataError
 from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig
 from electra.model.sizes import ModelConfig, Size, size_as_wide
-from electra.model.storage import CONFIG, listed, model_config, read_json, tokenizer_beside
+from electra.model.storage import CONFIG, model_config, tokenizer_beside
 from electra.pretraining.phases import read_phases
+from electra.runfolder import join_names, read_json
 from electra.training.checkpoint import CHECKPOINTS, STATE, model_folder, read_state
 
 MEMORY = "optimizer"  # what it remembers is of no use to another
@@ -99,7 +100,9 @@ def refuse_other_trunk(trunk: Path, model: ElectraConfig, optimizer: str, shards
         differing = [PARTS]
     if differing:
         told = [f"{name} was {before[name]} and is now {after[name]}" for name in differing]
-        raise ConfigError(f"--branch-from {trunk} goes on as it was: {listed(told)}; leave out the flags that say so")
+        raise ConfigError(
+            f"--branch-from {trunk} goes on as it was: {join_names(told)}; leave out the flags that say so"
+        )
 
 
 def shape_of(pair: ElectraConfig) -> dict[str, Any]:

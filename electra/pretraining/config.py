@@ -15,13 +15,14 @@ from electra.model.config import check_length
 from electra.model.electra import ElectraConfig, Head
 from electra.model.flops import training_flops
 from electra.model.sizes import size_of
-from electra.model.storage import CONFIG, model_config, read_json
+from electra.model.storage import CONFIG, model_config
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.pretraining.branch import refuse_other_trunk, trunk_settings
 from electra.pretraining.initialize import FRESH, InitialConfig, Start, initial_settings, read_start, require_tokenizers
 from electra.pretraining.phases import read_phases
 from electra.pretraining.recipes import Recipe, settings_for
+from electra.runfolder import read_json
 from electra.training.checkpoint import checkpoint_folders
 from electra.training.hardware import Device, Precision
 from electra.training.trainer import Budget, TrainerConfig
