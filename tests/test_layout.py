@@ -19,7 +19,7 @@ STAGES = [
     "export",
     "serve",
 ]
-FLOW = ["errors", "random", "plotting", "runfolder", *STAGES]
+FLOW = ["errors", "config", "random", "plotting", "runfolder", *STAGES]
 FLOW += ["__init__", "demo", "boxes", "words", "cli", "__main__"]
 
 
