@@ -48,7 +48,7 @@ def fresh_model(vocab: Path, folder: Path, size: str) -> Path:
     tokenizer = load_tokenizer(vocab)
     tokenizer.save(folder / "tokenizer")
     torch.manual_seed(0)
-    electra = Electra(ModelConfig(size=size).electra(tokenizer.vocabulary.size, tokenizer.vocabulary.pad_id))
+    electra = Electra(ModelConfig(size=size).electra_config(tokenizer.vocabulary.size, tokenizer.vocabulary.pad_id))
     save_model(electra, folder / "fresh", folder / "tokenizer")
     export(ExportConfig(model=folder / "fresh", output=folder / "huggingface"))
     return folder / "huggingface"

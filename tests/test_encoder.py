@@ -10,7 +10,7 @@ from torch import nn
 from electra.errors import ConfigError
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
-from electra.model.heads import DiscriminatorHead
+from electra.model.heads import RTDHead
 
 TEXT = torch.tensor([[2, 11, 12, 3]])
 
@@ -161,7 +161,7 @@ def test_modern_encoders_have_no_biases():
 
 def test_weights_start_as_released():
     torch.manual_seed(0)
-    encoder = Encoder(EncoderConfig(layers=1, vocabulary=5000))
+    encoder = Encoder(EncoderConfig(layers=1, vocab_size=5000))
     table = encoder.embeddings.token.weight
     assert table.abs().max() <= 0.04  # truncated at two standard deviations
     assert table.std().item() == pytest.approx(0.0176, abs=0.0005)  # 0.02 less its tails
@@ -199,7 +199,7 @@ def test_hidden_states_are_dropped_after_embeddings_attention_and_feed_forward(p
 
 def test_a_verdict_starts_as_released():
     torch.manual_seed(0)
-    verdict = DiscriminatorHead(EncoderConfig()).verdict.weight
+    verdict = RTDHead(EncoderConfig()).classifier.weight
     glorot = (6 / (256 + 1)) ** 0.5
     assert 0.9 * glorot < verdict.abs().max() <= glorot
 

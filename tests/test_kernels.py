@@ -65,7 +65,7 @@ def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
 def small_encoder(style: str, **own: int) -> Encoder:
     """An encoder whose parameters all matter."""
     torch.manual_seed(0)
-    sizes = {"layers": 2, "width": 64, "heads": 2, "feedforward": 96, "embedding_width": 32, "vocabulary": 60}
+    sizes = {"layers": 2, "width": 64, "heads": 2, "feedforward": 96, "embedding_width": 32, "vocab_size": 60}
     encoder = Encoder(EncoderConfig(style=style, dropout=0.0, attention_dropout=0.0, **sizes, **own))
     for name, parameter in encoder.named_parameters():
         if parameter.dim() == 1:
@@ -145,9 +145,9 @@ def test_a_bias_of_queries_keys_and_values_gets_its_gradient(few_programs):
 def test_a_step_has_the_same_losses_and_gradients(both_ways, few_programs, style, objective):
     vocabulary, needs = Vocabulary(size=300), OBJECTIVES[objective]
     sizes = {"layers": 1, "heads": 1, "width": 32, "feedforward": 48, "embedding_width": 16, "positions": 32}
-    size = EncoderConfig(style=style, vocabulary=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
+    size = EncoderConfig(style=style, vocab_size=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
     torch.manual_seed(0)
-    kinds = {"head": needs.head or "verdict", "has_baseline": needs.has_baseline}
+    kinds = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline}
     parts = (
         {"discriminator": size, "sharing": "embeddings"} if needs.head else {"discriminator": None, "sharing": "none"}
     )

@@ -21,7 +21,7 @@ from electra.data.loader import DataConfig, validation_batches
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.huggingface.convert import folded
+from electra.huggingface.convert import merge_embedding_delta
 from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.pretraining.command import (
     PretrainingTask,
@@ -108,8 +108,8 @@ def test_curves_of_training_and_held_out_text_share_a_panel_only_if_they_are_of_
     [
         ({}, " replaced, says the discriminator |"),
         ({"objective": "mlm"}, ""),
-        ({"objective": "replace-mlm"}, " stood there, says the corrector |"),
-        ({"objective": "all-tokens-mlm"}, " stood there, says the corrector |"),
+        ({"objective": "replace-mlm"}, " predicted original |"),
+        ({"objective": "all-tokens-mlm"}, " predicted original |"),
         ({"generator_kind": "uniform", "generator_width": None}, " replaced, says the discriminator |"),
     ],
     ids=lambda given: ",".join(map(str, given.values())) if isinstance(given, dict) else None,
@@ -247,7 +247,7 @@ def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
     assert weights(broken.output) == weights(unbroken.output)
 
 
-@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "corrector")])
+@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "replace_mlm")])
 def test_whoever_guesses_tokens_may_start_at_their_frequencies(settings_of_run, objective, who):
     losses = []
     for start in (False, True):
@@ -284,7 +284,7 @@ def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of
     def segments(form: str) -> torch.Tensor:
         config = settings_of_run(form, form=form, sharing=sharing, steps=3)
         pretrain(config)
-        return folded(load_model(model_folder(config.output)).discriminator.state_dict())[
+        return merge_embedding_delta(load_model(model_folder(config.output)).discriminator.state_dict())[
             "encoder.embeddings.segment.weight"
         ]
 

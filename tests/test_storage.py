@@ -117,15 +117,6 @@ def test_a_missing_setting_is_never_guessed(folder, name):
         load_model(folder)
 
 
-def test_a_folder_from_before_there_were_styles_is_classic(folder, make_pair):
-    config = json.loads((folder / "config.json").read_text())
-    for part in ("generator", "discriminator"):
-        for name in ("style", "global_attention_every", "local_attention", "global_theta", "local_theta"):
-            del config["model"][part][name]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert load_model(folder).config == make_pair().config
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -134,10 +125,19 @@ def test_a_folder_from_before_there_were_styles_is_classic(folder, make_pair):
         ('{"model": null}', "these are not the settings of a model: None"),
         ('{"model": []}', r"these are not the settings of a model: \[\]"),
         ('{"model": "x"}', "these are not the settings of a model: 'x'"),
-        ('{"model": {"generator": null}}', "'discriminator', 'sharing' is missing or unknown"),
-        ('{"model": {"generator": 0, "discriminator": null, "sharing": "none"}}', "generator: these are not .*: 0"),
-        ('{"model": {"generator": {}, "discriminator": null, "sharing": "none"}}', "generator: 'attention_dropout', "),
-        ('{"model": {"generator": null, "discriminator": null, "sharing": []}}', r"there is no sharing \[\]"),
+        ('{"model": {"generator": null}}', "'discriminator', 'has_baseline', 'head', 'sharing' is missing or unknown"),
+        (
+            '{"model": {"generator": 0, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
+            "generator: these are not .*: 0",
+        ),
+        (
+            '{"model": {"generator": {}, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
+            "generator: 'attention_dropout', ",
+        ),
+        (
+            '{"model": {"generator": null, "discriminator": null, "sharing": [], "head": "rtd", "has_baseline": false}}',
+            r"there is no sharing \[\]",
+        ),
     ],
 )
 def test_a_config_that_describes_no_model_is_refused(folder, text, sentence):

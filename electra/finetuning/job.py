@@ -21,7 +21,7 @@ from electra.finetuning.plots import draw_confusion
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels.master_weights import WorkingCopy
 from electra.model.config import EncoderConfig, Pooling, check_length
-from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
+from electra.model.storage import load_model_tokenizer, read_json, write_json, write_tensors, written_whole
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.pretraining.branch import longest_row
 from electra.pretraining.curves import Panels, draw_curves
@@ -180,7 +180,7 @@ class FinetuningTask:
         start = load_pretrained(config.model, config.dropout)
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
-        self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.vocabulary), cache
+        self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
         self.model = new_model(start, task.outputs, config.pooling, seed=seed).to(self.device)
         self.working = WorkingCopy(self.model, self.precision)
         self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id

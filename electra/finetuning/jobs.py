@@ -22,8 +22,8 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.gpu_sharing import shared_gpu
 from electra.finetuning.job import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
 from electra.finetuning.tasks import HUB, Task
-from electra.huggingface.convert import architecture_of
-from electra.model.storage import CONFIG, WEIGHTS, is_huggingface, read_json, write_json
+from electra.huggingface.convert import get_architecture
+from electra.model.storage import CONFIG, WEIGHTS, is_huggingface_folder, read_json, write_json
 from electra.training.checkpoint import model_folder
 from electra.training.hardware import choose_device
 
@@ -152,8 +152,8 @@ def advice_on(output: Path, finished: list[Path]) -> str:
         return f"choose one of the tasks in it: {', '.join(tasks)}"
     if is_fine_tuning(output):
         return "it is not finished: the same electra finetune command goes on"
-    if (output / CONFIG).exists() and is_huggingface(output):
-        architecture_of(read_json(output / CONFIG), output)  # says so where it is a classifier that was exported
+    if (output / CONFIG).exists() and is_huggingface_folder(output):
+        get_architecture(read_json(output / CONFIG), output)  # says so where it is a classifier that was exported
     return f"make one with: electra finetune --model {output} --train … --output … (or --task)"
 
 

@@ -25,7 +25,7 @@ from electra.finetuning.model import READINGS, FineTuned, load_finetuned
 from electra.finetuning.plots import confusion
 from electra.finetuning.tasks import Examples, Task, stream_examples, telling_line
 from electra.model.config import check_length
-from electra.model.storage import CONFIG, read_json, tokenizer_beside
+from electra.model.storage import CONFIG, load_model_tokenizer, read_json
 from electra.training.hardware import Device, Precision, choose_device, choose_precision
 
 Write = Callable[[dict[str, Any]], None]
@@ -132,7 +132,7 @@ class Answers:
         self.length: int = config.length or read_json(self.folders[0] / CONFIG).get("length", encoder.config.positions)
         check_length(self.length, encoder.config)
         self.batch, self.pad_id = config.batch, encoder.config.pad_id
-        self.tokenizer = tokenizer_beside(self.folders[0], encoder.config.vocabulary)
+        self.tokenizer = load_model_tokenizer(self.folders[0], encoder.config.vocab_size)
         self.rows = self.truncated = 0
 
     def chunks(self, path: Path, labelled: bool) -> Iterator[tuple[Examples, NDArray]]:

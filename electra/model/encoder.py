@@ -46,7 +46,7 @@ class TokenEmbeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocabulary, config.embedding_width, padding_idx=config.pad_id)
+        self.token = nn.Embedding(config.vocab_size, config.embedding_width, padding_idx=config.pad_id)
         self.base: TokenEmbeddings | None = None
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:

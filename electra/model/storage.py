@@ -24,7 +24,7 @@ from electra.data.files import finite, write_whole
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Discriminator, Electra, ElectraConfig
-from electra.model.heads import DiscriminatorHead
+from electra.model.heads import RTDHead
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -62,15 +62,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_model(folder: Path) -> Electra:
     """Read a model folder; weights keep their stored precision, and a head that is not there starts afresh."""
-    return assemble(model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    return build_model(read_model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
 
 
-def assemble(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
+def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
     """A model from its weights, which were read at `path`."""
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         electra = Electra(config)
     wanted = dict(electra.named_parameters())
-    is_headless = isinstance(electra.discriminator, Discriminator) and not has_head(weights)
+    is_headless = isinstance(electra.discriminator, Discriminator) and not has_rtd_head(weights)
     if is_headless:
         wanted = {name: weight for name, weight in wanted.items() if not name.startswith(HEAD)}
     check_tensors(weights, wanted, path)
@@ -83,23 +83,23 @@ def assemble(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> E
 def give_head(discriminator: Discriminator) -> None:
     """Give a discriminator a new head in its encoder's precision, drawn from torch's random state: seed that first."""
     encoder = discriminator.encoder
-    discriminator.head = DiscriminatorHead(encoder.config).to(next(encoder.parameters()).dtype)
+    discriminator.head = RTDHead(encoder.config).to(next(encoder.parameters()).dtype)
 
 
-def has_head(weights: Iterable[str]) -> bool:
+def has_rtd_head(weights: Iterable[str]) -> bool:
     """Whether there is a discriminator's head among weights; models taken from a bare encoder have none."""
     return any(name.startswith(HEAD) for name in weights)
 
 
-def is_huggingface(folder: Path) -> bool:
+def is_huggingface_folder(folder: Path) -> bool:
     """Whether a folder's config.json is one of `transformers`."""
     return "model_type" in read_json(folder / CONFIG)
 
 
-def model_config(folder: Path) -> ElectraConfig:
+def read_model_config(folder: Path) -> ElectraConfig:
     """The configuration in a model folder."""
     settings = read_json(folder / CONFIG)
-    if is_huggingface(folder):
+    if is_huggingface_folder(folder):
         raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
     if "task" in settings:
         raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")
@@ -193,7 +193,7 @@ def write_json(path: Path, table: dict[str, Any]) -> None:
     write_whole(path, (json.dumps(finite(table), indent=2) + "\n").encode())
 
 
-def tokenizer_beside(folder: Path, entries: int | None = None) -> TextTokenizer:
+def load_model_tokenizer(folder: Path, entries: int | None = None) -> TextTokenizer:
     """The tokenizer in a model folder, which must fit a table of so many entries."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")

@@ -18,14 +18,14 @@ from electra.data.shards import TOKENIZER, Shards, open_shards
 from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.kernels.master_weights import WorkingCopy
-from electra.model.electra import Electra, Generator
+from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder
 from electra.model.storage import (
     CONFIG,
     HEAD,
     WEIGHTS,
-    model_config,
     read_json,
+    read_model_config,
     read_tensors,
     write_json,
     write_model,
@@ -148,7 +148,7 @@ def phase_of(checkpoint: Path) -> int:
 
 def take_over(model: Electra, checkpoint: Path, init_discriminator_from_generator: bool) -> None:
     """Give a model the weights of the phase before, and a discriminator that was not there those of the generator."""
-    before, weights = model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
+    before, weights = read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_other_head = name.startswith(HEAD) and before.head != model.config.head
@@ -221,7 +221,7 @@ def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -
 def facts(record: dict[str, Any]) -> dict[str, Any]:
     """What a run is known by: its settings, and in words its data."""
     data, model = record["data"], record["model"]
-    entries = (model["generator"] or model["discriminator"])["vocabulary"]
+    entries = (model["generator"] or model["discriminator"])["vocab_size"]
     text = "{train:,} tokens with {validation:,} held out".format(**data["tokens"])
     tokenizer = f"one of {entries:,} entries ({data['tokenizer'][:8]})"
     return record["pretraining"] | {"the text in --data": text, "the tokenizer of --data": tokenizer}
@@ -386,7 +386,7 @@ def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Ten
 def set_unigram_output_bias(model: Electra, unigram: Tensor) -> None:
     """Make the frequencies of tokens the first guesses of whatever guesses tokens; none of them is quite zero."""
     for part in (model.generator, model.discriminator):
-        if isinstance(part, Generator):  # correctors are, too
+        if isinstance(part, MaskedLanguageModel):
             with torch.no_grad():
                 part.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
 

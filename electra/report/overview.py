@@ -12,7 +12,7 @@ from electra.finetuning.glue import markdown
 from electra.report.plots import draw_plots
 from electra.report.runs import Run, find_tables, read_run
 
-SHOWN = ("loss", "mlm_loss", "mlm_accuracy", "corrector_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
+SHOWN = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
 
 
 @dataclass(frozen=True, kw_only=True)
