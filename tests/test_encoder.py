@@ -86,7 +86,9 @@ def test_states_at_some_positions_are_those_of_all(either):
 
     every = either(text, document_ids=documents)
     places = at[:, :, None].expand(-1, -1, either.config.width)
-    torch.testing.assert_close(outcome(either(text, document_ids=documents, positions=at)), outcome(every.gather(1, places)))
+    torch.testing.assert_close(
+        outcome(either(text, document_ids=documents, positions=at)), outcome(every.gather(1, places))
+    )
 
 
 def test_the_last_layer_finishes_only_what_is_wanted(either):

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from electra.kernels import attention as short_rows
 from electra.kernels import library_attention as long_rows
-from electra.kernels.side_stream import WeightGradientStream
 from electra.kernels.gather import chosen, flat_places, put_back
 from electra.kernels.gelu import gelu_of_sum, gradients_of_gelu
 from electra.kernels.layernorm import gradients_of_norm_of_sum, norm_of_sum
 from electra.kernels.reductions import column_sums, sums_but_of_keys, sums_by_matrix
+from electra.kernels.side_stream import WeightGradientStream
 
 NO_WINDOW = -1
 

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from electra.kernels.side_stream import WeightGradientStream
 from electra.kernels.noise import scramble
 from electra.kernels.powers import LN2, LOG2E
 from electra.kernels.reductions import column_sums, tiles_of
+from electra.kernels.side_stream import WeightGradientStream
 from electra.random import BLOCK
 
 ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster

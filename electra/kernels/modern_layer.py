@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from electra.kernels import attention as short_rows
-from electra.kernels.side_stream import WeightGradientStream
 from electra.kernels.gather import chosen, put_back
 from electra.kernels.geglu import gated, gradient_of_gated
 from electra.kernels.prenorm import gradients_of_sum_and_norm, sum_and_norm
 from electra.kernels.reductions import column_sums
+from electra.kernels.side_stream import WeightGradientStream
 
 MATRICES = 5  # parameters of the first layer, which has no norm before its attention; others have one before these
 
