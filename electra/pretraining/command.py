@@ -217,9 +217,11 @@ class PretrainingTask:
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
         if self.is_fast:
-            from electra.kernels.side_stream import Detour  # imports torch's compiler, which takes a second or two
+            from electra.kernels.side_stream import (
+                GeneratorStream,  # imports torch's compiler, which takes a second or two
+            )
 
-            self.settings = replace(self.settings, detour=Detour())
+            self.settings = replace(self.settings, detour=GeneratorStream())
         if config.unigram_output_bias:
             set_unigram_output_bias(self.model, self.unigram)
         if config.sinusoidal_positions:
