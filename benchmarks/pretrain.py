@@ -269,11 +269,11 @@ def curves(side: Side, steps: int) -> dict[str, np.ndarray]:
 @torch.no_grad()
 def forward(setting: Setting, device: torch.device) -> Report:
     """Milliseconds of the discriminator's forward pass, ours and theirs with the same weights, taking turns."""
-    config = ModelConfig(size=setting.size).electra()
+    config = ModelConfig(size=setting.size).electra_config()
     ours = Electra(config).require_discriminator().to(device).eval()
     theirs = ElectraForPreTraining(their_config(config.discriminator)).to(device).eval()
     theirs.load_state_dict(to_huggingface(ours.state_dict(), ARCHITECTURES["ElectraForPreTraining"]))
-    text = torch.randint(config.discriminator.vocabulary, (setting.rows, setting.length), device=device)
+    text = torch.randint(config.discriminator.vocab_size, (setting.rows, setting.length), device=device)
     apart = (ours(text) - theirs(text).logits).abs().max().item()
     times = max(2, 64 // setting.rows)
     rounds = [[seconds_of(partial(model, text), times, device) for model in (ours, theirs)] for _ in range(ROUNDS)]

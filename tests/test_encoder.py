@@ -10,7 +10,7 @@ from torch import nn
 from electra.errors import ConfigError
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
-from electra.model.heads import DiscriminatorHead
+from electra.model.heads import RTDHead
 
 TEXT = torch.tensor([[2, 11, 12, 3]])
 
@@ -86,14 +86,16 @@ def test_states_at_some_positions_are_those_of_all(either):
 
     every = either(text, document_ids=documents)
     places = at[:, :, None].expand(-1, -1, either.config.width)
-    torch.testing.assert_close(outcome(either(text, document_ids=documents, at=at)), outcome(every.gather(1, places)))
+    torch.testing.assert_close(
+        outcome(either(text, document_ids=documents, positions=at)), outcome(every.gather(1, places))
+    )
 
 
 def test_the_last_layer_finishes_only_what_is_wanted(either):
     shapes = []
     for layer in either.layers:
         layer.feedforward.register_forward_hook(lambda module, given, found: shapes.append(tuple(found.shape[:2])))
-    either(torch.randint(5, 60, (3, 9)), at=torch.tensor([[8, 1]]).expand(3, -1))
+    either(torch.randint(5, 60, (3, 9)), positions=torch.tensor([[8, 1]]).expand(3, -1))
     assert shapes == [(3, 9)] * (len(either.layers) - 1) + [(3, 2)]
 
 
@@ -161,7 +163,7 @@ def test_modern_encoders_have_no_biases():
 
 def test_weights_start_as_released():
     torch.manual_seed(0)
-    encoder = Encoder(EncoderConfig(layers=1, vocabulary=5000))
+    encoder = Encoder(EncoderConfig(layers=1, vocab_size=5000))
     table = encoder.embeddings.token.weight
     assert table.abs().max() <= 0.04  # truncated at two standard deviations
     assert table.std().item() == pytest.approx(0.0176, abs=0.0005)  # 0.02 less its tails
@@ -199,7 +201,7 @@ def test_hidden_states_are_dropped_after_embeddings_attention_and_feed_forward(p
 
 def test_a_verdict_starts_as_released():
     torch.manual_seed(0)
-    verdict = DiscriminatorHead(EncoderConfig()).verdict.weight
+    verdict = RTDHead(EncoderConfig()).classifier.weight
     glorot = (6 / (256 + 1)) ** 0.5
     assert 0.9 * glorot < verdict.abs().max() <= glorot
 

@@ -13,9 +13,9 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
-from electra.huggingface.convert import folded, read_huggingface
+from electra.huggingface.convert import merge_embedding_delta, read_huggingface
 from electra.model.electra import Electra, ElectraConfig
-from electra.model.sizes import size_as_wide
+from electra.model.sizes import size_for_encoder
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.pretraining.recipes import settings_for
@@ -34,7 +34,7 @@ def make_source(shards, tmp_path):
 
     def build(name: str = "source", sharing: str = "embeddings", width: int = 24) -> Path:
         torch.manual_seed(5)
-        wide = replace(WIDE, vocabulary=ENTRIES, width=width)
+        wide = replace(WIDE, vocab_size=ENTRIES, width=width)
         narrow = replace(wide, width=8, heads=1, feedforward=16)
         electra = Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing))
         with torch.no_grad():
@@ -66,7 +66,7 @@ def start(settings_of_run):
 
 
 def whole(part) -> dict[str, torch.Tensor]:
-    return folded(part.state_dict())
+    return merge_embedding_delta(part.state_dict())
 
 
 def assert_same(part, expected: dict[str, torch.Tensor], but: tuple[str, ...] = ()) -> None:
@@ -290,7 +290,7 @@ def test_the_size_and_its_settings_come_from_the_folder(shards, make_source, tmp
     ("width", "size"), [(24, "tiny"), (256, "small"), (384, "base"), (768, "base"), (2048, "large")]
 )
 def test_settings_are_those_of_the_smallest_size_as_wide(width, size):
-    assert size_as_wide(replace(WIDE, width=width, heads=1)) == size
+    assert size_for_encoder(replace(WIDE, width=width, heads=1)) == size
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_a_folder_that_will_not_do_is_named_before_anything_is_written(
 
 
 def test_a_table_longer_than_its_tokenizer_is_named(shards, tmp_path, settings_of_run):
-    padded = replace(WIDE, vocabulary=24)
+    padded = replace(WIDE, vocab_size=24)
     electra = Electra(ElectraConfig(generator=None, discriminator=padded, sharing="none"))
     save_model(electra, tmp_path / "padded", shards / "tokenizer")
     with pytest.raises(

@@ -21,7 +21,7 @@ from electra.data.loader import LoaderConfig, validation_batches
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.huggingface.convert import folded
+from electra.huggingface.convert import merge_embedding_delta
 from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.pretraining.command import (
     PretrainingTask,
@@ -108,8 +108,8 @@ def test_curves_of_training_and_held_out_text_share_a_panel_only_if_they_are_of_
     [
         ({}, " replaced, says the discriminator |"),
         ({"objective": "mlm"}, ""),
-        ({"objective": "replace-mlm"}, " stood there, says the corrector |"),
-        ({"objective": "all-tokens-mlm"}, " stood there, says the corrector |"),
+        ({"objective": "replace-mlm"}, " predicted original |"),
+        ({"objective": "all-tokens-mlm"}, " predicted original |"),
         ({"generator_kind": "uniform", "generator_width": None}, " replaced, says the discriminator |"),
     ],
     ids=lambda given: ",".join(map(str, given.values())) if isinstance(given, dict) else None,
@@ -247,7 +247,7 @@ def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
     assert weights(broken.output) == weights(unbroken.output)
 
 
-@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "corrector")])
+@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "replace_mlm")])
 def test_whoever_guesses_tokens_may_start_at_their_frequencies(settings_of_run, objective, who):
     losses = []
     for start in (False, True):
@@ -284,7 +284,7 @@ def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of
     def segments(packing: str) -> torch.Tensor:
         config = settings_of_run(packing, packing=packing, sharing=sharing, steps=3)
         pretrain(config)
-        return folded(load_model(model_folder(config.output)).discriminator.state_dict())[
+        return merge_embedding_delta(load_model(model_folder(config.output)).discriminator.state_dict())[
             "encoder.embeddings.segment.weight"
         ]
 
@@ -485,7 +485,7 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     pretrain(config)
     with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
         pretrain(config)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*resume with the same"):
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*use the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 
@@ -520,14 +520,14 @@ def test_a_resumed_run_takes_the_settings_that_are_not_given_from_its_folder(sto
     ("flags", "differing"),
     [
         ("--size base", "--size was tiny and is now base"),
-        ("--minutes 5", "--steps was 6 and is now None; --minutes was None and is now 5.0"),
+        ("--minutes 5", "--steps was 6 and is now unset; --minutes was unset and is now 5.0"),
         ("--layers 2 --length 16", "--layers was 1 and is now 2"),
     ],
 )
 def test_settings_that_are_given_to_a_resumed_run_must_be_its_own(stopped_run, capsys, flags, differing):
     with pytest.raises(SystemExit):
         main(f"pretrain --output {stopped_run} --resume {flags}".split())
-    assert f"begun with other settings: {differing}; resume with the same" in capsys.readouterr().err
+    assert f"started with other settings: {differing}; use the same" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):

@@ -46,7 +46,7 @@ class TokenEmbeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocabulary, config.embedding_width, padding_idx=config.pad_id)
+        self.token = nn.Embedding(config.vocab_size, config.embedding_width, padding_idx=config.pad_id)
         self.base: TokenEmbeddings | None = None
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
@@ -264,7 +264,7 @@ class Encoder(nn.Module):
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         *,
-        at: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
         see only their own of `document_ids`.
@@ -277,7 +277,7 @@ class Encoder(nn.Module):
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
         reaches = self.reaches(input_ids, attention_mask, document_ids, cu_seqlens)
         through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
-        return self.final_norm(through(hidden, reaches, at))
+        return self.final_norm(through(hidden, reaches, positions))
 
     def through_layers(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
         """What the layers make of hidden states."""

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from electra.errors import ConfigError
-from electra.model.sizes import size_of
+from electra.model.sizes import get_size
 
 Recipe = Literal["faithful", "fast"]
 
@@ -63,4 +63,4 @@ def settings_for(recipe: str, size: str, style: str = "classic") -> dict[str, An
         raise ConfigError(f"there is no recipe {recipe!r}; choose from {', '.join(RECIPES)}")
     if style not in BY_STYLE:
         raise ConfigError(f"there is no style {style!r}; choose from {', '.join(BY_STYLE)}")
-    return RECIPES[recipe] | {"mask_fraction": size_of(size).mask_fraction} | BY_SIZE[recipe][size] | BY_STYLE[style]
+    return RECIPES[recipe] | {"mask_fraction": get_size(size).mask_fraction} | BY_SIZE[recipe][size] | BY_STYLE[style]
