@@ -37,8 +37,8 @@ from electra.config import (
     missing_settings,
 )
 from electra.config import settings as settings_of
-from electra.data.files import finite
 from electra.errors import ConfigError, DataError, TrainingError
+from electra.runfolder import dump_json
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> None:
         result = function(config)
     if result is not None:
         is_json = getattr(config, "json", False)
-        print(json.dumps(finite(asdict(result)), default=str) if is_json else result)
+        print(dump_json(asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
 

@@ -112,7 +112,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --length 0", "length is 0; "),
         ("flops --width 100 --heads 3", "discriminator: width 100 does not divide into 3 heads; try width 99"),
         ("export --model nowhere --output x", "there is no folder nowhere"),
-        ("import --from . --output x", ". is not a model folder: it has no config.json"),
+        ("import --from . --output x", ". has no config.json"),
     ],
 )
 def test_an_error_is_one_sentence_with_exit_code_2(capsys, tmp_path, monkeypatch, arguments, message):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.model.config import EncoderConfig
 from electra.model.sizes import BASE, modern
@@ -25,7 +25,7 @@ SETTINGS = {
     "width": "hidden_size",
     "heads": "num_attention_heads",
     "feedforward": "intermediate_size",
-    "vocabulary": "vocab_size",
+    "vocab_size": "vocab_size",
     "positions": "max_position_embeddings",
     "pad_id": "pad_token_id",
     "dropout": "embedding_dropout",
@@ -46,7 +46,7 @@ FIXED = {
 }
 
 DEFAULTS = replace(
-    modern(BASE), layers=22, feedforward=1152, vocabulary=50368, pad_id=50283, positions=8192, global_attention_every=3
+    modern(BASE), layers=22, feedforward=1152, vocab_size=50368, pad_id=50283, positions=8192, global_attention_every=3
 )
 
 KINDS = {  # our setting, what a layer that turns so is called, and what its setting was called

@@ -27,7 +27,7 @@ class EncoderConfig:
     """Width of the feed-forward layers; modern ones have a gate of this width beside it."""
     embedding_width: int = 128
     """Width of the embedding tables; projected to the hidden size where it differs."""
-    vocabulary: int = 30522
+    vocab_size: int = 30522
     """Entries of the token table."""
     positions: int = 512
     """The longest row, in tokens."""
@@ -67,8 +67,8 @@ class EncoderConfig:
             raise ConfigError(f"init_std is {self.init_std}; it must lie between 0 and 1, usually 0.02")
         if not 0 < self.norm_epsilon < 1:
             raise ConfigError(f"norm_epsilon is {self.norm_epsilon}; it must lie between 0 and 1, usually 1e-12")
-        if not 0 <= self.pad_id < self.vocabulary:
-            raise ConfigError(f"pad_id {self.pad_id} is not in the vocabulary of {self.vocabulary:,} entries")
+        if not 0 <= self.pad_id < self.vocab_size:
+            raise ConfigError(f"pad_id {self.pad_id} is not in the vocabulary of {self.vocab_size:,} entries")
 
     def check_numbers(self) -> None:
         """Refuse what is no number (settings also come from files), and counts below 1."""
@@ -112,9 +112,7 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, settings: Any) -> EncoderConfig:
-        """The inverse of `dataclasses.asdict`; what was stored before there were styles is classic."""
-        if isinstance(settings, dict) and not settings.keys() & {"style", *MODERN_SETTINGS}:
-            settings = {"style": "classic"} | settings | MODERN_SETTINGS
+        """The inverse of `dataclasses.asdict`."""
         check_fields(settings, cls)
         return cls(**settings)
 

@@ -19,19 +19,19 @@ LARGE = replace(SMALL, layers=24, width=1024, heads=16, feedforward=4096, embedd
 
 
 @dataclass(frozen=True)
-class PaperSize:
+class SizePreset:
     """A column of the paper's table of sizes."""
 
     discriminator: EncoderConfig
-    generator_share: Fraction  # the generator's width as a share of the discriminator's
+    generator_width_ratio: Fraction  # the generator's width as a share of the discriminator's
     mask_fraction: float  # share of a row's tokens that is masked
 
 
 SIZES = {
-    "tiny": PaperSize(TINY, Fraction(1, 2), 0.15),
-    "small": PaperSize(SMALL, Fraction(1, 4), 0.15),
-    "base": PaperSize(BASE, Fraction(1, 3), 0.15),
-    "large": PaperSize(LARGE, Fraction(1, 4), 0.25),
+    "tiny": SizePreset(TINY, Fraction(1, 2), 0.15),
+    "small": SizePreset(SMALL, Fraction(1, 4), 0.15),
+    "base": SizePreset(BASE, Fraction(1, 3), 0.15),
+    "large": SizePreset(LARGE, Fraction(1, 4), 0.25),
 }
 
 
@@ -55,14 +55,14 @@ def gated(feedforward: int) -> int:
     return -(-2 * feedforward // (3 * 32)) * 32
 
 
-def size_of(name: str) -> PaperSize:
+def get_size(name: str) -> SizePreset:
     """A size by its name."""
     if name not in SIZES:
         raise ConfigError(f"there is no size {name!r}; choose from {', '.join(SIZES)}")
     return SIZES[name]
 
 
-def size_as_wide(encoder: EncoderConfig) -> str:
+def size_for_encoder(encoder: EncoderConfig) -> str:
     """The name of the smallest size that is as wide as an encoder, whose settings will suit it."""
     return next((name for name, size in SIZES.items() if encoder.width <= size.discriminator.width), "large")
 
@@ -107,30 +107,30 @@ class ModelConfig:
     generator_layers: int | None = None
     """The generator's layers, where they differ."""
 
-    def electra(self, vocabulary: int = SMALL.vocabulary, pad_id: int = SMALL.pad_id) -> ElectraConfig:
+    def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The pair these settings describe, over a vocabulary of so many entries."""
-        size = size_of(self.size)
+        size = get_size(self.size)
         if self.style == "modern" and self.local_attention and self.global_attention_every in (None, 1):
             raise ConfigError(
                 f"local_attention is {self.local_attention}, but every layer sees the whole row; add --global-attention-every 3"
             )
         paper = modern(size.discriminator) if self.style == "modern" else replace(size.discriminator, style=self.style)
         with naming("discriminator"):
-            discriminator = replace(paper, vocabulary=vocabulary, pad_id=pad_id, **self.departures())
+            discriminator = replace(paper, vocab_size=vocab_size, pad_id=pad_id, **self.overrides())
         with naming("generator"):
-            generator = self.generator(discriminator, size.generator_share)
+            generator = self.generator_config(discriminator, size.generator_width_ratio)
         if self.scale_init_by_width:
-            generator, discriminator = started_by_width(generator), started_by_width(discriminator)
+            generator, discriminator = scale_init_std(generator), scale_init_std(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
-    def departures(self) -> dict[str, Any]:
+    def overrides(self) -> dict[str, Any]:
         """The discriminator's settings that were named."""
         names = ["layers", "width", "heads", "feedforward", "embedding_width", "positions", "dropout"]
         names += ["global_attention_every", "local_attention"]
         named = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return named if self.dropout is None else named | {"attention_dropout": self.dropout}
 
-    def generator(self, discriminator: EncoderConfig, share: Fraction) -> EncoderConfig:
+    def generator_config(self, discriminator: EncoderConfig, share: Fraction) -> EncoderConfig:
         """The generator beside `discriminator`: as deep, and `share` as wide, unless told otherwise."""
         layers = discriminator.layers if self.generator_layers is None else self.generator_layers
         usual = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * share))
@@ -141,7 +141,7 @@ class ModelConfig:
         return replace(discriminator, layers=layers, width=width, heads=heads_for(width), feedforward=feedforward)
 
 
-def started_by_width(config: EncoderConfig) -> EncoderConfig:
+def scale_init_std(config: EncoderConfig) -> EncoderConfig:
     """The encoder with the spread of base's first weights, scaled to its own width."""
     return replace(config, init_std=round(BASE.init_std * (BASE.width / config.width) ** 0.5, 4))
 

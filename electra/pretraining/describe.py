@@ -8,7 +8,11 @@ from electra.pretraining.config import Phase, PretrainConfig, starts_discriminat
 from electra.pretraining.initialize import has_head_for
 from electra.training.logging import duration
 
-SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "corrector that may copy"}
+SECOND = {
+    "rtd": "discriminator",
+    "mlm": "masked language model",
+    "copy_mlm": "masked language model with a copy gate",
+}
 
 SHARED = {
     "none": "nothing shared",
