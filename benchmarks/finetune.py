@@ -40,7 +40,8 @@ from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
 from electra.huggingface.folders import read_part
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
-from electra.model.storage import read_json, save_model
+from electra.model.storage import save_model
+from electra.runfolder import read_json
 
 
 def fresh_model(vocab: Path, folder: Path, size: str) -> Path:

@@ -26,8 +26,8 @@ import tyro
 
 from electra import __version__
 from electra.boxes import explanations, read_flags
-from electra.data.files import finite
 from electra.errors import ConfigError, DataError
+from electra.runfolder import dump_json
 from electra.words import in_our_words
 
 COMMANDS = {
@@ -121,7 +121,7 @@ def run(arguments: list[str]) -> None:
         result = getattr(stage, function)(settings)
     if result is not None:
         is_json = getattr(settings, "json", False)
-        print(json.dumps(finite(dataclasses.asdict(result)), default=str) if is_json else result)
+        print(dump_json(dataclasses.asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
 

@@ -212,7 +212,7 @@ def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
         (found * grown).sum().backward()
         return [found.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
 
-    for some, every in zip(outcome(at=at), outcome(), strict=True):
+    for some, every in zip(outcome(positions=at), outcome(), strict=True):
         assert (some - every).norm() < 0.02 * every.norm() + 1e-6
 
 
@@ -262,7 +262,7 @@ def test_whole_long_rows_are_as_exact_as_plain_attention(length):
 
 
 def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
-    from electra.kernels import mlm_head as one_pass
+    from electra.kernels import mlm_head
 
     torch.manual_seed(0)
     batch, settings = on_gpu(make_batch(rows=64, lengths=[16] * 64)), Settings(vocabulary=vocabulary, seed=3)
@@ -273,7 +273,7 @@ def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
     given = states.bfloat16(), 0.4 * table, torch.randn(size, device="cuda")
     keys = [row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING]
     one, other = ([each.clone().requires_grad_() for each in given] for _ in range(2))
-    losses, sampled = one_pass.scored(*one, masked.originals, *keys)
+    losses, sampled = mlm_head.loss_and_sample(*one, masked.originals, *keys)
     (losses * masked.weights).sum().backward()
     logits = functional.linear(other[0], other[1].bfloat16(), other[2].bfloat16())
     loss = mlm_loss(logits, masked)

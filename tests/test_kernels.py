@@ -84,7 +84,7 @@ def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted)
     assert encoder.kernel(21) == "short rows"
 
     def act() -> tuple[Tensor]:
-        states = encoder(ids, is_token, None, documents if hidden_part == "documents" else None, at=at)
+        states = encoder(ids, is_token, None, documents if hidden_part == "documents" else None, positions=at)
         if is_token is not None and at is None:
             states = states[is_token]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
@@ -176,7 +176,7 @@ def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
 
     def act() -> tuple[Tensor]:
         torch._dynamo.reset()
-        states = (compiled if kernels.IS_INTERPRETED else encoder)(ids, at=at)
+        states = (compiled if kernels.IS_INTERPRETED else encoder)(ids, positions=at)
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         return (states,)
 

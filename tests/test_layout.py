@@ -19,7 +19,7 @@ STAGES = [
     "export",
     "serve",
 ]
-FLOW = ["errors", "config", "random", "plotting", "data", "runfolder", *STAGES[1:]]
+FLOW = ["errors", "config", "random", "plotting", "runfolder", *STAGES]
 FLOW += ["__init__", "demo", "boxes", "words", "cli", "__main__"]
 
 

@@ -485,7 +485,7 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     pretrain(config)
     with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
         pretrain(config)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*resume with the same"):
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*use the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 
@@ -520,14 +520,14 @@ def test_a_resumed_run_takes_the_settings_that_are_not_given_from_its_folder(sto
     ("flags", "differing"),
     [
         ("--size base", "--size was tiny and is now base"),
-        ("--minutes 5", "--steps was 6 and is now None; --minutes was None and is now 5.0"),
+        ("--minutes 5", "--steps was 6 and is now unset; --minutes was unset and is now 5.0"),
         ("--layers 2 --length 16", "--layers was 1 and is now 2"),
     ],
 )
 def test_settings_that_are_given_to_a_resumed_run_must_be_its_own(stopped_run, capsys, flags, differing):
     with pytest.raises(SystemExit):
         main(f"pretrain --output {stopped_run} --resume {flags}".split())
-    assert f"begun with other settings: {differing}; resume with the same" in capsys.readouterr().err
+    assert f"started with other settings: {differing}; use the same" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
 from electra.model.config import EncoderConfig
-from electra.model.storage import load_model, save_model, write_tensors, written_whole
+from electra.model.storage import load_model, save_model, write_tensors
+from electra.runfolder import write_folder
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_an_output_folder_that_exists_is_left_alone(folder, make_pair):
 
 
 def fail_to_write(folder):
-    with written_whole(folder) as draft:
+    with write_folder(folder) as draft:
         (draft / "config.json").write_text("{}")
         raise OSError("disk full")
 
@@ -176,7 +177,7 @@ def test_the_current_folder_is_not_replaced(tmp_path, make_pair, monkeypatch):
 
 
 def test_a_folder_that_is_not_a_model_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"is not a model folder: it has no config.json"):
+    with pytest.raises(DataError, match=r"has no config.json"):
         load_model(tmp_path)
     with pytest.raises(DataError, match=r"there is no folder .*missing"):
         load_model(tmp_path / "missing")

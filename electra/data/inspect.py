@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tyro.conf import Positional
 
-from electra.data.files import PARTIAL
 from electra.data.packing import DensePacking, Permutation
 from electra.data.ring import Ring
 from electra.data.shards import SPLITS, Shards, damaged_error, open_shards
 from electra.errors import ConfigError
 from electra.plotting import empty_figure
+from electra.runfolder import open_atomic
 
 BAR = 40
 
@@ -164,7 +164,6 @@ def draw(lengths: NDArray, path: Path) -> str | None:
     axes = figure.subplots()
     axes.hist(lengths, bins=np.geomspace(1, max(2, lengths.max() + 1), 60).tolist())
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents", title=f"{len(lengths):,} documents")
-    partial = path.with_name(f"{path.name}{PARTIAL}")
-    figure.savefig(partial, format="png", dpi=150)
-    partial.replace(path)
+    with open_atomic(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=150)
     return str(path)

@@ -16,9 +16,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from electra.data.corpus import Corpus, CorpusConfig, Counts
-from electra.data.files import say_skipped, write_whole
+from electra.data.files import say_skipped
 from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError, DataError
+from electra.runfolder import write_file
 
 SPECIALS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUES = "##"
@@ -63,7 +64,7 @@ class TextTokenizer:
         """Write the files that `transformers.AutoTokenizer` and this module load."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            write_whole(folder / name, content.encode())
+            write_file(folder / name, content.encode())
 
     def files(self) -> dict[str, str]:
         """The content of each file of a tokenizer's folder."""

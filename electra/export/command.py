@@ -37,13 +37,11 @@ from electra.model.storage import (
     copy_tokenizer,
     has_rtd_head,
     load_model,
-    read_json,
     read_names,
-    write_json,
     write_parts,
     write_tensors,
-    written_whole,
 )
+from electra.runfolder import read_json, write_folder, write_json
 from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]
@@ -121,7 +119,7 @@ def export(config: ExportConfig) -> Written:
 
 def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> Written:
     """Write a Hugging Face folder, with the tokenizer files of another."""
-    with written_whole(output) as draft:
+    with write_folder(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
         copied = copy_tokenizer(tokenizer, draft)
@@ -181,7 +179,7 @@ def import_model(config: ImportConfig) -> Written:
         arrivals.append(read_huggingface(config.generator))
         check_roles(arrivals)
     model, tensors = join(arrivals)
-    with written_whole(config.output) as draft:
+    with write_folder(config.output) as draft:
         tokenizer = write_parts(model, tensors, draft, config.source)
     described = f"{' and '.join(arrival.part for arrival in arrivals)}, sharing {model.sharing}"
     left_out = [name for arrival in arrivals for name in arrival.left_out]

@@ -21,11 +21,11 @@ from electra.model.storage import (
     has_rtd_head,
     is_huggingface_folder,
     load_model,
-    read_json,
     read_model_config,
     read_names,
     read_tensors,
 )
+from electra.runfolder import read_json
 
 
 def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:

@@ -42,7 +42,7 @@ class MaskedLanguageModel(nn.Module):
 
     def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
         """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
-        return self.encoder(*text, at=at)
+        return self.encoder(*text, positions=at)
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""

@@ -261,10 +261,10 @@ class Encoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
-        at: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
         see only their own of `documents`.
@@ -275,9 +275,9 @@ class Encoder(nn.Module):
         """
         check_length(input_ids.shape[1], self.config)
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
-        reaches = self.reaches(input_ids, attention_mask, documents, starts)
+        reaches = self.reaches(input_ids, attention_mask, document_ids, cu_seqlens)
         through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
-        return self.final_norm(through(hidden, reaches, at))
+        return self.final_norm(through(hidden, reaches, positions))
 
     def through_layers(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
         """What the layers make of hidden states."""

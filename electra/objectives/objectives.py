@@ -14,17 +14,15 @@ from torch.nn import functional
 from electra.data.loader import Batch
 from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError
-from electra.kernels.dispatch import HAS_TRITON, is_for_kernels
+from electra.kernels import dispatch
 from electra.model.config import Head
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.objectives.masking import Masked, MaskingConfig, mask
 from electra.random import BLOCK, Purpose, gumbel, random_uniform, row_keys
 
-if HAS_TRITON:
-    from electra.kernels import mlm_head as one_pass
 if TYPE_CHECKING:
-    from electra.kernels.side_stream import Detour  # imports torch's compiler
+    from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler
 
 SAMPLING = (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)
 
@@ -67,7 +65,7 @@ class Settings(ObjectiveConfig):
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     frequencies: Tensor | None = field(default=None, compare=False)
     """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""
-    detour: "Detour | None" = field(default=None, compare=False)
+    detour: "GeneratorStream | None" = field(default=None, compare=False)
     """The stream on which the generator works, where there is one."""
 
 
@@ -230,9 +228,9 @@ def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> 
         return Filled(draw(settings.frequencies, masked, batch, settings), losses={})
     if settings.detour is None:
         return guess_and_sample(electra.require_generator(), masked, batch, settings)
-    settings.detour.leave()
+    settings.detour.enter()
     filled = guess_and_sample(electra.require_generator(), masked, batch, settings)
-    settings.detour.rejoin()
+    settings.detour.join()
     return filled
 
 
@@ -256,7 +254,7 @@ def guessing_loss(
 
 def goes_in_one_pass(hidden: Tensor, settings: Settings) -> bool:
     """Whether loss and samples can be had together: on a GPU in half precision, from one distribution."""
-    return is_for_kernels(hidden) and settings.temperature == 1 and not settings.disallow_correct
+    return dispatch.can_fuse_mlm_head(hidden) and settings.temperature == 1 and not settings.disallow_correct
 
 
 def in_one_pass(
@@ -265,7 +263,7 @@ def in_one_pass(
     """The same, with the logits read once."""
     states, table = generator.transform(hidden), generator.encoder.embeddings.token_table()
     keys = (row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING)
-    losses, sampled = one_pass.scored(states, table, generator.head.bias, masked.originals, *keys)
+    losses, sampled = dispatch.mlm_loss_and_sample(states, table, generator.head.bias, masked.originals, *keys)
     return Filled(sampled, {"generator": mean_over(losses, masked.weights)})
 
 

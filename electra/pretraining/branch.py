@@ -9,8 +9,9 @@ from electra.data.loader import ORDER
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, size_for_encoder
-from electra.model.storage import CONFIG, listed, load_model_tokenizer, read_json, read_model_config
+from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
 from electra.pretraining.phases import read_phases
+from electra.runfolder import join_names, read_json
 from electra.training.checkpoint import CHECKPOINTS, STATE, model_folder, read_state
 
 MEMORY = "optimizer"  # what it remembers is of no use to another
@@ -97,7 +98,9 @@ def refuse_other_trunk(trunk: Path, model: ElectraConfig, optimizer: str, shards
         differing = [PARTS]
     if differing:
         told = [f"{name} was {before[name]} and is now {after[name]}" for name in differing]
-        raise ConfigError(f"--branch-from {trunk} goes on as it was: {listed(told)}; leave out the flags that say so")
+        raise ConfigError(
+            f"--branch-from {trunk} goes on as it was: {join_names(told)}; leave out the flags that say so"
+        )
 
 
 def shape_of(pair: ElectraConfig) -> dict[str, Any]:

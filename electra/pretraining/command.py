@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from electra.data.files import is_used
 from electra.data.loader import Batch, BatchLoader, DataConfig, Position, validation_batches
 from electra.data.shards import TOKENIZER, Shards, open_shards
 from electra.data.vocabulary import Vocabulary
@@ -20,16 +19,7 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.kernels.master_weights import WorkingCopy
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder
-from electra.model.storage import (
-    CONFIG,
-    HEAD,
-    WEIGHTS,
-    read_json,
-    read_model_config,
-    read_tensors,
-    write_json,
-    write_model,
-)
+from electra.model.storage import CONFIG, HEAD, WEIGHTS, read_model_config, read_tensors, write_model
 from electra.objectives.evaluation import held_out_loss, measure
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.masking import slots
@@ -40,8 +30,8 @@ from electra.pretraining.describe import outline
 from electra.pretraining.estimate import Estimate, estimate, together
 from electra.pretraining.initialize import Start, has_own_segments
 from electra.pretraining.samples import write_samples
-from electra.runfolder import held
-from electra.training.checkpoint import checkpoint_folders, model_folder, read_state, remove_drafts
+from electra.runfolder import check_same_settings, is_empty, lock_folder, read_json, remove_partial, write_json
+from electra.training.checkpoint import checkpoint_folders, model_folder, read_state
 from electra.training.hardware import (
     COMPILERS,
     can_compile,
@@ -70,7 +60,7 @@ def pretrain(config: PretrainConfig) -> TrainResult | Estimate:
     if config.dry_run:
         config.start(phases[0].model)  # raises where the run would
         return replace(estimate_run(phases, shards, device), outline=outline(config, phases))
-    with held(config.output):
+    with lock_folder(config.output):
         return train(config, phases, shards, device)
 
 
@@ -168,11 +158,11 @@ def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | No
         if found and not config.resume:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
         if found:
-            refuse_other_settings(before, record, run)
+            check_same_settings(run, facts(before), facts(record), ignore=PretrainConfig.FREE)
         else:
             print(f"the run in {run} ended before its first checkpoint; this one takes its place", file=sys.stderr)
-        remove_drafts(run)
-    elif is_used(run):
+        remove_partial(run)
+    elif not is_empty(run):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
     return found[-1] if found else None
 
@@ -195,27 +185,6 @@ def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> d
         "environment": environment(),
     }
     return json.loads(json.dumps(record, default=str))
-
-
-UNSAID = {
-    "style": "classic",
-    "generator_kind": "model",
-    "phases": [],
-    "init_discriminator_from_generator": True,
-    "entropy_bonus": 0.0,
-}
-"""What older runs were, without saying so."""
-
-
-def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
-    """Refuse to resume a run with settings, or data, that would change its weights."""
-    before, after = UNSAID | facts(old), facts(new)
-    differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
-    if differing:
-        told = "; ".join(f"{name} was {before.get(name)} and is now {after[name]}" for name in differing)
-        raise ConfigError(
-            f"{run} was begun with other settings: {told}; resume with the same, or choose another --output"
-        )
 
 
 def facts(record: dict[str, Any]) -> dict[str, Any]:
@@ -248,9 +217,11 @@ class PretrainingTask:
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
         if self.is_fast:
-            from electra.kernels.side_stream import Detour  # imports torch's compiler, which takes a second or two
+            from electra.kernels.side_stream import (
+                GeneratorStream,  # imports torch's compiler, which takes a second or two
+            )
 
-            self.settings = replace(self.settings, detour=Detour())
+            self.settings = replace(self.settings, detour=GeneratorStream())
         if config.unigram_output_bias:
             set_unigram_output_bias(self.model, self.unigram)
         if config.sinusoidal_positions:

@@ -13,13 +13,14 @@ from electra.data.shards import Shards
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, Head, check_length, get_size
 from electra.model.flops import training_flops
-from electra.model.storage import CONFIG, read_json, read_model_config
+from electra.model.storage import CONFIG, read_model_config
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.pretraining.branch import refuse_other_trunk, trunk_settings
 from electra.pretraining.initialize import FRESH, InitialConfig, Start, initial_settings, read_start, require_tokenizers
 from electra.pretraining.phases import read_phases
 from electra.pretraining.recipes import Recipe, settings_for
+from electra.runfolder import read_json
 from electra.training.checkpoint import checkpoint_folders
 from electra.training.hardware import Device, Precision
 from electra.training.trainer import Budget, TrainerConfig

@@ -12,11 +12,12 @@ import numpy as np
 from electra.errors import DataError
 from electra.finetuning.glue import LEFT_OUT, TABLE
 from electra.finetuning.jobs import is_fine_tuning
-from electra.model.storage import CONFIG, read_json, read_model_config
+from electra.model.storage import CONFIG, read_model_config
 from electra.pretraining.command import held_out_form, most_rows, phase_of
 from electra.pretraining.config import BUDGETS, Phase, PretrainConfig, phases_of
 from electra.pretraining.recipes import settings_for
 from electra.report.costs import stored
+from electra.runfolder import read_json
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.logging import METRICS, read_lines
 from electra.training.trainer import TrainState
