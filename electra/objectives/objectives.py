@@ -15,7 +15,8 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.kernels import dispatch
-from electra.model.electra import Electra, Head, MaskedLanguageModel
+from electra.model.config import Head
+from electra.model.electra import Electra, MaskedLanguageModel
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.objectives.masking import Masked, MaskingConfig, mask
 from electra.random import BLOCK, Purpose, gumbel, random_uniform, row_keys

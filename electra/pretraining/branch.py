@@ -8,9 +8,7 @@ from typing import Any
 from electra.data.loader import ROW_ORDER
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
-from electra.model.sizes import ModelConfig, Size, size_for_encoder
+from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, size_for_encoder
 from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
 from electra.pretraining.phases import read_phases
 from electra.runfolder import join_names, read_json

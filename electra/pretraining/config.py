@@ -11,10 +11,8 @@ from cyclopts import Parameter
 from electra.data.loader import LoaderConfig
 from electra.data.shards import Shards
 from electra.errors import ConfigError
-from electra.model.config import check_length
-from electra.model.electra import ElectraConfig, Head
+from electra.model.config import ElectraConfig, Head, check_length, get_size
 from electra.model.flops import training_flops
-from electra.model.sizes import get_size
 from electra.model.storage import CONFIG, read_model_config
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from electra.errors import ConfigError
-from electra.model.sizes import get_size
+from electra.model.config import get_size
 
 Recipe = Literal["faithful", "fast"]
 
