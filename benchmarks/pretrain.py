@@ -135,7 +135,7 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     decay, count = config.weight_decay, slots(config.length, config)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.learning_rate, weight_decay=decay, fused=True)
     losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
-    stream, last = iter(BatchLoader(shards, batches_config(config), device=device)), {}
+    stream, last = iter(BatchLoader(shards, batches_config(config), seed=config.seed, device=device)), {}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

@@ -9,7 +9,7 @@ import torch
 
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.model.config import EncoderConfig
 from electra.model.electra import Electra, ElectraConfig
 from electra.model.sizes import modern

@@ -64,7 +64,7 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
     [
         {"global_attention_every": 2, "local_attention": 4},
         {"objective": "mlm"},
-        {"form": "paper", "length": 24, "mask_token_probability": 0.85},
+        {"packing": "segment-pairs", "length": 24, "mask_token_probability": 0.85},
         {"activation_checkpointing": True, "dropout": 0.1},
         {"optimizer": "adamw"},
     ],

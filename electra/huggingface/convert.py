@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError, DataError
 from electra.huggingface import modernbert
 from electra.model.config import EncoderConfig

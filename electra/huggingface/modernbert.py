@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.model.config import EncoderConfig
 from electra.model.sizes import BASE, modern

@@ -37,17 +37,17 @@ class MaskedLanguageModel(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
         at: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, M, V] at the positions `at` [B, M], or [B, L, V] at all: vocabulary logits are dear."""
-        return self.guess(self.read(input_ids, attention_mask, segment_ids, documents, starts, at=at))
+        return self.guess(self.read(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens, at=at))
 
-    def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
-        """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
-        return self.encoder(*text, positions=at)
+    def read(self, *text: Tensor | None, at: Tensor | None = None, **inputs: Tensor | None) -> Tensor:
+        """Hidden states [B, M, D] at the positions `at` [B, M], or [B, L, D] at all; takes the encoder's inputs."""
+        return self.encoder(*text, positions=at, **inputs)
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
@@ -79,11 +79,11 @@ class Discriminator(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, L], positive where a token looks replaced."""
-        return self.head(self.encoder(input_ids, attention_mask, segment_ids, documents, starts))
+        return self.head(self.encoder(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens))
 
 
 class CopyMaskedLanguageModel(MaskedLanguageModel):
