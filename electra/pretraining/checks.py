@@ -1,20 +1,26 @@
-"""Settings that contradict each other, or the model, run or data that they refer to."""
+"""Settings that contradict each other, the models and data they refer to, or the run in the output folder."""
 
+import json
+import shlex
+import sys
 from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from electra.config import flat_fields
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.electra import ElectraConfig
 from electra.model.sizes import get_size
-from electra.model.storage import load_model_tokenizer, read_model_config
+from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import PretrainConfig, run_settings
+from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings
 from electra.pretraining.initialize import generator_source, is_lone_generator
 from electra.pretraining.phases import Phase, initializes_discriminator, parse_phases
-from electra.runfolder import join_names
-from electra.training.checkpoint import STATE, model_folder
+from electra.runfolder import check_same_settings, is_empty, join_names, read_json, remove_partial
+from electra.training.checkpoint import STATE, checkpoint_folders, model_folder
+from electra.training.hardware import environment
 
 CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
 
@@ -133,3 +139,45 @@ def comparable(pair: ElectraConfig) -> dict[str, Any]:
         values = asdict(encoder) if encoder else {}
         settings |= {f"{prefix}{name}": values[name] for name in values if name not in CHANGEABLE_BY_BRANCH}
     return settings
+
+
+def find_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from, if any; raises if the output folder is in use or has other settings."""
+    run, checkpoints = config.output, checkpoint_folders(config.output)
+    if not (run / CONFIG).exists():
+        if not is_empty(run):
+            raise DataError(f"{run} is not empty and holds no run; choose another --output")
+        return None
+    stored = read_json(run / CONFIG)
+    if "pretraining" not in stored:
+        raise ConfigError(f"{run} holds a model, not a run; choose another --output")
+    if checkpoints and not config.resume:
+        raise ConfigError(f"{run} already holds a run; continue it with --resume, or choose another --output")
+    if checkpoints:
+        check_same_settings(run, comparable_settings(stored), comparable_settings(record), ignore=CHANGEABLE)
+    else:
+        print(f"the run in {run} ended before its first checkpoint; starting again", file=sys.stderr)
+    remove_partial(run)
+    return checkpoints[-1] if checkpoints else None
+
+
+def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
+    """The content of config.json: the final model, flat settings, data, command and environment."""
+    settings = flat_fields(config) | {"data": config.data.absolute()}  # it may be resumed from another folder
+    record = {
+        "model": asdict(phases[-1].model),
+        "pretraining": settings,
+        "data": {"tokens": shards.index.totals("tokens"), "tokenizer": shards.tokenizer.fingerprint},
+        "command": shlex.join(sys.argv),
+        "environment": environment(),
+    }
+    return json.loads(json.dumps(record, default=str))
+
+
+def comparable_settings(record: dict[str, Any]) -> dict[str, Any]:
+    """The settings and the data of a run, to compare with those of the run that resumes it."""
+    data, model = record["data"], record["model"]
+    vocab_size = (model["generator"] or model["discriminator"])["vocab_size"]
+    text = "{train:,} tokens and {validation:,} held out".format(**data["tokens"])
+    tokenizer = f"{vocab_size:,} entries ({data['tokenizer'][:8]})"
+    return record["pretraining"] | {"text in --data": text, "tokenizer of --data": tokenizer}
