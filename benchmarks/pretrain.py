@@ -44,9 +44,9 @@ from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
 from electra.huggingface.convert import ARCHITECTURES, to_huggingface
+from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops
-from electra.model.sizes import SIZES, ModelConfig
 from electra.objectives.masking import slots
 from electra.pretraining.command import PretrainingTask, batches_config
 from electra.pretraining.config import PretrainConfig, plan

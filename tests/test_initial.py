@@ -14,8 +14,8 @@ from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta, read_huggingface
-from electra.model.electra import Electra, ElectraConfig
-from electra.model.sizes import size_for_encoder
+from electra.model.config import ElectraConfig, size_for_encoder
+from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.pretraining.recipes import settings_for

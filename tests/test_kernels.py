@@ -16,8 +16,8 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.kernels import dispatch as kernels
 from electra.model.attention import attention_bias_of
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
 from electra.objectives.objectives import OBJECTIVES, Settings, goes_in_one_pass

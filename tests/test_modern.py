@@ -110,12 +110,15 @@ def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
             "--style modern --sinusoidal-positions",
             "--sinusoidal-positions fills the position table, and the modern style",
         ),
-        ("--style classic --global-attention-every 3", "--global-attention-every is 3, and the classic style has none"),
+        (
+            "--style classic --global-attention-every 3",
+            "--global-attention-every is 3, but the classic style does not have it",
+        ),
         (
             "--style modern --local-attention 64",
             "--local-attention is 64, but every layer sees the whole row; add --global",
         ),
-        ("--style baroque", "there is no style 'baroque'; choose from classic, modern"),
+        ("--style baroque", "unknown style 'baroque'; choose from classic, modern"),
         ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
         ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
     ],

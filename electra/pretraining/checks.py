@@ -11,8 +11,7 @@ from typing import Any
 from electra.config import flat_fields
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.model.electra import ElectraConfig
-from electra.model.sizes import get_size
+from electra.model.config import ElectraConfig, get_size
 from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings

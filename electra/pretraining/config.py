@@ -12,9 +12,7 @@ from electra.config import convert, field_paths, flat_defaults
 from electra.data.loader import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError
 from electra.huggingface.folders import read_encoder_configs
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
-from electra.model.sizes import ModelConfig, Size, get_size, size_for_encoder
+from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
 from electra.model.storage import CONFIG, read_model_config
 from electra.objectives.masking import MaskingConfig
 from electra.objectives.objectives import ObjectiveConfig

@@ -7,8 +7,8 @@ import torch
 
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.electra import Electra
 from electra.objectives.masking import slots
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import generator_source, has_head_for

@@ -12,10 +12,16 @@ from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.huggingface.convert import Tensors, merge_embedding_delta, select_part
 from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig, MaskedLanguageModel
+from electra.model.config import (
+    ElectraConfig,
+    EncoderConfig,
+    ModelConfig,
+    get_size,
+    scale_init_std,
+    size_for_encoder,
+)
+from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder, TokenEmbeddings
-from electra.model.sizes import ModelConfig, get_size, scale_init_std, size_for_encoder
 from electra.model.storage import HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder
 from electra.training.checkpoint import model_folder

@@ -9,11 +9,10 @@ from typing import Any
 
 from electra.config import replace_fields
 from electra.errors import ConfigError
-from electra.model.config import check_length
-from electra.model.electra import ElectraConfig
+from electra.model.config import ElectraConfig, check_length
 from electra.model.flops import training_flops
 from electra.objectives.masking import slots
-from electra.objectives.objectives import OBJECTIVES, Generator, ObjectiveName
+from electra.objectives.objectives import OBJECTIVES, GeneratorName, ObjectiveName
 from electra.pretraining.config import PretrainConfig, run_settings
 from electra.training.checkpoint import read_state
 from electra.training.trainer import Budget
@@ -142,7 +141,7 @@ def pair_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) ->
     return pair if has_discriminator or not pair.discriminator else replace(pair, generator=pair.discriminator)
 
 
-def model_for_objective(pair: ElectraConfig, name: ObjectiveName, generator: Generator = "model") -> ElectraConfig:
+def model_for_objective(pair: ElectraConfig, name: ObjectiveName, generator: GeneratorName = "model") -> ElectraConfig:
     """The parts of a pair that an objective trains, with the heads it needs."""
     objective = OBJECTIVES[name]
     generator_config = pair.generator if generator == "model" else None
