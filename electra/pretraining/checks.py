@@ -13,7 +13,7 @@ from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, get_size
 from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
-from electra.objectives.objectives import OBJECTIVES
+from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings
 from electra.pretraining.initialize import generator_source, is_lone_generator
 from electra.pretraining.phases import Phase, initializes_discriminator, parse_phases
@@ -39,7 +39,7 @@ def check_settings(config: PretrainConfig) -> None:
     check_init(config, objectives)
 
 
-def check_generator(config: PretrainConfig, objectives: list[str]) -> None:
+def check_generator(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Check that objectives have the generator they need."""
     kind, sharing = config.objective.generator, config.model.sharing
     for name in objectives:
@@ -73,7 +73,7 @@ def two_stage_flags(config: PretrainConfig) -> str:
     return f"--sharing none --generator-width {config.model.width or get_size(config.model.size).discriminator.width}"
 
 
-def check_init(config: PretrainConfig, objectives: list[str]) -> None:
+def check_init(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Check settings that depend on where the initial weights come from."""
     init = config.init
     if config.trainer.schedule == "decay" and init.model is None and init.branch_from is None:
@@ -87,8 +87,8 @@ def check_init(config: PretrainConfig, objectives: list[str]) -> None:
     heads = [OBJECTIVES[name].head for name in objectives]
     if any(heads) and not heads[0] and not is_lone_generator(init):
         raise ConfigError(
-            f"--phases starts with {objectives[0]}, which trains only a generator: --init {init.model} must be a masked "
-            f"language model, and be given as --init-generator too"
+            f"--phases starts with {objectives[0]}, which trains only a generator: --init {init.model} must be a "
+            f"masked language model, and be given as --init-generator too"
         )
 
 

@@ -175,14 +175,14 @@ class PretrainConfig:
     """Only print a summary and estimates of parameters, FLOPs, tokens, time and memory."""
     json: bool = False
     """Print the result as JSON."""
-    model: ModelConfig = ModelConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
-    masking: MaskingConfig = MaskingConfig()
-    loader: LoaderConfig = LoaderConfig()
+    model: ModelConfig
+    objective: ObjectiveConfig
+    masking: MaskingConfig
+    loader: LoaderConfig
     budget: BudgetConfig
-    trainer: TrainerConfig = TrainerConfig()
-    init: InitConfig = InitConfig()
-    hardware: HardwareConfig = HardwareConfig()
+    trainer: TrainerConfig
+    init: InitConfig
+    hardware: HardwareConfig
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -246,7 +246,8 @@ def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:
     with suppress(DataError):
         checkpoint = model_folder(Path(given["branch_from"]))
         stored, state, pair = run_settings(checkpoint), read_state(checkpoint)["lesson"], read_model_config(checkpoint)
-        settings = {name: stored[name] for name in ("recipe", "optimizer", "generator") if name in stored}
+        names = ("recipe", "optimizer", "generator")
+        settings: dict[str, Any] = {name: stored[name] for name in names if name in stored}
         settings |= {name: state[name] for name in ("objective", *ROW_ORDER)}
         size = stored.get("size", size_for_encoder(main_encoder(encoders(pair))))
         has_other_size = given.get("size", size) != size  # an error later, which overrides must not hide

@@ -99,8 +99,8 @@ def check_encoder(encoder: EncoderConfig, folder: Path, model: ModelConfig, voca
         )
     if encoder.vocab_size != vocab_size:
         raise DataError(
-            f"{folder} has {encoder.vocab_size:,} token embeddings but its tokenizer {vocab_size:,} entries; resize the "
-            f"embeddings first (transformers: resize_token_embeddings({vocab_size}))"
+            f"{folder} has {encoder.vocab_size:,} token embeddings but its tokenizer {vocab_size:,} entries; resize "
+            f"the embeddings first (transformers: resize_token_embeddings({vocab_size}))"
         )
 
 
@@ -216,7 +216,7 @@ def set_sinusoidal_positions(model: nn.Module) -> None:
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """Pairs of sine and cosine with geometrically falling frequencies, from 1 radian per position: [positions, width]."""
+    """Pairs of sine and cosine [positions, width] whose frequencies fall geometrically from 1 radian per position."""
     frequencies = 10_000.0 ** -(torch.arange(0, width, 2) / width)
     angles = torch.arange(positions)[:, None] * frequencies
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :width]
