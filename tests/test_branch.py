@@ -116,5 +116,5 @@ def test_in_python_another_model_is_refused_before_there_is_a_run(run_config, tr
 
 def test_another_size_is_not_mended_by_the_trunks_departures(trunk):
     run = trunk()
-    assert PretrainConfig.preset({"branch_from": str(run), "size": "base"}).get("width") is None
-    assert PretrainConfig.preset({"branch_from": str(checkpoint_folders(run)[0]), "size": "tiny"})["width"] == 32
+    assert PretrainConfig.defaults_for({"branch_from": str(run), "size": "base"}).get("width") is None
+    assert PretrainConfig.defaults_for({"branch_from": str(checkpoint_folders(run)[0]), "size": "tiny"})["width"] == 32

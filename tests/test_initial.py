@@ -207,7 +207,7 @@ def test_resuming_does_not_read_it_again(make_source, run_config, phases):
         config = run_config(name, init=make_source(f"{name}-source"), phases=phases, dropout=0.1, **SIZE_OF_INIT)
         pretrain(config)
         runs.append(config)
-    shutil.rmtree(runs[1].init)
+    shutil.rmtree(runs[1].init.model)
     shutil.rmtree(checkpoint_folders(runs[1].output)[-1])
     assert pretrain(replace(runs[1], resume=True)).step == 20
     weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in runs]
@@ -219,7 +219,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(make_source, r
     pretrain(config)
     shutil.rmtree(config.output / "checkpoints")
     pretrain(replace(config, resume=True))
-    expected = whole(load_model(config.init).discriminator)
+    expected = whole(load_model(config.init.model).discriminator)
     assert_same(load_model(model_folder(config.output)).discriminator, expected, but=("encoder.embeddings.segment",))
 
 

@@ -175,7 +175,7 @@ def test_one_schedule_runs_over_phases_of_one_objective_and_starts_again_with_an
     for name in ("two-stage", "lengths"):
         config = run_config(name, **settings | PLANS[name])
         pretrain(config)
-        rates[name] = [line["learning_rate"] / config.learning_rate for line in lines(config.output, "train")]
+        rates[name] = [line["learning_rate"] / config.trainer.learning_rate for line in lines(config.output, "train")]
     assert rates["lengths"] == pytest.approx([1 - (step + 0.5) / 20 for step in range(20)])
     assert rates["two-stage"] == pytest.approx(2 * [1 - (step + 0.5) / 10 for step in range(10)])
 

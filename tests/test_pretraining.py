@@ -23,17 +23,11 @@ from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.huggingface.convert import merge_embedding_delta
 from electra.model.storage import load_model, read_tensors, save_model, write_tensors
-from electra.pretraining.command import (
-    PretrainingTask,
-    held_out_batches,
-    plan,
-    pretrain,
-    require_compiler,
-    unigram,
-    waves,
-)
+from electra.pretraining.command import plan, pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, recipe_settings
 from electra.pretraining.curves import PRETRAINING, series, whole_loss, with_losses
+from electra.pretraining.initialize import sinusoids
+from electra.pretraining.task import PretrainingTask, held_out_batches, unigram_frequencies
 from electra.training import trainer
 from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
 from electra.training.logging import read_lines
@@ -85,7 +79,7 @@ def test_the_held_out_loss_lies_beside_the_loss_that_is_trained(run_config, depa
     budget = {"steps": 100, "log_every": 20, "save_every": 100, "evaluate_every": 100}
     config = run_config(**budget, learning_rate=5e-3, batch_size=32, **departures)
     held_out = pretrain(config).measures["loss"]
-    trained = whole_loss(lines(config.output, "train")[-1], config.discriminator_weight)
+    trained = whole_loss(lines(config.output, "train")[-1], config.objective.discriminator_weight)
     assert held_out == pytest.approx(trained, rel=0.1)
 
 
@@ -135,7 +129,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(r
 def test_it_learns_the_grammar(run_config):
     departures = {"steps": 300, "learning_rate": 3e-3, "batch_size": 128, "save_every": 300, "evaluate_every": 300}
     outcome = pretrain(run_config(**departures))
-    frequencies = unigram(open_shards(run_config().data), torch.device("cpu"))
+    frequencies = unigram_frequencies(open_shards(run_config().data), torch.device("cpu"))
     entropy = -(frequencies * frequencies.clamp(min=1e-9).log()).sum().item()
     assert outcome.measures["mlm_loss"] < entropy - 0.2
     assert outcome.measures["unigram_rtd_auc"] > 0.6
@@ -257,7 +251,7 @@ def test_whoever_guesses_tokens_may_start_at_their_frequencies(run_config, objec
 
 
 def test_waves_make_the_distance_of_two_positions_their_likeness():
-    table = waves(64, 32)
+    table = sinusoids(64, 32)
     likeness = table @ table.T
     for distance in (0, 1, 5):
         alike = likeness.diagonal(distance)
@@ -273,7 +267,7 @@ def test_positions_may_start_as_waves_as_large_as_noise(run_config, shards, shar
     for encoder in (model.generator.encoder, model.discriminator.encoder):
         embeddings = encoder.embeddings.base or encoder.embeddings
         table, std = embeddings.position.weight.detach(), encoder.config.init_std
-        torch.testing.assert_close(table / std / 2**0.5, waves(*table.shape))
+        torch.testing.assert_close(table / std / 2**0.5, sinusoids(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)
 
 
@@ -416,7 +410,7 @@ def test_a_budget_of_minutes_ends_and_its_schedule_with_it(run_config):
 def test_a_warm_up_in_steps_goes_with_a_budget_of_minutes(run_config):
     config = run_config(steps=None, minutes=0.01, log_every=1, warmup=20, schedule="wsd", decay=0.0)
     pretrain(config)
-    rates = [line["learning_rate"] / config.learning_rate for line in lines(config.output, "train")]
+    rates = [line["learning_rate"] / config.trainer.learning_rate for line in lines(config.output, "train")]
     assert rates[:3] == pytest.approx([0.5 / 20, 1.5 / 20, 2.5 / 20])
     assert rates[20:] == pytest.approx([1.0] * len(rates[20:]))
 
