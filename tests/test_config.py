@@ -1,0 +1,62 @@
+"""Nested configurations are read, built and changed by the flat names of their settings."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+from cyclopts import Parameter
+
+from electra.config import build, flat_defaults, flat_fields, replace_fields
+from electra.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Annotated[str, Parameter(name="--optimizer")] = "adam"
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0:
+            raise ConfigError("learning_rate must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    data: Path
+    optimizer: Annotated[OptimizerConfig, Parameter(name="*")] = field(default_factory=OptimizerConfig)
+    seed: int = 0
+
+    @classmethod
+    def defaults_for(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        return {"learning_rate": 0.5} if settings.get("optimizer") == "muon" else {}
+
+
+def test_settings_of_nested_configs_have_flat_names():
+    config = RunConfig(data=Path("x"), optimizer=OptimizerConfig(learning_rate=0.1))
+    assert flat_fields(config) == {"data": Path("x"), "optimizer": "adam", "learning_rate": 0.1, "seed": 0}
+    assert flat_defaults(RunConfig) == {"optimizer": "adam", "learning_rate": 1e-3, "seed": 0}
+
+
+def test_build_places_each_setting_in_its_nested_config():
+    built = build(RunConfig, data=Path("x"), optimizer="adamw", seed=3)
+    assert built == RunConfig(data=Path("x"), optimizer=OptimizerConfig(name="adamw"), seed=3)
+
+
+def test_defaults_may_depend_on_given_settings_which_win_over_them():
+    assert build(RunConfig, data=Path("x"), optimizer="muon").optimizer.learning_rate == 0.5
+    assert build(RunConfig, data=Path("x"), optimizer="muon", learning_rate=0.1).optimizer.learning_rate == 0.1
+
+
+def test_replaced_settings_are_checked_and_the_others_kept():
+    config = build(RunConfig, data=Path("x"), optimizer="muon")
+    assert replace_fields(config, seed=1) == build(RunConfig, data=Path("x"), optimizer="muon", seed=1)
+    with pytest.raises(ConfigError, match="learning_rate must be above 0"):
+        replace_fields(config, learning_rate=-1.0)
+
+
+def test_unknown_and_missing_settings_are_named():
+    with pytest.raises(ConfigError, match=r"no setting 'learning_rat'; did you mean learning_rate\?"):
+        build(RunConfig, data=Path("x"), learning_rat=0.1)
+    with pytest.raises(ConfigError, match="needs a value for data"):
+        build(RunConfig)
