@@ -52,9 +52,17 @@ OLD_FLAGS = {
     "--scale-init-by-width": "--starts-by-width",
     "--no-scale-init-by-width": "--no-starts-by-width",
     "--global-attention-every": "--global-every",
+    "--packing": "--form",
 }
-OLD_VALUES: dict[tuple[str, str], str] = {}  # (flag, value) -> value
-OLD_METRICS = {"sample_accuracy": "samples_right"}  # metric -> its old name
+OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
+OLD_METRICS = {
+    "sample_accuracy": "samples_right",
+    "replace_mlm": "corrector",
+    "all_tokens_mlm": "corrector",
+    "replace_mlm_loss": "corrector_loss",
+    "replace_mlm_accuracy": "corrector_accuracy",
+    **{f"unigram_rtd_{name}": f"frozen_{name}" for name in ("loss", "accuracy", "precision", "recall", "auc")},
+}
 OLD_FOLDER = "electra/objective"  # only there until 42b7143
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -110,13 +118,13 @@ def option_cases() -> Iterator[Case]:
     """Recipes, packing, dropout, phases, micro-batches and the options of masking, sampling and losses."""
     yield pretraining("faithful", "--recipe faithful --warmup 0.1")
     yield pretraining("faithful-modern", "--recipe faithful --style modern --warmup 0.1")
-    yield pretraining("segment-pairs", "--form paper")
-    yield pretraining("segment-pairs-modern", "--form paper --style modern --dropout 0.1")
-    yield pretraining("faithful-packed", "--recipe faithful --form dense --dropout 0")
+    yield pretraining("segment-pairs", "--packing segment-pairs")
+    yield pretraining("segment-pairs-modern", "--packing segment-pairs --style modern --dropout 0.1")
+    yield pretraining("faithful-packed", "--recipe faithful --packing packed --dropout 0")
     yield pretraining("dropout", "--dropout 0.1")
     yield pretraining("dropout-modern", "--dropout 0.1 --style modern")
     yield pretraining("micro-batches", "--micro-batches 4")
-    yield pretraining("micro-batches-segment-pairs", "--micro-batches 2 --form paper --objective adversarial")
+    yield pretraining("micro-batches-segment-pairs", "--micro-batches 2 --packing segment-pairs --objective adversarial")
     yield pretraining("cross-document-attention", "--cross-document-attention")
     yield pretraining("local-attention", "--style modern --global-attention-every 2 --local-attention 8")
     yield pretraining("activation-checkpointing", "--activation-checkpointing --dropout 0.1")
@@ -216,15 +224,11 @@ def results(case: Case, folder: Path) -> dict[str, str]:
             record = json.loads(line)
             for name, value in record.items():
                 if isinstance(value, float) and not name.endswith(TIMINGS):
-                    found[f"{record.get('kind', '')} line {number}, {new_metric(name)}"] = repr(value)
+                    found[f"{record.get('kind', '')} line {number}, {OLD_METRICS.get(name, name)}"] = repr(value)
     models = sorted((folder / "runs" / case.name).rglob("model.safetensors"))
     assert found, f"{case.name}: no metrics in {folder}"
     assert models, f"{case.name}: no weights in {folder}"
     return found | {"weights": checksums(models[-1])}
-
-
-def new_metric(name: str) -> str:
-    return next((new for new, old in OLD_METRICS.items() if old == name), name)
 
 
 def checksums(path: Path) -> str:
