@@ -38,9 +38,10 @@ from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
 from electra.huggingface.folders import read_part
+from electra.model.config import ModelConfig
 from electra.model.electra import Electra
-from electra.model.sizes import ModelConfig
-from electra.model.storage import read_json, save_model
+from electra.model.storage import save_model
+from electra.runfolder import read_json
 
 
 def fresh_model(vocab: Path, folder: Path, size: str) -> Path:
@@ -48,7 +49,7 @@ def fresh_model(vocab: Path, folder: Path, size: str) -> Path:
     tokenizer = load_tokenizer(vocab)
     tokenizer.save(folder / "tokenizer")
     torch.manual_seed(0)
-    electra = Electra(ModelConfig(size=size).electra(tokenizer.vocabulary.size, tokenizer.vocabulary.pad_id))
+    electra = Electra(ModelConfig(size=size).electra_config(tokenizer.vocabulary.size, tokenizer.vocabulary.pad_id))
     save_model(electra, folder / "fresh", folder / "tokenizer")
     export(ExportConfig(model=folder / "fresh", output=folder / "huggingface"))
     return folder / "huggingface"

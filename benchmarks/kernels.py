@@ -26,7 +26,7 @@ if HAS_TRITON:
     from electra.kernels.fused_layers import layer_at_once
     from electra.kernels.geglu import gated_gelu
     from electra.kernels.gelu import biased_gelu
-    from electra.kernels.mlm_head import scored
+    from electra.kernels.mlm_head import loss_and_sample
 
 Way = Callable[..., Tensor]
 EPSILON, NO_WINDOW, VOCABULARY, EMBEDDING, MASKED = 1e-12, -1, 30522, 128, 0.15
@@ -153,7 +153,7 @@ def vocabulary(sizes: Sizes) -> Case:
         return losses.view_as(originals)
 
     inputs = numbers(sizes.rows, guesses, EMBEDDING), numbers(VOCABULARY, EMBEDDING), numbers(VOCABULARY)
-    return Case("loss and draw", lambda *given: scored(*given, originals, *keys)[0], torchs, inputs)
+    return Case("loss and draw", lambda *given: loss_and_sample(*given, originals, *keys)[0], torchs, inputs)
 
 
 def microseconds(act: Callable[[], object]) -> float:

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
-from electra.data.vocabulary import Vocabulary
-from electra.huggingface.convert import classic_config
+from electra.data.tokenizer import Vocabulary
+from electra.huggingface.convert import electra_settings
 from electra.model.config import EncoderConfig
 from electra.model.electra import ElectraConfig as PairConfig
 
@@ -27,7 +27,7 @@ class Pair(nn.Module):
 
 def their_config(config: EncoderConfig) -> ElectraConfig:
     """An encoder's settings in transformers' words."""
-    return ElectraConfig(**classic_config(config))
+    return ElectraConfig(**electra_settings(config))
 
 
 def eager_losses(pair: Pair, input_ids: Tensor, count: int, vocabulary: Vocabulary) -> Losses:

@@ -9,10 +9,9 @@ import torch
 
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
-from electra.data.vocabulary import Vocabulary
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
-from electra.model.sizes import modern
+from electra.data.tokenizer import Vocabulary
+from electra.model.config import ElectraConfig, EncoderConfig, to_modern
+from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.command import PretrainConfig
@@ -23,9 +22,9 @@ hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is
 hypothesis.settings.load_profile("calm")
 
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
-WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocabulary=60, positions=32)
+WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocab_size=60, positions=32)
 NARROW = replace(WIDE, width=8, heads=1, feedforward=16)
-MODERN = replace(modern(WIDE), layers=4, global_attention_every=3, local_attention=4)
+MODERN = replace(to_modern(WIDE), layers=4, global_attention_every=3, local_attention=4)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def make_pair():
         wide = replace(size, dropout=dropout, attention_dropout=dropout)
         narrow = wide if sharing == "all" else replace(wide, width=8, heads=1, feedforward=16)
         needs = OBJECTIVES[objective]
-        heads = {"head": needs.head or "verdict", "has_baseline": needs.has_baseline}
+        heads = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline}
         return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing, **heads))
 
     return build
@@ -145,6 +144,6 @@ def modern_folder(shards, tmp_path_factory):
 def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:
     """A folder with a discriminator of so many layers and so on, over the words of simple text."""
     torch.manual_seed(0)
-    size = replace(size, vocabulary=len(WORDS) + 5, init_std=0.2)
+    size = replace(size, vocab_size=len(WORDS) + 5, init_std=0.2)
     save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, tokenizer)
     return folder

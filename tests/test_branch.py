@@ -8,7 +8,7 @@ import pytest
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError
-from electra.model.storage import model_config
+from electra.model.storage import read_model_config
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.training.checkpoint import checkpoint_folders, model_folder
@@ -58,7 +58,7 @@ def test_the_model_and_how_it_is_trained_are_the_trunks(shards, trunk, capsys, f
     record = branch(shards, run)
     assert "finished: 6 steps" in capsys.readouterr().out
     before = json.loads((run / "config.json").read_text())["pretraining"]
-    for name in ("recipe", "size", "style", "optimizer", "generator_kind", "seed", "length", "form"):
+    for name in ("recipe", "size", "style", "optimizer", "generator_kind", "seed", "length", "packing"):
         assert record[name] == before[name], name
     assert record["objective"] == ("frozen-rtd" if "phases" in flags else before["objective"])
     shutil.rmtree(run)  # a branch that has begun needs its trunk no more
@@ -70,7 +70,7 @@ def test_a_trunk_that_began_with_another_model_has_a_size_of_its_own(shards, tru
     run = tmp_path / "trunk"
     main(f"pretrain --data {shards} --output {run} --init {first} --steps 4 {ROWS} --device cpu".split())
     branch(shards, run)
-    assert model_config(tmp_path / "branch").discriminator == model_config(first).discriminator
+    assert read_model_config(tmp_path / "branch").discriminator == read_model_config(first).discriminator
 
 
 def test_a_checkpoint_taken_out_of_its_run_still_tells_its_size(shards, trunk, tmp_path):

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from electra.cli import main
 from electra.errors import ConfigError
-from electra.model.electra import Electra, ElectraConfig
-from electra.model.flops import TRAINING, flops, items_of, parameters, training_flops
-from electra.model.sizes import ModelConfig
+from electra.model.config import ElectraConfig, ModelConfig
+from electra.model.electra import Electra
+from electra.model.flops import TRAINING, flops, itemize, parameters, training_flops
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, Settings
 from electra.report.costs import FlopsConfig, count_costs
@@ -40,7 +40,7 @@ def test_operations_of_a_training_step_equal_torchs_count(pair):
     with FlopCounterMode(display=False) as counter:
         verdicts = electra.discriminator(text).sum() if electra.discriminator else 0
         (electra.generator(text, at=at).sum() + verdicts).backward()
-    counted = sum(map(flops, items_of(pair, length, masked).values()))
+    counted = sum(map(flops, itemize(pair, length, masked).values()))
     assert TRAINING * rows * counted == counter.get_total_flops()
 
 
@@ -70,7 +70,7 @@ def test_an_objective_costs_what_its_parts_do(capsys, objective):
     elif objective == "frozen-rtd":
         assert step == generator + 3 * discriminator
         assert found["parameters"] == 18_169_083  # nothing is shared with what stands still
-    elif "corrector" in found["parts"]:
+    elif objective in ("replace-mlm", "all-tokens-mlm"):
         assert step > rtd["training_flops_per_row"]
     else:
         assert step == 3 * (generator + discriminator)
@@ -79,19 +79,19 @@ def test_an_objective_costs_what_its_parts_do(capsys, objective):
 @pytest.mark.parametrize("style", ["classic", "modern"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
 def test_parameters_add_up_to_the_models(size, style):
-    pair = ModelConfig(size=size, style=style, sharing="none").electra()
+    pair = ModelConfig(size=size, style=style, sharing="none").electra_config()
     with torch.device("meta"):
         electra = Electra(pair)
-    for name, items in items_of(pair, 128, 19).items():
+    for name, items in itemize(pair, 128, 19).items():
         assert parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
 
 
-@pytest.mark.parametrize(("head", "predicted"), [("correction", 5), ("copying", 16)])
+@pytest.mark.parametrize(("head", "predicted"), [("mlm", 5), ("copy_mlm", 16)])
 def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predicted):
     pair = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none", head=head)
     with torch.device("meta"):
         corrector = Electra(pair).discriminator
-    items = items_of(pair, length=16, masked=5)["corrector"]
+    items = itemize(pair, length=16, masked=5)["discriminator"]
     assert parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
     assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
 

@@ -44,7 +44,7 @@ def on_gpu(batch: Batch) -> Batch:
 def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, kernel, style):
     torch.manual_seed(0)
     own = {"global_attention_every": 2, "local_attention": 32} if style == "modern" else {}
-    config = EncoderConfig(style=style, layers=3, vocabulary=500, dropout=0, attention_dropout=0, **own)
+    config = EncoderConfig(style=style, layers=3, vocab_size=500, dropout=0, attention_dropout=0, **own)
     encoder = Encoder(config).cuda()
     ids = torch.randint(5, 500, (6, 120), device="cuda")
     documents = (torch.rand(6, 120, device="cuda") < 0.03).cumsum(1)
@@ -75,7 +75,7 @@ def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, k
 
 
 def test_kernels_are_for_half_precision():
-    encoder = Encoder(EncoderConfig(layers=1, vocabulary=50)).cuda()
+    encoder = Encoder(EncoderConfig(layers=1, vocab_size=50)).cuda()
     assert encoder.eval().kernel(128) == encoder.kernel(512) == "mask"
     with torch.autocast("cuda", torch.bfloat16):
         assert (encoder.eval().kernel(128), encoder.kernel(512)) == ("short rows", "documents")
@@ -176,7 +176,7 @@ def as_exact_as_by_steps(
 def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made_again, has_documents):
     torch.manual_seed(0)
     own = {"global_attention_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
-    encoder = Encoder(EncoderConfig(style="modern", layers=3, vocabulary=500, **own)).cuda()
+    encoder = Encoder(EncoderConfig(style="modern", layers=3, vocab_size=500, **own)).cuda()
     encoder.activation_checkpointing = is_made_again
     ids, grown = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, 256, device="cuda")
     documents = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1) if has_documents else None
@@ -198,7 +198,7 @@ def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
     torch.manual_seed(0)
-    own = {"vocabulary": 500, "dropout": 0, "attention_dropout": 0}
+    own = {"vocab_size": 500, "dropout": 0, "attention_dropout": 0}
     encoder = Encoder(EncoderConfig(style=style, layers=2, **own)).cuda()
     ids, at = torch.randint(5, 500, (9, 110), device="cuda"), torch.randint(0, 110, (9, 20), device="cuda")
     grown = torch.randn(9, 20, 256, device="cuda")
@@ -212,7 +212,7 @@ def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
         (found * grown).sum().backward()
         return [found.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
 
-    for some, every in zip(outcome(at=at), outcome(), strict=True):
+    for some, every in zip(outcome(positions=at), outcome(), strict=True):
         assert (some - every).norm() < 0.02 * every.norm() + 1e-6
 
 
@@ -262,7 +262,7 @@ def test_whole_long_rows_are_as_exact_as_plain_attention(length):
 
 
 def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
-    from electra.kernels import mlm_head as one_pass
+    from electra.kernels import mlm_head
 
     torch.manual_seed(0)
     batch, settings = on_gpu(make_batch(rows=64, lengths=[16] * 64)), Settings(vocabulary=vocabulary, seed=3)
@@ -271,9 +271,9 @@ def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
     masked = replace(masked, originals=torch.randint(0, size, masked.originals.shape, device="cuda"))
     states, table = torch.randn(*masked.positions.shape, 64, device="cuda"), torch.randn(size, 64, device="cuda")
     given = states.bfloat16(), 0.4 * table, torch.randn(size, device="cuda")
-    keys = [row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING]
+    keys = [row_keys(settings.seed, batch.step, batch.row_ids, purpose) for purpose in SAMPLING]
     one, other = ([each.clone().requires_grad_() for each in given] for _ in range(2))
-    losses, sampled = one_pass.scored(*one, masked.originals, *keys)
+    losses, sampled = mlm_head.loss_and_sample(*one, masked.originals, *keys)
     (losses * masked.weights).sum().backward()
     logits = functional.linear(other[0], other[1].bfloat16(), other[2].bfloat16())
     loss = mlm_loss(logits, masked)

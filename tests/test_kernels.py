@@ -13,11 +13,11 @@ from layers import by_steps, factors, made_layer
 from torch import Tensor, nn
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.kernels import dispatch as kernels
 from electra.model.attention import attention_bias_of
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
 from electra.objectives.objectives import OBJECTIVES, Settings, goes_in_one_pass
@@ -65,7 +65,7 @@ def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
 def small_encoder(style: str, **own: int) -> Encoder:
     """An encoder whose parameters all matter."""
     torch.manual_seed(0)
-    sizes = {"layers": 2, "width": 64, "heads": 2, "feedforward": 96, "embedding_width": 32, "vocabulary": 60}
+    sizes = {"layers": 2, "width": 64, "heads": 2, "feedforward": 96, "embedding_width": 32, "vocab_size": 60}
     encoder = Encoder(EncoderConfig(style=style, dropout=0.0, attention_dropout=0.0, **sizes, **own))
     for name, parameter in encoder.named_parameters():
         if parameter.dim() == 1:
@@ -84,7 +84,7 @@ def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted)
     assert encoder.kernel(21) == "short rows"
 
     def act() -> tuple[Tensor]:
-        states = encoder(ids, is_token, None, documents if hidden_part == "documents" else None, at=at)
+        states = encoder(ids, is_token, None, documents if hidden_part == "documents" else None, positions=at)
         if is_token is not None and at is None:
             states = states[is_token]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
@@ -145,15 +145,15 @@ def test_a_bias_of_queries_keys_and_values_gets_its_gradient(few_programs):
 def test_a_step_has_the_same_losses_and_gradients(both_ways, few_programs, style, objective):
     vocabulary, needs = Vocabulary(size=300), OBJECTIVES[objective]
     sizes = {"layers": 1, "heads": 1, "width": 32, "feedforward": 48, "embedding_width": 16, "positions": 32}
-    size = EncoderConfig(style=style, vocabulary=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
+    size = EncoderConfig(style=style, vocab_size=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
     torch.manual_seed(0)
-    kinds = {"head": needs.head or "verdict", "has_baseline": needs.has_baseline}
+    kinds = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline}
     parts = (
         {"discriminator": size, "sharing": "embeddings"} if needs.head else {"discriminator": None, "sharing": "none"}
     )
     electra = Electra(ElectraConfig(generator=size, **parts, **kinds))
     ids = torch.randint(110, vocabulary.size, (3, 20))
-    batch = Batch(ids, torch.tensor(3), torch.arange(3), documents=(torch.rand(3, 20) < 0.1).cumsum(1).int())
+    batch = Batch(ids, torch.tensor(3), torch.arange(3), document_ids=(torch.rand(3, 20) < 0.1).cumsum(1).int())
 
     settings = Settings(vocabulary=vocabulary)
     assert electra.require_generator().encoder.kernel(20) == "short rows"
@@ -176,7 +176,7 @@ def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
 
     def act() -> tuple[Tensor]:
         torch._dynamo.reset()
-        states = (compiled if kernels.IS_INTERPRETED else encoder)(ids, at=at)
+        states = (compiled if kernels.IS_INTERPRETED else encoder)(ids, positions=at)
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         return (states,)
 

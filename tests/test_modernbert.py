@@ -20,7 +20,8 @@ from transformers import (
 
 from electra.errors import DataError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
-from electra.model.electra import SHARING, Electra, ElectraConfig
+from electra.model.config import ElectraConfig
+from electra.model.electra import SHARING, Electra
 from electra.model.storage import load_model, save_model
 from electra.serve.inference import load
 
@@ -128,7 +129,7 @@ def test_a_pair_that_is_alike_shares_its_token_table_again(tmp_path):
 def trained_folder(shards, tmp_path):
     """A modern pair over simple text that was never trained, with its tokenizer."""
     torch.manual_seed(0)
-    size = replace(MODERN, vocabulary=len(WORDS) + 5, init_std=0.2)
+    size = replace(MODERN, vocab_size=len(WORDS) + 5, init_std=0.2)
     pair = ElectraConfig(generator=replace(size, width=8, heads=1), discriminator=size)
     save_model(Electra(pair), tmp_path / "model", shards / "tokenizer")
     return tmp_path / "model"

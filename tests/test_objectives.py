@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from electra.data.loader import Batch
 from electra.errors import ConfigError
-from electra.model.electra import CopyingCorrector
+from electra.model.electra import CopyMaskedLanguageModel
 from electra.objectives.losses import Loss, total
 from electra.objectives.masking import Masked, mask
 from electra.objectives.objectives import (
@@ -197,7 +197,7 @@ def test_pieces_of_a_batch_have_the_gradients_of_the_whole(make_pair, make_batch
     def gradients(cuts: list[slice]) -> list[torch.Tensor]:
         electra = make_pair(objective=objective)
         pieces = [
-            Batch(batch.input_ids[rows], batch.step, batch.rows[rows], batch.attention_mask[rows]) for rows in cuts
+            Batch(batch.input_ids[rows], batch.step, batch.row_ids[rows], batch.attention_mask[rows]) for rows in cuts
         ]
         losses = [OBJECTIVES[objective].losses(electra, piece, settings) for piece in pieces]
         counts = OBJECTIVES[objective].counts(batch, settings)
@@ -268,7 +268,7 @@ def test_documents_in_a_row_do_not_change_each_others_losses(make_pair, make_bat
     packed = electra.discriminator(masked.input_ids, None, None, documents)
     alone = electra.discriminator(masked.input_ids[:, :8])
     torch.testing.assert_close(packed[:, :8], alone)
-    losses = replaced_token_detection(electra, replace(batch, documents=documents), settings)
+    losses = replaced_token_detection(electra, replace(batch, document_ids=documents), settings)
     assert losses["discriminator"].mean() != replaced_token_detection(electra, batch, settings)["discriminator"].mean()
 
 
@@ -290,7 +290,7 @@ def test_each_objective_is_one_graph_for_the_compiler(make_pair, make_batch, set
 
     settings = replace(settings, mask_count="paper", whole_word_masking=True)
     batch = make_batch(lengths=[16, 12, 7, 3])
-    inputs = (batch.input_ids, batch.step, batch.rows, batch.attention_mask)
+    inputs = (batch.input_ids, batch.step, batch.row_ids, batch.attention_mask)
     traced = torch.compile(loss, fullgraph=True, backend="eager")
     torch.testing.assert_close(traced(*inputs), loss(*inputs))
 
@@ -368,7 +368,7 @@ def test_a_corrector_reads_no_mask(make_pair, make_batch, settings, objective):
 
 def test_replace_mlm_predicts_the_originals_behind_the_fills(make_pair, make_batch, settings):
     electra, batch = make_pair(objective="replace-mlm").eval(), make_batch(lengths=[16, 12, 7, 3])
-    loss = replace_mlm(electra, batch, settings)["corrector"]
+    loss = replace_mlm(electra, batch, settings)["replace_mlm"]
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled).input_ids
@@ -378,7 +378,7 @@ def test_replace_mlm_predicts_the_originals_behind_the_fills(make_pair, make_bat
     torch.testing.assert_close(loss.mean(), expected)
 
 
-def copying_corrector(make_pair, gate: float) -> CopyingCorrector:
+def copying_corrector(make_pair, gate: float) -> CopyMaskedLanguageModel:
     corrector = make_pair(objective="all-tokens-mlm").discriminator
     with torch.no_grad():
         corrector.gate.dense.bias.fill_(gate)
@@ -388,17 +388,17 @@ def copying_corrector(make_pair, gate: float) -> CopyingCorrector:
 @pytest.mark.parametrize("gate", [-3.0, 0.0, 3.0])
 def test_the_copy_gates_distribution_sums_to_one(make_pair, make_batch, gate):
     corrector, text = copying_corrector(make_pair, gate), make_batch().input_ids
-    logs = corrector.distribution(corrector.read(text), text)  # [B, L, V]
+    logs = corrector.log_probabilities(corrector.read(text), text)  # [B, L, V]
     torch.testing.assert_close(logs.exp().sum(2), torch.ones(4, 16))
 
 
 def test_at_gate_one_the_token_is_copied_and_at_gate_zero_the_softmax_speaks(make_pair, make_batch):
     text = make_batch().input_ids
     open_gate, closed = (copying_corrector(make_pair, gate) for gate in (100.0, -100.0))
-    copied = open_gate.distribution(open_gate.read(text), text).exp()
+    copied = open_gate.log_probabilities(open_gate.read(text), text).exp()
     torch.testing.assert_close(copied, functional.one_hot(text, 60).float())
     torch.testing.assert_close(
-        closed.distribution(closed.read(text), text), closed(text).log_softmax(2), rtol=1e-4, atol=1e-4
+        closed.log_probabilities(closed.read(text), text), closed(text).log_softmax(2), rtol=1e-4, atol=1e-4
     )
 
 
@@ -406,19 +406,19 @@ def test_likelihoods_in_chunks_equal_those_of_the_whole_distribution(make_pair, 
     corrector, batch = copying_corrector(make_pair, 1.0), make_batch()
     hidden = corrector.read(batch.input_ids)
     read = batch.input_ids.roll(1, dims=1)
-    expected = corrector.distribution(hidden, read).gather(2, batch.input_ids[:, :, None]).squeeze(2)
+    expected = corrector.log_probabilities(hidden, read).gather(2, batch.input_ids[:, :, None]).squeeze(2)
     for chunk in (7, 4096):
-        monkeypatch.setattr("electra.model.electra.CHUNK", chunk)
-        torch.testing.assert_close(corrector.likelihoods(hidden, read, batch.input_ids), expected)
+        monkeypatch.setattr("electra.model.electra.CHUNK_SIZE", chunk)
+        torch.testing.assert_close(corrector.log_likelihood(hidden, read, batch.input_ids), expected)
 
 
 def test_all_tokens_mlm_is_the_mean_over_all_tokens_that_are_not_padding(make_pair, make_batch, settings):
     electra, batch = make_pair(objective="all-tokens-mlm").eval(), make_batch(lengths=[16, 12, 7, 3])
-    loss = all_tokens_mlm(electra, batch, settings)["corrector"]
+    loss = all_tokens_mlm(electra, batch, settings)["all_tokens_mlm"]
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
     corrupted = corrupt(batch.input_ids, masked, fill(electra, masked, batch, settings).sampled).input_ids
     hidden = electra.discriminator.read(corrupted, batch.attention_mask)
-    logs = electra.discriminator.distribution(hidden, corrupted).gather(2, batch.input_ids[:, :, None]).squeeze(2)
+    logs = electra.discriminator.log_probabilities(hidden, corrupted).gather(2, batch.input_ids[:, :, None]).squeeze(2)
     assert loss.count == 16 + 12 + 7 + 3
     torch.testing.assert_close(loss.mean(), -logs[batch.attention_mask].mean())
 
@@ -480,8 +480,8 @@ def test_the_generator_is_paid_the_discriminators_loss_at_the_fill_beyond_what_w
 ):
     electra, batch = make_pair("none", objective="adversarial").eval(), make_batch()
     with torch.no_grad():
-        electra.discriminator.head.verdict.weight.zero_()
-        electra.discriminator.head.verdict.bias.fill_(-2.0)  # sure that all is original
+        electra.discriminator.head.classifier.weight.zero_()
+        electra.discriminator.head.classifier.bias.fill_(-2.0)  # sure that all is original
         electra.baseline.dense.weight.zero_()
         electra.baseline.dense.bias.fill_(-1.0)
     losses = adversarial(electra, batch, settings)

@@ -14,7 +14,7 @@ from electra.data.shards import open_shards
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, export
 from electra.finetuning.model import load_pretrained
-from electra.model.storage import load_model, model_config, read_tensors
+from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import PretrainConfig, plan, pretrain
 from electra.pretraining.phases import read_phases
 from electra.serve.inference import load
@@ -38,10 +38,10 @@ def lines(run: Path, kind: str) -> list[dict]:
         ("--objective rtd --generator unigram", "discriminator"),
         ("--objective electra-15", "generator"),
         ("--objective electra-15 --generator unigram", "discriminator"),
-        ("--objective replace-mlm", "corrector"),
-        ("--objective replace-mlm --sharing none --generator uniform", "corrector"),
-        ("--objective all-tokens-mlm --sharing disentangled", "corrector"),
-        ("--objective all-tokens-mlm --sharing all", "corrector"),
+        ("--objective replace-mlm", "replace_mlm"),
+        ("--objective replace-mlm --sharing none --generator uniform", "replace_mlm"),
+        ("--objective all-tokens-mlm --sharing disentangled", "all_tokens_mlm"),
+        ("--objective all-tokens-mlm --sharing all", "all_tokens_mlm"),
         ("--objective adversarial --entropy-bonus 0.01 --sharing none", "baseline"),
         ("--phases share=0.75 length=24,batch-size=4 --generator-width 32", "generator"),
         ("--phases objective=mlm objective=rtd --generator-width 32", "generator"),
@@ -50,7 +50,7 @@ def lines(run: Path, kind: str) -> list[dict]:
             "--phases objective=mlm objective=frozen-rtd --sharing none --no-init-discriminator-from-generator",
             "discriminator",
         ),
-        ("--phases objective=rtd objective=replace-mlm", "corrector"),
+        ("--phases objective=rtd objective=replace-mlm", "replace_mlm"),
     ],
 )
 def test_objectives_generators_and_phases_run_from_the_command_line_and_lower_their_loss(
@@ -73,20 +73,20 @@ def test_what_does_not_exist_is_not_measured(settings_of_run):
     frozen, joint = (
         {f"{kind}_{it}" for it in ("loss", "accuracy", "precision", "recall", "auc")} for kind in ("frozen", "rtd")
     )
-    corrector = {"corrector_loss", "corrector_accuracy"}
+    replace_mlm = {"replace_mlm_loss", "replace_mlm_accuracy"}
     assert measured("rtd") == measured("adversarial", objective="adversarial") == {"loss"} | generator | joint | frozen
     assert measured("uniform", generator_kind="uniform", generator_width=None) == {"loss"} | frozen
-    assert measured("replace", objective="replace-mlm") == {"loss"} | generator | corrector
+    assert measured("replace", objective="replace-mlm") == {"loss"} | generator | replace_mlm
     assert measured("mlm", objective="mlm") == {"loss"} | generator
 
 
-def test_a_corrector_has_no_verdicts_to_hand_out(settings_of_run, tmp_path):
+def test_a_masked_language_model_has_no_discriminator_to_export(settings_of_run, tmp_path):
     config = settings_of_run(objective="all-tokens-mlm", steps=1)
     pretrain(config)
     with pytest.raises(ConfigError, match="corrects tokens and has no verdicts of them; hand out its --part encoder"):
         export(ExportConfig(model=config.output, output=tmp_path / "hf"))
     model = load(config.output, device="cpu")
-    with pytest.raises(ConfigError, match="no discriminator: what stands in its place says what tokens were"):
+    with pytest.raises(ConfigError, match="no discriminator, only a masked language model"):
         model.detect("the cat sat")
     assert len(model.embed("the cat sat")[0]) == 32
     assert model.fill("the [MASK] sat").blanks
@@ -300,7 +300,7 @@ def test_contradictory_settings_are_refused_in_one_sentence(shards, tmp_path, ca
             ["classic: masked language model of 1 layer, 32 wide, dropout 0.1", "mlm, 80"],
         ),
         ("--generator uniform", ["classic: discriminator of 1 layer, 32 wide; no generator: uniform replacements"]),
-        ("--objective replace-mlm", ["classic: corrector of 1 layer, 32 wide; generator of 1"]),
+        ("--objective replace-mlm", ["classic: masked language model of 1 layer, 32 wide; generator of 1"]),
     ],
 )
 def test_a_dry_run_says_what_the_run_would_be(shards, tmp_path, capsys, flags, lines):
@@ -328,11 +328,11 @@ def test_what_is_refused_today_does_not_stop_a_run_that_was_begun(settings_of_ru
     assert pretrain(replace(config, init_discriminator_from_generator=False, resume=True)).step == 2
 
 
-@pytest.mark.parametrize(("last", "head"), [("all-tokens-mlm", "copying"), ("adversarial", "verdict")])
+@pytest.mark.parametrize(("last", "head"), [("all-tokens-mlm", "copy_mlm"), ("adversarial", "rtd")])
 def test_the_record_of_a_run_has_the_model_it_ends_as(settings_of_run, last, head):
     config = settings_of_run(phases=("objective=rtd", f"objective={last}"))
     pretrain(config)
-    recorded, ended = (model_config(folder) for folder in (config.output, model_folder(config.output)))
+    recorded, ended = (read_model_config(folder) for folder in (config.output, model_folder(config.output)))
     assert recorded == ended
     assert (ended.head, ended.has_baseline) == (head, last == "adversarial")
 

@@ -17,11 +17,11 @@ import torch
 from kills import killed
 
 from electra.cli import main
-from electra.data.loader import DataConfig, validation_batches
+from electra.data.loader import LoaderConfig, validation_batches
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.huggingface.convert import folded
+from electra.huggingface.convert import merge_embedding_delta
 from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.pretraining.command import (
     PretrainingTask,
@@ -108,8 +108,8 @@ def test_curves_of_training_and_held_out_text_share_a_panel_only_if_they_are_of_
     [
         ({}, " replaced, says the discriminator |"),
         ({"objective": "mlm"}, ""),
-        ({"objective": "replace-mlm"}, " stood there, says the corrector |"),
-        ({"objective": "all-tokens-mlm"}, " stood there, says the corrector |"),
+        ({"objective": "replace-mlm"}, " predicted original |"),
+        ({"objective": "all-tokens-mlm"}, " predicted original |"),
         ({"generator_kind": "uniform", "generator_width": None}, " replaced, says the discriminator |"),
     ],
     ids=lambda given: ",".join(map(str, given.values())) if isinstance(given, dict) else None,
@@ -153,7 +153,7 @@ def test_it_learns_the_grammar(settings_of_run):
         {"schedule": "released"},
         {"schedule": "cosine"},
         {"schedule": "wsd"},
-        {"form": "paper", "length": 24, "mask_token_probability": 0.85},
+        {"packing": "segment-pairs", "length": 24, "mask_token_probability": 0.85},
         {"whole_word_masking": True},
         {"cross_document_attention": True},
         {"activation_checkpointing": True, "dropout": 0.1},
@@ -183,8 +183,8 @@ def test_every_size_and_recipe_runs_from_the_command_line(shards, tmp_path, caps
     assert "finished: 4 steps" in capsys.readouterr().out
     record = json.loads((tmp_path / "run/config.json").read_text())["pretraining"]
     expected = settings_for(recipe, size)
-    assert {name: record[name] for name in ("learning_rate", "optimizer", "form", "mask_fraction")} == {
-        name: expected[name] for name in ("learning_rate", "optimizer", "form", "mask_fraction")
+    assert {name: record[name] for name in ("learning_rate", "optimizer", "packing", "mask_fraction")} == {
+        name: expected[name] for name in ("learning_rate", "optimizer", "packing", "mask_fraction")
     }
 
 
@@ -195,7 +195,7 @@ def test_the_faithful_recipe_has_the_papers_settings():
     assert [s["length"] for s in (small, base, large)] == [128, 512, 512]
     assert [s["mask_fraction"] for s in (small, base, large)] == [0.15, 0.15, 0.25]
     assert [s["steps"] for s in (small, base, large)] == [1_000_000, 766_000, 400_000]
-    assert (small["optimizer"], small["schedule"], small["mask_token_probability"], small["form"]) == (
+    assert (small["optimizer"], small["schedule"], small["mask_token_probability"], small["packing"]) == (
         "adam",
         "released",
         0.85,
@@ -247,7 +247,7 @@ def test_runs_from_before_released_adam_counted_steps_go_on(settings_of_run):
     assert weights(broken.output) == weights(unbroken.output)
 
 
-@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "corrector")])
+@pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "replace_mlm")])
 def test_whoever_guesses_tokens_may_start_at_their_frequencies(settings_of_run, objective, who):
     losses = []
     for start in (False, True):
@@ -281,10 +281,10 @@ def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards,
 
 @pytest.mark.parametrize("sharing", ["embeddings", "disentangled"])
 def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of_run, sharing):
-    def segments(form: str) -> torch.Tensor:
-        config = settings_of_run(form, form=form, sharing=sharing, steps=3)
+    def segments(packing: str) -> torch.Tensor:
+        config = settings_of_run(packing, packing=packing, sharing=sharing, steps=3)
         pretrain(config)
-        return folded(load_model(model_folder(config.output)).discriminator.state_dict())[
+        return merge_embedding_delta(load_model(model_folder(config.output)).discriminator.state_dict())[
             "encoder.embeddings.segment.weight"
         ]
 
@@ -294,10 +294,10 @@ def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of
 
 
 def test_micro_batches_do_not_change_what_is_learnt(settings_of_run):
-    for form in ("dense", "paper"):
+    for packing in ("packed", "segment-pairs"):
         losses = []
         for pieces in (1, 4):
-            config = settings_of_run(f"{form}-{pieces}", micro_batches=pieces, form=form, length=24)
+            config = settings_of_run(f"{packing}-{pieces}", micro_batches=pieces, packing=packing, length=24)
             pretrain(config)
             losses.append([(line["generator"], line["discriminator"]) for line in lines(config.output, "train")])
         np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
@@ -439,7 +439,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
     losses = PretrainingTask.losses
 
     def hungry(self, batch):
-        if batch.size() > 2:
+        if batch.num_rows > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return losses(self, batch)
 
@@ -485,7 +485,7 @@ def test_a_run_folder_is_never_mixed_with_another_run(settings_of_run):
     pretrain(config)
     with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
         pretrain(config)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*resume with the same"):
+    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*use the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 
@@ -520,14 +520,14 @@ def test_a_resumed_run_takes_the_settings_that_are_not_given_from_its_folder(sto
     ("flags", "differing"),
     [
         ("--size base", "--size was tiny and is now base"),
-        ("--minutes 5", "--steps was 6 and is now None; --minutes was None and is now 5.0"),
+        ("--minutes 5", "--steps was 6 and is now unset; --minutes was unset and is now 5.0"),
         ("--layers 2 --length 16", "--layers was 1 and is now 2"),
     ],
 )
 def test_settings_that_are_given_to_a_resumed_run_must_be_its_own(stopped_run, capsys, flags, differing):
     with pytest.raises(SystemExit):
         main(f"pretrain --output {stopped_run} --resume {flags}".split())
-    assert f"begun with other settings: {differing}; resume with the same" in capsys.readouterr().err
+    assert f"started with other settings: {differing}; use the same" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_only_with_the_budget_it_was_begun_with(settings_of_run):
@@ -701,8 +701,8 @@ def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
 
 def test_held_out_rows_come_from_all_over_the_held_out_text(settings_of_run, shards):
     config = settings_of_run(evaluation_rows=32, length=8)
-    form = DataConfig(length=config.length, batch_size=32, form="dense")
-    everything = list(validation_batches(open_shards(shards), form))
+    loader = LoaderConfig(length=config.length, batch_size=32)
+    everything = list(validation_batches(open_shards(shards), loader))
     assert len(everything) > 3
     few = held_out_batches(config, open_shards(shards), torch.device("cpu"))
     two = held_out_batches(replace(config, evaluation_rows=64), open_shards(shards), torch.device("cpu"))

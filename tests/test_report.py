@@ -207,7 +207,7 @@ def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their
     config = settings_of_run("c", objective="replace-mlm", generator_kind="uniform", generator_width=None)
     pretrain(config)
     result = report(ReportConfig(runs=(runs[0], config.output)))
-    assert "| corrector loss |" in str(result)
+    assert "| replace mlm loss |" in str(result)
     assert "compare it only between runs of one objective, all with a generator or all without" in str(result)
     assert {title: list(lines) for title, lines in panels("loss", result.runs).items()} == {
         "held-out loss, rtd": ["a"],

@@ -5,26 +5,25 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import tyro
+from cyclopts import Parameter
 
-from electra.data.tokenizer import load_tokenizer
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary, load_tokenizer
 from electra.errors import ConfigError
 from electra.finetuning.jobs import best_model
 from electra.finetuning.model import load_finetuned
 from electra.huggingface.convert import (
     ARCHITECTURES,
     CLASSIFIERS,
-    LEAVING,
-    Arrival,
+    EXPORT_CLASSES,
+    ImportedModel,
     Settings,
     Tensors,
-    folded,
+    fold_projection,
     huggingface_config,
     labelled,
-    multiplied_out,
-    part_of,
+    merge_embedding_delta,
     read_huggingface,
+    select_part,
     to_huggingface,
 )
 from electra.huggingface.folders import join
@@ -35,15 +34,13 @@ from electra.model.storage import (
     TOKENIZER_FILES,
     WEIGHTS,
     copy_tokenizer,
-    has_head,
+    has_rtd_head,
     load_model,
-    read_json,
     read_names,
-    write_json,
     write_parts,
     write_tensors,
-    written_whole,
 )
+from electra.runfolder import read_json, write_folder, write_json
 from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]
@@ -73,7 +70,7 @@ class ImportConfig:
     BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or ModernBertForTokenClassification where its labels are
     original and replaced; in safetensors."""
 
-    source: Annotated[Path, tyro.conf.arg(name="from")]
+    source: Annotated[Path, Parameter(name="--from")]
     """The Hugging Face folder."""
     output: Path
     """The model folder to write; it must not exist yet."""
@@ -111,17 +108,17 @@ def export(config: ExportConfig) -> Written:
     electra = load_model(folder)
     if config.part == "discriminator":
         check_discriminator(electra, folder)
-    part = part_of(electra, config.part)
+    part = select_part(electra, config.part)
     size = part.encoder.config
-    name = LEAVING[size.style][config.part]
-    tensors = to_huggingface(multiplied_out(folded(part.state_dict()), size), ARCHITECTURES[name])
+    name = EXPORT_CLASSES[size.style][config.part]
+    tensors = to_huggingface(fold_projection(merge_embedding_delta(part.state_dict()), size), ARCHITECTURES[name])
     settings = huggingface_config(size, name, next(iter(tensors.values())).dtype, vocabulary_of(folder, size))
     return write_huggingface(config.output, tensors, settings | labelled(ARCHITECTURES[name].labels), folder)
 
 
 def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> Written:
     """Write a Hugging Face folder, with the tokenizer files of another."""
-    with written_whole(output) as draft:
+    with write_folder(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
         copied = copy_tokenizer(tokenizer, draft)
@@ -150,7 +147,7 @@ def export_finetuned(config: ExportConfig) -> Written:
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
     head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
-    tensors = to_huggingface(multiplied_out(state, size), ARCHITECTURES[alike]) | head_of(head)
+    tensors = to_huggingface(fold_projection(state, size), ARCHITECTURES[alike]) | head_of(head)
     settings = huggingface_config(size, name, torch.float32, vocabulary_of(folder, size))
     settings |= labelled(task.labels or ("score",)) | {"problem_type": PROBLEMS[task.kind]}
     settings |= {"classifier_dropout": size.dropout, "classifier_pooling": model.pooling} if size.is_modern() else {}
@@ -170,7 +167,7 @@ def check_discriminator(electra: Electra, folder: Path) -> None:
         raise ConfigError(f"{folder} has no discriminator; hand out its generator with --part generator")
     if not isinstance(electra.discriminator, Discriminator):
         raise ConfigError(f"{folder} corrects tokens and has no verdicts of them; hand out its --part encoder")
-    if not has_head(read_names(folder / WEIGHTS)):
+    if not has_rtd_head(read_names(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {folder} has no trained head; leave it out with --part encoder")
 
 
@@ -181,14 +178,14 @@ def import_model(config: ImportConfig) -> Written:
         arrivals.append(read_huggingface(config.generator))
         check_roles(arrivals)
     model, tensors = join(arrivals)
-    with written_whole(config.output) as draft:
+    with write_folder(config.output) as draft:
         tokenizer = write_parts(model, tensors, draft, config.source)
     described = f"{' and '.join(arrival.part for arrival in arrivals)}, sharing {model.sharing}"
     left_out = [name for arrival in arrivals for name in arrival.left_out]
     return Written(str(config.output), described, count(tensors), tokenizer, left_out)
 
 
-def check_roles(arrivals: list[Arrival]) -> None:
+def check_roles(arrivals: list[ImportedModel]) -> None:
     """Refuse two folders that are not a discriminator and a generator, in this order."""
     came = [arrival.part for arrival in arrivals]
     if came != ["discriminator", "generator"]:

@@ -35,16 +35,18 @@ class BatchIndices:
     weights: Tensor  # [B] 1, or 0 for a repeated row that only completes the batch
     length: int  # length that the rows are padded to
 
-    def size(self) -> int:
+    @property
+    def num_rows(self) -> int:
         return len(self.rows)
 
-    def token_count(self) -> int:
+    @property
+    def num_tokens(self) -> int:
         return len(self.rows) * self.length
 
-    def pieces(self, count: int) -> list[BatchIndices]:
+    def micro_batches(self, count: int) -> list[BatchIndices]:
         """The batch in `count` micro-batches."""
-        if self.size() % count:
-            raise ConfigError(f"a batch of {self.size()} rows cannot be split into {count} equal micro-batches")
+        if self.num_rows % count:
+            raise ConfigError(f"a batch of {self.num_rows} rows cannot be split into {count} equal micro-batches")
         chunks = zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
         return [BatchIndices(rows, weights, self.length) for rows, weights in chunks]
 

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from electra.data.files import write_whole
 from electra.errors import ConfigError, DataError
 from electra.finetuning.command import ensemble, mean_logits, over_seeds
 from electra.finetuning.job import MODEL, Measures, Score, TuningConfig
@@ -14,7 +13,7 @@ from electra.finetuning.jobs import Job, best_model, jobs_of, run_jobs
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.submission import entry, missing_files, write_submission
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
-from electra.model.storage import read_json, write_json
+from electra.runfolder import read_json, write_file, write_json
 
 ALL = "all"
 TABLE = "table.json"
@@ -171,7 +170,7 @@ def glue(config: GlueConfig) -> GlueTable:
         references=REFERENCES,
         notes=notes_of(lines) + absent(lines) + (submit(config, groups) if config.submission else []),
     )
-    write_whole(config.output / "table.md", f"{table}\n".encode())
+    write_file(config.output / "table.md", f"{table}\n".encode())
     write_json(config.output / TABLE, asdict(table))
     return table
 

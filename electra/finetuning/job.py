@@ -20,12 +20,12 @@ from electra.finetuning.plots import draw_confusion
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels.master_weights import WorkingCopy
 from electra.model.config import EncoderConfig, Pooling, check_length
-from electra.model.storage import read_json, tokenizer_beside, write_json, write_tensors, written_whole
+from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.pretraining.branch import longest_row
 from electra.pretraining.curves import Panels, draw_curves
-from electra.runfolder import held
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, remove_drafts
+from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
+from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
 from electra.training.hardware import Device, Precision, choose_device, choose_precision
 from electra.training.trainer import Budget, Trainer, TrainerConfig
 
@@ -174,7 +174,7 @@ class FinetuningTask:
         start = load_pretrained(config.model, config.dropout)
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
-        self.tokenizer, self.cache = tokenizer_beside(self.folder, encoder.vocabulary), cache
+        self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
         self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
         self.working = WorkingCopy(self.model, self.precision)
         self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
@@ -301,7 +301,7 @@ def measure(task: Task, logits: NDArray, features: Features) -> Measures:
 def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool = False) -> Score:
     """Fine-tune once, or read what an earlier run left; a signal ends the program, and the same command goes on."""
     if not (folder / RESULT).exists():
-        with held(folder):
+        with lock_folder(folder):
             learn(config, task, seed, folder, is_quiet)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return read_score(folder / RESULT)
@@ -313,7 +313,7 @@ def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: b
     settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
     trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
-    remove_drafts(folder)
+    remove_partial(folder)
     if not is_quiet:
         print(*lesson.outline(), sep="\n", file=sys.stderr, flush=True)
     if found := checkpoint_folders(folder):
@@ -331,9 +331,8 @@ def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> 
     task, splits = lesson.task, lesson.splits
     logits = {split: lesson.all_logits(features) for split, features in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(found) for split, found in logits.items()})
-    for earlier in (folder / MODEL, *folder.glob(f".{MODEL}-*")):  # of a run that was killed just here
-        shutil.rmtree(earlier, ignore_errors=True)
-    with written_whole(folder / MODEL) as draft:
+    shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a run that was killed just here
+    with write_folder(folder / MODEL) as draft:
         lesson.write_model(draft)
     draw_curves(folder, panels(task))
     if task.kind == "classification":

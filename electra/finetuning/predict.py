@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from electra.data.files import PARTIAL
 from electra.errors import ConfigError, DataError
 from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.job import ONE_TOGETHER, Measures
@@ -25,7 +24,8 @@ from electra.finetuning.plots import confusion
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
 from electra.model.config import check_length
-from electra.model.storage import CONFIG, read_json, tokenizer_beside
+from electra.model.storage import CONFIG, load_model_tokenizer
+from electra.runfolder import open_atomic, read_json
 from electra.training.hardware import Device, Precision, choose_device, choose_precision
 
 Write = Callable[[dict[str, Any]], None]
@@ -132,7 +132,7 @@ class Answers:
         self.length: int = config.length or read_json(self.folders[0] / CONFIG).get("length", encoder.config.positions)
         check_length(self.length, encoder.config)
         self.batch, self.pad_id = config.batch, encoder.config.pad_id
-        self.tokenizer = tokenizer_beside(self.folders[0], encoder.config.vocabulary)
+        self.tokenizer = load_model_tokenizer(self.folders[0], encoder.config.vocab_size)
         self.rows = self.truncated = 0
 
     def chunks(self, path: Path, labelled: bool) -> Iterator[tuple[Examples, NDArray]]:
@@ -204,13 +204,8 @@ def written_rows(path: Path) -> Iterator[Write]:
         raise ConfigError(f"cannot write {path}; its name must end in {', '.join(WRITERS)}")
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent} to write {path.name} into")
-    partial = path.with_name(path.name + PARTIAL)
-    try:
-        with partial.open("w", encoding="utf-8", errors="replace", newline="") as file:
-            yield WRITERS[path.suffix](file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with open_atomic(path, encoding="utf-8", errors="replace", newline="") as file:
+        yield WRITERS[path.suffix](file)
 
 
 def write_json_lines(file: TextIO) -> Write:

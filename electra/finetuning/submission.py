@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from electra.data.files import write_whole
 from electra.errors import ConfigError
 from electra.finetuning.tasks import GLUE_TASKS, TEST, Task
+from electra.runfolder import write_file
 
 Predictions = Mapping[str, Sequence[Any] | np.ndarray]  # by `entry`: numbers of classes, or scores
 
@@ -35,7 +35,7 @@ def write_submission(path: Path, predictions: Predictions) -> None:
         for name, predicted in predictions.items():
             task, file = ENTRIES[name]
             archive.writestr(zipfile.ZipInfo(file), content(task, np.asarray(predicted)), zipfile.ZIP_DEFLATED)
-    write_whole(path, packed.getvalue())
+    write_file(path, packed.getvalue())
 
 
 def missing_files(predictions: Predictions) -> list[str]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError, DataError
 from electra.huggingface import modernbert
-from electra.model.config import EncoderConfig
-from electra.model.electra import Discriminator, Electra, Generator
-from electra.model.sizes import BASE, SMALL
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
+from electra.model.config import BASE, SMALL, EncoderConfig
+from electra.model.electra import Discriminator, Electra, Generator, MaskedLanguageModel
+from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_tensors
+from electra.runfolder import read_json
 
 Tensors = dict[str, Tensor]
 
@@ -30,7 +30,7 @@ SETTINGS = {
     "heads": "num_attention_heads",
     "feedforward": "intermediate_size",
     "embedding_width": "embedding_size",
-    "vocabulary": "vocab_size",
+    "vocab_size": "vocab_size",
     "positions": "max_position_embeddings",
     "segments": "type_vocab_size",
     "pad_id": "pad_token_id",
@@ -127,7 +127,7 @@ ARCHITECTURES = {
         family=ELECTRA,
         head={
             "head.dense": "discriminator_predictions.dense",
-            "head.verdict": "discriminator_predictions.dense_prediction",
+            "head.classifier": "discriminator_predictions.dense_prediction",
         },
     ),
     "ElectraForMaskedLM": Architecture(
@@ -158,7 +158,7 @@ ARCHITECTURES = {
     "ModernBertForTokenClassification": Architecture(
         part="discriminator",
         family=MODERNBERT,
-        head={"head.dense": "head.dense", "head.norm": "head.norm", "head.verdict": "classifier"},
+        head={"head.dense": "head.dense", "head.norm": "head.norm", "head.classifier": "classifier"},
         labels=("original", "replaced"),
     ),
     "ModernBertForMaskedLM": Architecture(
@@ -168,7 +168,7 @@ ARCHITECTURES = {
         twins=(("decoder.weight", "model.embeddings.tok_embeddings.weight"),),
     ),
 }
-LEAVING = {
+EXPORT_CLASSES = {
     "classic": {
         "discriminator": "ElectraForPreTraining",
         "generator": "ElectraForMaskedLM",
@@ -207,7 +207,7 @@ def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
 
 def has_rows(ours: str, architecture: Architecture) -> bool:
     """Whether one of our tensors is a verdict that they give a row for each of two labels."""
-    return ours.startswith("head.verdict.") and bool(architecture.labels)
+    return ours.startswith("head.classifier.") and bool(architecture.labels)
 
 
 def in_rows(verdict: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def without_twins(tensors: Tensors, architecture: Architecture, path: Path) -> T
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ImportedModel:
     """What a Hugging Face folder holds: which part it is, its size, and its tensors under our names."""
 
     part: str  # generator or discriminator
@@ -282,15 +282,17 @@ class Arrival:
     left_out: list[str]  # tensors of the folder that no part of ours needs
 
 
-def read_huggingface(folder: Path) -> Arrival:
+def read_huggingface(folder: Path) -> ImportedModel:
     """Read a Hugging Face folder."""
     settings = read_json(folder / CONFIG)
-    architecture = architecture_of(settings, folder)
+    architecture = get_architecture(settings, folder)
     config = encoder_config(settings, architecture, folder)
-    return Arrival(architecture.part, config, *from_huggingface(read_weights(folder), architecture, config, folder))
+    return ImportedModel(
+        architecture.part, config, *from_huggingface(read_weights(folder), architecture, config, folder)
+    )
 
 
-def architecture_of(settings: Settings, folder: Path) -> Architecture:
+def get_architecture(settings: Settings, folder: Path) -> Architecture:
     """The architecture that a config.json names."""
     if "model_type" not in settings:
         raise DataError(f"{folder} is not a Hugging Face folder: its config.json names no model_type")
@@ -348,14 +350,14 @@ def read_weights(folder: Path) -> Tensors:
     return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
 
 
-def part_of(electra: Electra, part: str) -> Generator | Discriminator:
+def select_part(electra: Electra, part: str) -> MaskedLanguageModel | Discriminator:
     """The part of a pair that leaves; the encoder is the discriminator's, or of a lone generator the generator's."""
     if part == "encoder" and electra.discriminator is not None:
         return electra.discriminator
     return electra.require_discriminator() if part == "discriminator" else electra.require_generator()
 
 
-def folded(state: Tensors) -> Tensors:
+def merge_embedding_delta(state: Tensors) -> Tensors:
     """Tables that add to a base (disentangled sharing) as the one table they amount to."""
     bases = {name: tensor for name, tensor in state.items() if ".base." in name}
     whole = {name: tensor for name, tensor in state.items() if name not in bases}
@@ -365,7 +367,7 @@ def folded(state: Tensors) -> Tensors:
     return whole
 
 
-def multiplied_out(state: Tensors, config: EncoderConfig) -> Tensors:
+def fold_projection(state: Tensors, config: EncoderConfig) -> Tensors:
     """A modern part whose narrow table and projection are the one table [V, D] that they amount to."""
     if not config.is_modern() or "encoder.project.weight" not in state:
         return state
@@ -379,7 +381,7 @@ def huggingface_config(
     config: EncoderConfig, architecture: str, dtype: torch.dtype, vocabulary: Vocabulary | None
 ) -> Settings:
     """The config.json that `transformers` reads; special tokens are the vocabulary's, where it is known."""
-    described = modernbert.modernbert_config(config, vocabulary) if config.is_modern() else classic_config(config)
+    described = modernbert.modernbert_config(config, vocabulary) if config.is_modern() else electra_settings(config)
     return {
         "architectures": [architecture],
         "dtype": str(dtype).removeprefix("torch."),
@@ -388,7 +390,7 @@ def huggingface_config(
     }
 
 
-def classic_config(config: EncoderConfig) -> Settings:
+def electra_settings(config: EncoderConfig) -> Settings:
     """What ElectraConfig says of an encoder."""
     settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()}
     return {"model_type": "electra", "hidden_act": "gelu", **settings}

@@ -5,46 +5,46 @@ from pathlib import Path
 import torch
 
 from electra.huggingface.convert import (
-    Arrival,
+    ImportedModel,
     Tensors,
-    architecture_of,
     encoder_config,
-    folded,
-    part_of,
+    get_architecture,
+    merge_embedding_delta,
     read_huggingface,
+    select_part,
 )
-from electra.model.config import EncoderConfig
-from electra.model.electra import TABLE_FIELDS, Discriminator, ElectraConfig, Sharing
+from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
+from electra.model.electra import Discriminator
 from electra.model.storage import (
     CONFIG,
     WEIGHTS,
-    has_head,
-    is_huggingface,
+    has_rtd_head,
+    is_huggingface_folder,
     load_model,
-    model_config,
-    read_json,
+    read_model_config,
     read_names,
     read_tensors,
 )
+from electra.runfolder import read_json
 
 
-def sizes_in(folder: Path) -> dict[str, EncoderConfig]:
+def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:
     """The sizes of the parts that a folder holds: a generator, a discriminator or both."""
-    if is_huggingface(folder):
+    if is_huggingface_folder(folder):
         settings = read_json(folder / CONFIG)
-        architecture = architecture_of(settings, folder)
+        architecture = get_architecture(settings, folder)
         return {architecture.part: encoder_config(settings, architecture, folder)}
-    pair = model_config(folder)
+    pair = read_model_config(folder)
     sizes = {"generator": pair.generator, "discriminator": pair.discriminator}
     return {part: size for part, size in sizes.items() if size is not None}
 
 
-def gives_verdicts(folder: Path) -> bool:
+def is_discriminator(folder: Path) -> bool:
     """Whether what a folder holds ends in verdicts: a discriminator, and no corrector or generator."""
-    if is_huggingface(folder):
-        return architecture_of(read_json(folder / CONFIG), folder).part == "discriminator"
-    pair = model_config(folder)
-    return pair.discriminator is not None and pair.head == "verdict"
+    if is_huggingface_folder(folder):
+        return get_architecture(read_json(folder / CONFIG), folder).part == "discriminator"
+    pair = read_model_config(folder)
+    return pair.discriminator is not None and pair.head == "rtd"
 
 
 def read_part(folder: Path, part: str = "encoder") -> tuple[EncoderConfig, Tensors]:
@@ -52,24 +52,24 @@ def read_part(folder: Path, part: str = "encoder") -> tuple[EncoderConfig, Tenso
 
     The encoder stands for the discriminator, or for a lone generator. A head is among the weights where it is stored.
     """
-    if is_huggingface(folder):
+    if is_huggingface_folder(folder):
         arrival = read_huggingface(folder)
         return arrival.config, arrival.tensors
-    found = part_of(load_model(folder), part)
-    tensors = folded(found.state_dict())
-    if isinstance(found, Discriminator) and not has_head(read_names(folder / WEIGHTS)):
+    found = select_part(load_model(folder), part)
+    tensors = merge_embedding_delta(found.state_dict())
+    if isinstance(found, Discriminator) and not has_rtd_head(read_names(folder / WEIGHTS)):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
     return found.encoder.config, tensors
 
 
 def read_model(folder: Path) -> tuple[ElectraConfig, Tensors]:
     """What the model in a folder is, and its weights."""
-    if is_huggingface(folder):
+    if is_huggingface_folder(folder):
         return join([read_huggingface(folder)])
-    return model_config(folder), read_tensors(folder / WEIGHTS)
+    return read_model_config(folder), read_tensors(folder / WEIGHTS)
 
 
-def join(arrivals: list[Arrival]) -> tuple[ElectraConfig, Tensors]:
+def join(arrivals: list[ImportedModel]) -> tuple[ElectraConfig, Tensors]:
     """The model and the weights that a part, or a discriminator and a generator, make; equal tables are shared."""
     sizes = {arrival.part: arrival.config for arrival in arrivals}
     tensors = {f"{arrival.part}.{name}": tensor for arrival in arrivals for name, tensor in arrival.tensors.items()}
@@ -80,7 +80,7 @@ def join(arrivals: list[Arrival]) -> tuple[ElectraConfig, Tensors]:
     return model, tensors
 
 
-def shares_embeddings(arrivals: list[Arrival]) -> bool:
+def shares_embeddings(arrivals: list[ImportedModel]) -> bool:
     """Whether two parts have equal tables and LayerNorm: pairs trained with shared embeddings do."""
     if len(arrivals) < 2:
         return False

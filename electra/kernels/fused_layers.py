@@ -13,11 +13,11 @@ from torch import Tensor
 
 from electra.kernels import attention as short_rows
 from electra.kernels import library_attention as long_rows
-from electra.kernels.aside import Aside
 from electra.kernels.gather import chosen, flat_places, put_back
 from electra.kernels.gelu import gelu_of_sum, gradients_of_gelu
 from electra.kernels.layernorm import gradients_of_norm_of_sum, norm_of_sum
 from electra.kernels.reductions import column_sums, sums_but_of_keys, sums_by_matrix
+from electra.kernels.side_stream import WeightGradientStream
 
 NO_WINDOW = -1
 
@@ -70,9 +70,9 @@ def finish(
 
 def gradients_of_finish(
     mixed: Tensor, residual: Tensor, weights: Weights, products: Products, seeds: Tensor | None, dropout: float,
-    epsilon: float, grown: Tensor, aside: Aside,
+    epsilon: float, grown: Tensor, side_stream: WeightGradientStream,
 ) -> tuple[Tensor, Tensor, Weights]:  # fmt: skip
-    """The gradients of mixed, residual and, still under way aside, the weights, from that of the states, `grown`.
+    """The gradients of mixed, residual and, still under way side_stream, the weights, from that of the states, `grown`.
 
     Without dropout a residual's gradient is also that of what was added to it, so it is written only once that is read.
     """
@@ -80,20 +80,20 @@ def gradients_of_finish(
     of_between, of_narrowed, parts = gradients_of_norm_of_sum(
         products.narrowed, weights.narrow_bias, products.between, weights.second_weight, grown, epsilon, second, dropout
     )
-    of_narrow = aside(torch.mm, of_narrowed.T, products.activated)
+    of_narrow = side_stream(torch.mm, of_narrowed.T, products.activated)
     own = weights.second_weight.dtype, weights.second_offset.dtype, weights.narrow_bias.dtype
-    of_second_weight, of_second_offset, of_narrow_bias = aside(sums_by_matrix, parts, *own)
+    of_second_weight, of_second_offset, of_narrow_bias = side_stream(sums_by_matrix, parts, *own)
     of_widened, parts = gradients_of_gelu(products.widened, weights.widen_bias, of_narrowed @ weights.narrow)
-    aside.join()
-    of_widen = aside(torch.mm, of_widened.T, products.between)
-    of_widen_bias = aside(column_sums, parts, weights.widen_bias.dtype)
+    side_stream.join()
+    of_widen = side_stream(torch.mm, of_widened.T, products.between)
+    of_widen_bias = side_stream(column_sums, parts, weights.widen_bias.dtype)
     of_between.addmm_(of_widened, weights.widen)
     of_residual, of_output, parts = gradients_of_norm_of_sum(
         products.output, weights.output_bias, residual, weights.first_weight, of_between, epsilon, first, dropout
     )
-    of_matrix = aside(torch.mm, of_output.T, mixed)
+    of_matrix = side_stream(torch.mm, of_output.T, mixed)
     own = weights.first_weight.dtype, weights.first_offset.dtype, weights.output_bias.dtype
-    of_first_weight, of_first_offset, of_output_bias = aside(sums_by_matrix, parts, *own)
+    of_first_weight, of_first_offset, of_output_bias = side_stream(sums_by_matrix, parts, *own)
     of_mixed = of_output @ weights.output
     of_weights = Weights(
         of_matrix, of_output_bias, of_first_weight, of_first_offset, of_widen, of_widen_bias,
@@ -167,9 +167,9 @@ def gradients_of_whole_layer(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of the layer's input, of the matrix and bias of queries, keys and values, and of its weights."""
     qkv, mixed, levels, state = Attended(*attended)
-    aside, read = Aside(), (chosen(mixed, at), chosen(residual, at))
+    side_stream, read = WeightGradientStream(), (chosen(mixed, at), chosen(residual, at))
     given = *read, Weights(*weights), Products(*products), seeds, dropout, epsilon
-    of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), aside)
+    of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), side_stream)
     of_mixed, of_residual = (put_back(each, at, len(residual)) for each in (of_mixed, of_residual))
     vectors = short_rows.by_head(qkv, rows, heads)
     before, after = mixed.view(vectors[:, :, 0].shape), of_mixed.view(vectors[:, :, 0].shape)
@@ -180,11 +180,11 @@ def gradients_of_whole_layer(
         kept = before, levels, state, after, attention_dropout
         of_qkv, parts = long_rows.gradients_of_mix(vectors, places, *kept)
     of_qkv = of_qkv.view_as(qkv)
-    aside.join()
-    of_matrix, own = aside(torch.mm, of_qkv.T, residual), qkv_weights[1].dtype
-    of_bias = aside(sums_but_of_keys, of_qkv, own) if is_short else aside(column_sums, parts, own)
+    side_stream.join()
+    of_matrix, own = side_stream(torch.mm, of_qkv.T, residual), qkv_weights[1].dtype
+    of_bias = side_stream(sums_but_of_keys, of_qkv, own) if is_short else side_stream(column_sums, parts, own)
     of_residual.addmm_(of_qkv, qkv_weights[0])
-    aside.join()
+    side_stream.join()
     return [of_residual, of_matrix, of_bias, *of_weights]
 
 

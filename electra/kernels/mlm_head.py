@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from electra.kernels.aside import Aside
 from electra.kernels.noise import scramble
 from electra.kernels.powers import LN2, LOG2E
 from electra.kernels.reductions import column_sums, tiles_of
+from electra.kernels.side_stream import WeightGradientStream
 from electra.random import BLOCK
 
 ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster
@@ -129,7 +129,7 @@ def gradients_of_scores(
     states: Tensor, table: Tensor, originals: Tensor, logits: Tensor, totals: Tensor, grown: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of states, table and bias from that of the losses, `grown` [B, M]."""
-    (N, stride), gradient, aside = logits.shape, torch.empty_like(logits), Aside()
+    (N, stride), gradient, side_stream = logits.shape, torch.empty_like(logits), WeightGradientStream()
     columns = triton.cdiv(stride, COLUMNS)
     tiles, programs = tiles_of(N, ROWS, columns)
     parts = torch.empty(programs, stride, device=logits.device)
@@ -137,9 +137,9 @@ def gradients_of_scores(
         logits, originals, totals, grown.contiguous(), gradient, parts, N, vocabulary, stride, tiles,
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
-    of_table, of_bias = aside(torch.mm, gradient.T, states), aside(column_sums, parts, torch.float32)
+    of_table, of_bias = side_stream(torch.mm, gradient.T, states), side_stream(column_sums, parts, torch.float32)
     of_states = gradient @ table
-    aside.join()
+    side_stream.join()
     return of_states, of_table, of_bias
 
 
@@ -163,7 +163,7 @@ def backward(ctx, grown: Tensor, *_: Tensor):
 score_and_sample.register_autograd(backward, setup_context=remember)
 
 
-def scored(
+def loss_and_sample(
     states: Tensor, table: Tensor, bias: Tensor, originals: Tensor, block_keys: Tensor, token_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Losses of `originals` [B, M], and samples [B, M], by guesses from `states` [B, M, E]."""

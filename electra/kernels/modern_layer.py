@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from electra.kernels import attention as short_rows
-from electra.kernels.aside import Aside
 from electra.kernels.gather import chosen, put_back
 from electra.kernels.geglu import gated, gradient_of_gated
 from electra.kernels.prenorm import gradients_of_sum_and_norm, sum_and_norm
 from electra.kernels.reductions import column_sums
+from electra.kernels.side_stream import WeightGradientStream
 
 MATRICES = 5  # parameters of the first layer, which has no norm before its attention; others have one before these
 
@@ -82,31 +82,31 @@ def gradients_of_modern_layer(
     of_narrowed: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of total, of added but in the first layer, and of the parameters."""
-    weights, made, aside = Weights(*parameters[-MATRICES:]), Products(*products), Aside()
+    weights, made, side_stream = Weights(*parameters[-MATRICES:]), Products(*products), WeightGradientStream()
     N, D = made.mixed.shape
     of_narrowed = of_narrowed.contiguous()
-    of_narrow = aside(torch.mm, of_narrowed.T, made.activated)
+    of_narrow = side_stream(torch.mm, of_narrowed.T, made.activated)
     of_widened = gradient_of_gated(made.widened, of_narrowed @ weights.narrow)
-    of_widen = aside(torch.mm, of_widened.T, made.between)
+    of_widen = side_stream(torch.mm, of_widened.T, made.between)
     of_total, of_found, parts = gradients_of_sum_and_norm(
         summed, weights.norm, of_widened @ weights.widen, of_summed.contiguous(), epsilon
     )
-    of_norm = aside(column_sums, parts, weights.norm.dtype)
-    of_output = aside(torch.mm, of_found.T, chosen(made.mixed, at))
+    of_norm = side_stream(column_sums, parts, weights.norm.dtype)
+    of_output = side_stream(torch.mm, of_found.T, chosen(made.mixed, at))
     of_total = put_back(of_total, at, N)
     of_mixed = put_back(of_found @ weights.output, at, N).view(rows, -1, heads, D // heads)
     of_vectors = short_rows.gradient_of_mix(
         short_rows.by_head(made.qkv, rows, heads), documents, turns, None, of_mixed, window, 0.0
     )
     of_vectors = of_vectors.view_as(made.qkv)
-    of_qkv, of_normal = aside(torch.mm, of_vectors.T, made.normal), of_vectors @ weights.qkv
+    of_qkv, of_normal = side_stream(torch.mm, of_vectors.T, made.normal), of_vectors @ weights.qkv
     of_weights = of_qkv, of_output, of_norm, of_widen, of_narrow
     if len(parameters) == MATRICES:
-        aside.join()
+        side_stream.join()
         return [of_total + of_normal, *of_weights]
     of_total, of_added, parts = gradients_of_sum_and_norm(made.before, parameters[0], of_normal, of_total, epsilon)
-    of_first = aside(column_sums, parts, parameters[0].dtype)
-    aside.join()
+    of_first = side_stream(column_sums, parts, parameters[0].dtype)
+    side_stream.join()
     return [of_total, of_added, of_first, *of_weights]
 
 

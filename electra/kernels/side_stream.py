@@ -1,29 +1,71 @@
-"""A stream for the generator: what autograd does there later runs beside the discriminator's backward pass."""
+"""Second CUDA streams: weight gradients beside the backward pass, and the generator beside the discriminator."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 
 
-class Detour:
-    """A way that part of the work on a GPU goes; the rest waits for it in the forward pass, and not in the backward.
+@cache
+def side_stream(main_stream_id: int, device: int) -> torch.cuda.Stream:
+    """The side stream that belongs to a main stream."""
+    return torch.cuda.Stream(device)
 
-    Backward passes run on the stream of their forward pass, and the two models only meet where gradients of what they
-    share are added. The generator's many small kernels then fill what the discriminator's leave free.
+
+class WeightGradientStream:
+    """Runs functions on a side stream, each after everything queued on the main stream so far.
+
+    The backward pass waits for gradients of hidden states, but not for those of weights: on a stream of their own, their
+    small kernels use the multiprocessors that the others leave idle. Arguments are kept alive until `join` and must not
+    be overwritten before. Without a GPU (in Triton's interpreter) functions run immediately.
+    """
+
+    enabled = True
+
+    def __init__(self) -> None:
+        main = torch.cuda.current_stream() if self.enabled and torch.cuda.is_available() else None
+        self.streams = (main, side_stream(main.stream_id, main.device_index)) if main else None
+        self.arguments: list[Any] = []
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.streams is None:
+            return function(*arguments)
+        main, side = self.streams
+        self.arguments.append(arguments)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            return function(*arguments)
+
+    def join(self) -> None:
+        """Make the main stream wait for everything that runs on the side stream."""
+        if self.streams is not None:
+            main, side = self.streams
+            main.wait_stream(side)
+            self.arguments.clear()
+
+
+class GeneratorStream:
+    """A stream for the generator's forward pass; its backward pass then runs beside the discriminator's.
+
+    Autograd runs the backward of an operation on the stream of its forward, and the two models only meet where gradients
+    of shared weights are added: the generator's small kernels use what the discriminator's leave idle.
     """
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.main = torch.cuda.current_stream()
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # where tables are shared they meet
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # expected for shared embeddings
 
     @torch.compiler.disable
-    def leave(self) -> None:
-        """Work goes on here."""
+    def enter(self) -> None:
+        """Queue what follows on this stream, after what is on the current one."""
         self.main = torch.cuda.current_stream()
         self.stream.wait_stream(self.main)
         torch.cuda.set_stream(self.stream)
 
     @torch.compiler.disable
-    def rejoin(self) -> None:
-        """Work goes on where it was before, after what was done here."""
+    def join(self) -> None:
+        """Return to the main stream, which waits for this one."""
         self.main.wait_stream(self.stream)
         torch.cuda.set_stream(self.main)

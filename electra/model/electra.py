@@ -2,50 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.config import EncoderConfig, check_fields
+from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
 from electra.model.encoder import Encoder, disentangled
-from electra.model.heads import BaselineHead, CopyGate, DiscriminatorHead, GeneratorHead
+from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead
 
-Sharing = Literal["none", "embeddings", "all", "disentangled"]
-Head = Literal["verdict", "correction", "copying"]
-CHUNK = 4096  # positions whose vocabulary logits exist at once
+CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 
 
-class Generator(nn.Module):
-    """Reads masked text and guesses the tokens at chosen positions."""
+class MaskedLanguageModel(nn.Module):
+    """An encoder with an output distribution over the vocabulary.
+
+    The generator is one; so is the model in the discriminator's place for Replace MLM."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.encoder = Encoder(config)
-        self.head = GeneratorHead(config)
+        self.head = MLMHead(config)
 
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
         at: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, M, V] at the positions `at` [B, M], or [B, L, V] at all: vocabulary logits are dear."""
-        return self.guess(self.read(input_ids, attention_mask, segment_ids, documents, starts, at=at))
+        return self.guess(self.read(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens, at=at))
 
-    def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
-        """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
-        return self.encoder(*text, at=at)
+    def read(self, *text: Tensor | None, at: Tensor | None = None, **inputs: Tensor | None) -> Tensor:
+        """Hidden states [B, M, D] at the positions `at` [B, M], or [B, L, D] at all; takes the encoder's inputs."""
+        return self.encoder(*text, positions=at, **inputs)
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
@@ -55,6 +52,14 @@ class Generator(nn.Module):
         """What of hidden states [..., D] is compared with the token table: [..., E]."""
         return self.head.transformed(hidden, self.encoder.tied_projection())
 
+    def log_probabilities(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        """Log-probabilities [..., V] of the original tokens, from `hidden` [..., D] where `input_ids` [...] is read."""
+        return self.guess(hidden).float().log_softmax(-1)
+
+
+class Generator(MaskedLanguageModel):
+    """Predicts the masked tokens; its samples replace them."""
+
 
 class Discriminator(nn.Module):
     """Reads corrupted text and says of every token whether it was replaced."""
@@ -62,150 +67,83 @@ class Discriminator(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.encoder = Encoder(config)
-        self.head = DiscriminatorHead(config)
+        self.head = RTDHead(config)
 
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, L], positive where a token looks replaced."""
-        return self.head(self.encoder(input_ids, attention_mask, segment_ids, documents, starts))
+        return self.head(self.encoder(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens))
 
 
-class Corrector(Generator):
-    """Reads corrupted text, in the discriminator's place, and says what stood there before (Replace MLM)."""
-
-    def distribution(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """Log-probabilities [..., V] of what stood where `input_ids` [...] is read, from `hidden` [..., D]."""
-        return self.guess(hidden).float().log_softmax(-1)
-
-
-class CopyingCorrector(Corrector):
-    """A corrector that may also copy the token it reads, as a gate says (All-Tokens MLM)."""
+class CopyMaskedLanguageModel(MaskedLanguageModel):
+    """A masked language model with a copy gate: it may also predict the token it reads (All-Tokens MLM)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
         self.gate = CopyGate(config)
 
-    def distribution(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        logs = super().distribution(hidden, input_ids)
-        is_read = input_ids[..., None] == torch.arange(logs.shape[-1], device=logs.device)
-        return self.gate(hidden, logs, is_read)
+    def log_probabilities(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
+        log_probs = super().log_probabilities(hidden, input_ids)
+        is_input = input_ids[..., None] == torch.arange(log_probs.shape[-1], device=log_probs.device)
+        return self.gate(hidden, log_probs, is_input)
 
-    def likelihoods(self, hidden: Tensor, input_ids: Tensor, originals: Tensor) -> Tensor:
-        """Log-probabilities [B, M] of `originals` where `input_ids` was read, from `hidden` [B, M, D].
+    def log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Log-probabilities [B, M] of `labels` where `input_ids` [B, M] is read, from `hidden` [B, M, D].
 
-        Logits over the vocabulary exist for one chunk of positions at a time, and again for its backward pass.
+        In chunks that the backward pass recomputes, so that vocabulary logits exist for one chunk at a time.
         """
-        columns = (hidden.flatten(0, 1), input_ids.flatten(), originals.flatten())
-        chunks = zip(*(column.split(CHUNK) for column in columns), strict=True)
-        forgetful = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
-        found = [forgetful(self.likelihoods_of, *chunk) for chunk in chunks]
-        return torch.cat(found).view_as(originals)
+        columns = (hidden.flatten(0, 1), input_ids.flatten(), labels.flatten())
+        chunks = zip(*(column.split(CHUNK_SIZE) for column in columns), strict=True)
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        return torch.cat([recomputed(self.chunk_log_likelihood, *chunk) for chunk in chunks]).view_as(labels)
 
-    def likelihoods_of(self, hidden: Tensor, input_ids: Tensor, originals: Tensor) -> Tensor:
-        """The log-probabilities [N] of one chunk."""
-        spoken = self.guess(hidden).float().log_softmax(1).gather(1, originals[:, None])  # [N, 1]
-        return self.gate(hidden, spoken, (input_ids == originals)[:, None]).squeeze(1)
+    def chunk_log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        log_probs = self.guess(hidden).float().log_softmax(1).gather(1, labels[:, None])  # [N, 1]
+        return self.gate(hidden, log_probs, (input_ids == labels)[:, None]).squeeze(1)
 
 
-DISCRIMINATORS: dict[str, type[Discriminator] | type[Corrector]] = {
+DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
     # head: who stands in the discriminator's place
-    "verdict": Discriminator,
-    "correction": Corrector,
-    "copying": CopyingCorrector,
+    "rtd": Discriminator,
+    "mlm": MaskedLanguageModel,
+    "copy_mlm": CopyMaskedLanguageModel,
 }
 
 
-def share_nothing(generator: Generator, discriminator: Discriminator | Corrector) -> None:
+def share_nothing(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """Two models that only meet in the loss."""
 
 
-def share_embeddings(generator: Generator, discriminator: Discriminator | Corrector) -> None:
+def share_embeddings(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way).
 
     Modern embeddings are the token table alone."""
     discriminator.encoder.embeddings = generator.encoder.embeddings
 
 
-def share_all(generator: Generator, discriminator: Discriminator | Corrector) -> None:
+def share_all(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """One encoder under two heads; both have its size."""
     discriminator.encoder = generator.encoder
 
 
-def share_disentangled(generator: Generator, discriminator: Discriminator | Corrector) -> None:
+def share_disentangled(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """The discriminator adds to the generator's tables without moving them; its LayerNorm is its own."""
     encoder = discriminator.encoder
     encoder.embeddings = disentangled(generator.encoder.embeddings, encoder.config)
 
 
-TABLE_FIELDS = ("style", "vocabulary", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
-ALL_FIELDS = tuple(field.name for field in fields(EncoderConfig))
-
-SHARING: dict[str, tuple[Callable[[Generator, Discriminator | Corrector], None], tuple[str, ...]]] = {
-    # scheme: how it is done, and which settings generator and discriminator must have alike for it
-    "none": (share_nothing, ("vocabulary",)),
-    "embeddings": (share_embeddings, TABLE_FIELDS),
-    "all": (share_all, ALL_FIELDS),
-    "disentangled": (share_disentangled, TABLE_FIELDS),
+SHARING: dict[Sharing, Callable[[Generator, Discriminator | MaskedLanguageModel], None]] = {
+    "none": share_nothing,
+    "embeddings": share_embeddings,
+    "all": share_all,
+    "disentangled": share_disentangled,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElectraConfig:
-    """A generator, a discriminator, and what they share; either may be missing (masked language models, imports)."""
-
-    generator: EncoderConfig | None
-    discriminator: EncoderConfig | None
-    sharing: Sharing = "embeddings"
-    head: Head = "verdict"
-    """What the discriminator says of tokens: whether they were replaced; what they were before; the same, or copied."""
-    has_baseline: bool = False
-    """Whether the generator has a head that foretells its reward, for adversarial training."""
-
-    def __post_init__(self) -> None:
-        if self.head not in list(DISCRIMINATORS):
-            raise ConfigError(f"there is no head {self.head!r}; choose from {', '.join(DISCRIMINATORS)}")
-        if self.sharing not in list(SHARING):
-            raise ConfigError(f"there is no sharing {self.sharing!r}; choose from {', '.join(SHARING)}")
-        if self.generator is None or self.discriminator is None:
-            if self.sharing != "none":
-                raise ConfigError(f"sharing={self.sharing} needs a generator and a discriminator; only one is there")
-            return
-        for name in SHARING[self.sharing][1]:
-            ours, theirs = getattr(self.generator, name), getattr(self.discriminator, name)
-            if ours != theirs:
-                came = [f"{value:,}" if isinstance(value, int) else value for value in (ours, theirs)]
-                raise ConfigError(
-                    f"sharing={self.sharing} needs generator and discriminator of the same {name}, "
-                    f"but the generator has {came[0]} and the discriminator {came[1]}; make them alike, or share less"
-                )
-
-    @classmethod
-    def from_dict(cls, settings: Any) -> ElectraConfig:
-        """The inverse of `dataclasses.asdict`; unknown and missing settings are refused."""
-        if isinstance(settings, dict):
-            settings = {"head": "verdict", "has_baseline": False} | settings  # folders from before there were others
-        check_fields(settings, cls)
-        parts: dict[str, EncoderConfig | None] = {"generator": None, "discriminator": None}
-        for name in parts:
-            if settings[name] is not None:
-                with naming(name):
-                    parts[name] = EncoderConfig.from_dict(settings[name])
-        return cls(**settings | parts)
-
-
-@contextmanager
-def naming(part: str) -> Iterator[None]:
-    """Say of which part a mistake is."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{part}: {error}") from None
 
 
 class Electra(nn.Module):
@@ -215,13 +153,12 @@ class Electra(nn.Module):
         super().__init__()
         self.config = config
         self.generator = Generator(config.generator) if config.generator else None
-        self.discriminator: Discriminator | Corrector | None = (
+        self.discriminator: Discriminator | MaskedLanguageModel | None = (
             DISCRIMINATORS[config.head](config.discriminator) if config.discriminator else None
         )
         self.baseline = BaselineHead(config.generator) if config.generator and config.has_baseline else None
         if self.generator is not None and self.discriminator is not None:
-            tie, _ = SHARING[config.sharing]
-            tie(self.generator, self.discriminator)
+            SHARING[config.sharing](self.generator, self.discriminator)
 
     def pair(self) -> tuple[Generator, Discriminator]:
         """Generator and discriminator, for what needs both."""
@@ -237,26 +174,25 @@ class Electra(nn.Module):
         return self.generator
 
     def require_discriminator(self) -> Discriminator:
-        """The discriminator, for what needs one."""
-        if self.discriminator is None:
-            raise ConfigError(
-                "this model has no discriminator, only a generator (a masked language model): electra fill and embed "
-                "take it; for verdicts give a discriminator's folder"
-            )
         if not isinstance(self.discriminator, Discriminator):
-            raise ConfigError("this model has no discriminator: what stands in its place says what tokens were before")
+            raise ConfigError(
+                "this model has no discriminator, only a masked language model (electra fill and embed can use it); "
+                "choose a model with a replaced token detection head"
+            )
         return self.discriminator
 
-    def the_corrector(self) -> Corrector:
-        """What stands in the discriminator's place and says what tokens were, for what needs it."""
-        if not isinstance(self.discriminator, Corrector):
-            raise ConfigError("this model has no corrector; build it with ElectraConfig(…, head='correction')")
+    def require_mlm(self) -> MaskedLanguageModel:
+        """The masked language model in the discriminator's place (Replace MLM)."""
+        if not isinstance(self.discriminator, MaskedLanguageModel):
+            raise ConfigError(
+                "this model has no MLM head on its discriminator; build it with ElectraConfig(head='mlm')"
+            )
         return self.discriminator
 
-    def the_copying_corrector(self) -> CopyingCorrector:
-        """A corrector with a copy gate, for what needs one."""
-        if not isinstance(self.discriminator, CopyingCorrector):
-            raise ConfigError("this model has no copy gate; build it with ElectraConfig(…, head='copying')")
+    def require_copy_mlm(self) -> CopyMaskedLanguageModel:
+        """The masked language model with a copy gate in the discriminator's place (All-Tokens MLM)."""
+        if not isinstance(self.discriminator, CopyMaskedLanguageModel):
+            raise ConfigError("this model has no copy gate; build it with ElectraConfig(head='copy_mlm')")
         return self.discriminator
 
     def require_baseline(self) -> BaselineHead:

@@ -46,7 +46,7 @@ class TokenEmbeddings(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.token = nn.Embedding(config.vocabulary, config.embedding_width, padding_idx=config.pad_id)
+        self.token = nn.Embedding(config.vocab_size, config.embedding_width, padding_idx=config.pad_id)
         self.base: TokenEmbeddings | None = None
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
@@ -261,23 +261,23 @@ class Encoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
-        at: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
-        see only their own of `documents`.
+        see only their own of `document_ids`.
 
-        Leave out what all rows have alike: no padding, segment A, one document a row. `starts` lists the documents
-        (`text.batches.compute_cu_seqlens`), without which long rows need a mask in a compiled graph. Where only the states `at`
+        Leave out what all rows have alike: no padding, segment A, one document a row. `cu_seqlens` are the boundaries
+        of documents (`compute_cu_seqlens`), without which long rows need a mask in a compiled graph. Where only the states `at`
         some positions [B, M] are wanted, [B, M, D], the last layer makes no others.
         """
         check_length(input_ids.shape[1], self.config)
         hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
-        reaches = self.reaches(input_ids, attention_mask, documents, starts)
+        reaches = self.reaches(input_ids, attention_mask, document_ids, cu_seqlens)
         through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
-        return self.final_norm(through(hidden, reaches, at))
+        return self.final_norm(through(hidden, reaches, positions))
 
     def through_layers(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
         """What the layers make of hidden states."""

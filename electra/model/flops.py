@@ -7,8 +7,7 @@ A training step costs three times its forward pass: the backward pass multiplies
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 
 TRAINING = 3  # forward, gradient of the inputs, gradient of the weights
 
@@ -47,7 +46,7 @@ def encoder_items(config: EncoderConfig, length: int, wanted: int) -> list[Item]
 def classic_items(config: EncoderConfig, length: int, every: int, finished: int) -> list[Item]:
     """The parts of a classic encoder; `every` token counts in each layer, `finished` are those that leave attention."""
     E, D, F = config.embedding_width, config.width, config.feedforward
-    tables = config.vocabulary + config.positions + config.segments
+    tables = config.vocab_size + config.positions + config.segments
     layers = [
         dense("query, key, value", D, 3 * D, every),
         Item("attention", 0, 2 * 2 * every * length * D),  # scores, then mixing
@@ -78,7 +77,7 @@ def modern_items(config: EncoderConfig, length: int, every: int, finished: int) 
         scale("feed-forward norm", D),
     ]
     return [
-        Item("embeddings", config.vocabulary * E, 0),
+        Item("embeddings", config.vocab_size * E, 0),
         *([dense("embeddings to hidden", E, D, length, has_bias=False)] if E != D else []),
         scale("embeddings norm", D),
         *(Item(item.name, config.layers * item.parameters, item.flops) for item in layers),
@@ -89,7 +88,7 @@ def modern_items(config: EncoderConfig, length: int, every: int, finished: int) 
 
 def generator_items(config: EncoderConfig, length: int, masked: int, wanted: int) -> list[Item]:
     """The generator's parts; its head runs at `masked` positions only, and its output table is the embeddings'."""
-    E, D, V = config.embedding_width, config.width, config.vocabulary
+    E, D, V = config.embedding_width, config.width, config.vocab_size
     if config.is_modern():
         return [
             *encoder_items(config, length, wanted),
@@ -112,28 +111,28 @@ def discriminator_items(config: EncoderConfig, length: int) -> list[Item]:
         *encoder_items(config, length, wanted=length),
         dense("head", config.width, config.width, length, has_bias=not config.is_modern()),
         *([scale("head norm", config.width)] if config.is_modern() else []),
-        dense("verdict", config.width, 1, length),
+        dense("rtd", config.width, 1, length),
     ]
 
 
-def corrector_items(config: EncoderConfig, length: int, masked: int, wanted: int, copies: bool) -> list[Item]:
+def mlm_items(config: EncoderConfig, length: int, masked: int, wanted: int, copies: bool) -> list[Item]:
     """The parts of what predicts tokens in the discriminator's place: masked ones, or with a copy gate every one."""
     if copies:
         return [*generator_items(config, length, length, length), dense("copy gate", config.width, 1, length)]
     return generator_items(config, length, masked, wanted)
 
 
-def items_of(config: ElectraConfig, length: int, masked: int, wanted: int | None = None) -> dict[str, list[Item]]:
+def itemize(config: ElectraConfig, length: int, masked: int, wanted: int | None = None) -> dict[str, list[Item]]:
     """The parts of a pair, as if nothing were shared. Guesses need the last layer's states of `masked` tokens only, and
     so many it makes, unless others are `wanted`."""
     items, wanted = {}, wanted or masked
     if config.generator:
         items["generator"] = generator_items(config.generator, length, masked, wanted)
-    if config.discriminator and config.head == "verdict":
+    if config.discriminator and config.head == "rtd":
         items["discriminator"] = discriminator_items(config.discriminator, length)
     elif config.discriminator:
-        copies = config.head == "copying"
-        items["corrector"] = corrector_items(config.discriminator, length, masked, wanted, copies)
+        copies = config.head == "copy_mlm"
+        items["discriminator"] = mlm_items(config.discriminator, length, masked, wanted, copies)
     return items
 
 
@@ -144,7 +143,7 @@ def flops(items: Iterable[Item]) -> int:
 
 def training_flops(config: ElectraConfig, length: int, masked: int, is_frozen: bool = False) -> int:
     """Operations of a training step over one row; a generator that is frozen goes forward only."""
-    parts = items_of(config, length, masked)
+    parts = itemize(config, length, masked)
     return sum((1 if is_frozen and name == "generator" else TRAINING) * flops(items) for name, items in parts.items())
 
 

@@ -9,7 +9,7 @@ from electra.model.config import EncoderConfig
 from electra.model.encoder import initialize, linear, norm
 
 
-class GeneratorHead(nn.Module):
+class MLMHead(nn.Module):
     """p_G(x | masked) before the softmax: e(x)·transformed hidden state, plus a bias per vocabulary entry.
 
     The modern head stays as wide as hidden states and meets the table through the encoder's own projection, so that
@@ -21,7 +21,7 @@ class GeneratorHead(nn.Module):
         width = config.width if config.is_modern() else config.embedding_width
         self.dense = linear(config, config.width, width)
         self.norm = norm(config, width)
-        self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         initialize(self, config.init_std)
 
     def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
@@ -36,20 +36,20 @@ class GeneratorHead(nn.Module):
         return transformed if projection is None else transformed @ projection
 
 
-class DiscriminatorHead(nn.Module):
+class RTDHead(nn.Module):
     """D(x, t) before the sigmoid: how surely each token was replaced. The modern head has a norm before the verdict."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = linear(config, config.width, config.width)
         self.norm = norm(config, config.width) if config.is_modern() else nn.Identity()
-        self.verdict = nn.Linear(config.width, 1)
+        self.classifier = nn.Linear(config.width, 1)
         initialize(self, config.init_std)
-        nn.init.xavier_uniform_(self.verdict.weight)
+        nn.init.xavier_uniform_(self.classifier.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
-        return self.verdict(self.norm(gelu_of(self.dense, hidden))).squeeze(-1)
+        return self.classifier(self.norm(gelu_of(self.dense, hidden))).squeeze(-1)
 
 
 class CopyGate(nn.Module):

@@ -7,9 +7,8 @@ cost as much as a forward pass.
 
 from dataclasses import replace
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
-from electra.model.flops import Item, items_of
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.flops import Item, itemize
 
 TRAINING = 2  # forward and backward
 DROPOUT, NORM, GELU, SOFTMAX = 4, 5, 8, 5  # operations on each number that goes through
@@ -25,7 +24,7 @@ def published_items(config: ElectraConfig, length: int) -> dict[str, list[Item]]
     if config.discriminator:
         size = config.discriminator
         others["discriminator"] = encoder_others(size, length) | discriminator_others(size, length)
-    parts = items_of(config, length, predicted, wanted=length)
+    parts = itemize(config, length, predicted, wanted=length)
     return {
         part: [replace(item, flops=item.flops + others[part][item.name]) for item in items]
         for part, items in parts.items()
@@ -35,7 +34,7 @@ def published_items(config: ElectraConfig, length: int) -> dict[str, list[Item]]
 def encoder_others(config: EncoderConfig, length: int) -> dict[str, int]:
     """What is counted beside the encoder's matrix products, by the names of its items."""
     E, D, F = config.embedding_width, config.width, config.feedforward
-    entries = config.vocabulary + length + config.segments  # of one-hot vectors: tokens, positions, segments
+    entries = config.vocab_size + length + config.segments  # of one-hot vectors: tokens, positions, segments
     tables = {
         "embeddings": 2 * E * entries + 2 * E + DROPOUT * E,  # three looked up, two added
         "embeddings norm": NORM * E,
@@ -56,7 +55,7 @@ def encoder_others(config: EncoderConfig, length: int) -> dict[str, int]:
 
 def generator_others(config: EncoderConfig, predicted: int) -> dict[str, int]:
     """What is counted beside the matrix products of a generator's head, at `predicted` positions."""
-    E, V = config.embedding_width, config.vocabulary
+    E, V = config.embedding_width, config.vocab_size
     loss = 2 * V  # finding the right entry, by a one-hot vector
     head = {"head": (BIAS + GELU) * E, "head norm": NORM * E, "vocabulary logits": SOFTMAX * V + loss}
     return {name: predicted * count for name, count in head.items()}
@@ -64,4 +63,4 @@ def generator_others(config: EncoderConfig, predicted: int) -> dict[str, int]:
 
 def discriminator_others(config: EncoderConfig, length: int) -> dict[str, int]:
     """What is counted beside the matrix products of a discriminator's head."""
-    return {"head": length * (BIAS + GELU) * config.width, "verdict": 0}
+    return {"head": length * (BIAS + GELU) * config.width, "rtd": 0}

@@ -5,26 +5,23 @@ and renamed, so it is never there by half.
 """
 
 import errno
-import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from electra.data.files import finite, write_whole
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Discriminator, Electra, ElectraConfig
-from electra.model.heads import DiscriminatorHead
+from electra.model.config import ElectraConfig
+from electra.model.electra import Discriminator, Electra
+from electra.model.heads import RTDHead
+from electra.runfolder import join_names, read_json, write_folder, write_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -34,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) -> None:
     """Make a model folder, with the tokenizer files that lie in the folder `tokenizer`."""
-    with written_whole(folder) as draft:
+    with write_folder(folder) as draft:
         write_model(electra, draft, tokenizer)
 
 
@@ -62,15 +59,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_model(folder: Path) -> Electra:
     """Read a model folder; weights keep their stored precision, and a head that is not there starts afresh."""
-    return assemble(model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    return build_model(read_model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
 
 
-def assemble(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
+def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
     """A model from its weights, which were read at `path`."""
     with torch.device("meta"):  # no weights yet: the stored ones are put in their place
         electra = Electra(config)
     wanted = dict(electra.named_parameters())
-    is_headless = isinstance(electra.discriminator, Discriminator) and not has_head(weights)
+    is_headless = isinstance(electra.discriminator, Discriminator) and not has_rtd_head(weights)
     if is_headless:
         wanted = {name: weight for name, weight in wanted.items() if not name.startswith(HEAD)}
     check_tensors(weights, wanted, path)
@@ -83,23 +80,23 @@ def assemble(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> E
 def give_head(discriminator: Discriminator) -> None:
     """Give a discriminator a new head in its encoder's precision, drawn from torch's random state: seed that first."""
     encoder = discriminator.encoder
-    discriminator.head = DiscriminatorHead(encoder.config).to(next(encoder.parameters()).dtype)
+    discriminator.head = RTDHead(encoder.config).to(next(encoder.parameters()).dtype)
 
 
-def has_head(weights: Iterable[str]) -> bool:
+def has_rtd_head(weights: Iterable[str]) -> bool:
     """Whether there is a discriminator's head among weights; models taken from a bare encoder have none."""
     return any(name.startswith(HEAD) for name in weights)
 
 
-def is_huggingface(folder: Path) -> bool:
+def is_huggingface_folder(folder: Path) -> bool:
     """Whether a folder's config.json is one of `transformers`."""
     return "model_type" in read_json(folder / CONFIG)
 
 
-def model_config(folder: Path) -> ElectraConfig:
+def read_model_config(folder: Path) -> ElectraConfig:
     """The configuration in a model folder."""
     settings = read_json(folder / CONFIG)
-    if is_huggingface(folder):
+    if is_huggingface_folder(folder):
         raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
     if "task" in settings:
         raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")
@@ -160,40 +157,12 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], pat
 def check_names(found: set[str], wanted: set[str], path: Path) -> None:
     """Refuse weights that are not just those the configuration accounts for."""
     if missing := sorted(wanted - found):
-        raise DataError(f"{path} lacks {listed(missing)}, which the {CONFIG} beside it asks for")
+        raise DataError(f"{path} lacks {join_names(missing)}, which the {CONFIG} beside it asks for")
     if unknown := sorted(found - wanted):
-        raise DataError(f"{path} has {listed(unknown)}, which the {CONFIG} beside it does not account for")
+        raise DataError(f"{path} has {join_names(unknown)}, which the {CONFIG} beside it does not account for")
 
 
-def listed(names: list[str]) -> str:
-    """The first names of a list, and how many more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON table."""
-    if not path.parent.is_dir():
-        is_file = path.parent.exists()
-        raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
-    if not path.is_file():
-        inside = sorted(found.parent.name for found in path.parent.glob(f"*/{path.name}"))
-        advice = f"; it holds {listed(inside)}" if inside else ""
-        raise DataError(f"{path.parent} is not a model folder: it has no {path.name}{advice}")
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise DataError(f"{path} holds a {type(table).__name__}, not a table of settings")
-    return table
-
-
-def write_json(path: Path, table: dict[str, Any]) -> None:
-    """Write a JSON table that people can read."""
-    write_whole(path, (json.dumps(finite(table), indent=2) + "\n").encode())
-
-
-def tokenizer_beside(folder: Path, entries: int | None = None) -> TextTokenizer:
+def load_model_tokenizer(folder: Path, entries: int | None = None) -> TextTokenizer:
     """The tokenizer in a model folder, which must fit a table of so many entries."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise DataError(f"{folder} has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it")
@@ -213,36 +182,3 @@ def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:
         assert source is not None
         shutil.copyfile(source / name, folder / name)
     return found
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A draft folder that becomes `folder` only when all went well; what was there before is never touched."""
-    folder = folder.resolve()
-    if folder == Path.cwd():
-        raise DataError("the output cannot be the current folder, which is replaced whole; give it a name of its own")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists already; remove it or choose another output folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield draft
-        for file in draft.iterdir():
-            flush_to_disk(file)  # a rename may reach the disk before what is renamed
-        draft.chmod(0o777 & ~current_umask())
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def flush_to_disk(file: Path) -> None:
-    """Wait until a file is on the disk."""
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def current_umask() -> int:
-    """The permissions that new files are not to have; mkdtemp ignores it."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
-from electra.kernels.dispatch import HAS_TRITON, is_for_kernels
-from electra.model.electra import Electra, Generator, Head
+from electra.kernels import dispatch
+from electra.model.config import Head
+from electra.model.electra import Electra, MaskedLanguageModel
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.objectives.masking import Masked, MaskingConfig, mask
 from electra.random import BLOCK, Purpose, gumbel, random_uniform, row_keys
 
-if HAS_TRITON:
-    from electra.kernels import mlm_head as one_pass
 if TYPE_CHECKING:
-    from electra.kernels.side_stream import Detour  # imports torch's compiler
+    from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler
 
 SAMPLING = (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)
 
@@ -66,7 +65,7 @@ class Settings(ObjectiveConfig):
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     frequencies: Tensor | None = field(default=None, compare=False)
     """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""
-    detour: "Detour | None" = field(default=None, compare=False)
+    detour: "GeneratorStream | None" = field(default=None, compare=False)
     """The stream on which the generator works, where there is one."""
 
 
@@ -91,7 +90,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings)
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.correct_sample_label)
-    verdicts = electra.require_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return filled.losses | {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 
@@ -101,7 +100,7 @@ def electra_15(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.correct_sample_label)
-    verdicts = electra.require_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted).gather(1, masked.positions)  # [B, M]
     return filled.losses | {"discriminator": mean_over(losses, masked.weights, settings.discriminator_weight)}
 
@@ -111,26 +110,26 @@ def replace_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled)
-    corrector = electra.the_corrector()
-    hidden = corrector.read(corrupted.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
-    return filled.losses | {"corrector": guessing_loss(corrector, hidden, masked, batch, settings)}
+    model = electra.require_mlm()
+    hidden = model.read(corrupted.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
+    return filled.losses | {"replace_mlm": guessing_loss(model, hidden, masked, batch, settings)}
 
 
 def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """All-Tokens MLM (section 3.5): as Replace MLM, but every token is predicted, and may be copied."""
-    corrector = electra.the_copying_corrector()
+    model = electra.require_copy_mlm()
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled)
-    hidden = corrector.read(corrupted.input_ids, *batch.surroundings())  # [B, L, D]
-    likelihoods = corrector.likelihoods(hidden, corrupted.input_ids, originals=batch.input_ids)  # [B, L]
-    return filled.losses | {"corrector": mean_over(-likelihoods, is_token(batch))}
+    hidden = model.read(corrupted.input_ids, **batch.encoder_inputs())  # [B, L, D]
+    likelihoods = model.log_likelihood(hidden, corrupted.input_ids, labels=batch.input_ids)  # [B, L]
+    return filled.losses | {"all_tokens_mlm": mean_over(-likelihoods, is_token(batch))}
 
 
 def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
     generator, masked = electra.require_generator(), mask_text(batch, electra, settings)
-    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = generator.read(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     return {"generator": guessing_loss(generator, hidden, masked, batch, settings)}
 
 
@@ -143,11 +142,11 @@ def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """
     generator, discriminator = electra.pair()
     masked = mask_text(batch, electra, settings)
-    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = generator.read(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     guesses = generator.guess(hidden)  # [B, M, V]
     sampled = sample(guesses, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, sampled, settings.correct_sample_label)
-    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = discriminator(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     rewards = losses.detach().gather(1, masked.positions)  # [B, M]
     foretold = electra.require_baseline()(hidden.detach()).float()  # [B, M] logits
@@ -166,11 +165,11 @@ def frozen_generator_detection(electra: Electra, batch: Batch, settings: Setting
     generator, discriminator = electra.pair()
     masked = mask_text(batch, electra, settings)
     with torch.no_grad():
-        guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+        guesses = generator(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, V]
     corrupted = corrupt(
         batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.correct_sample_label
     )
-    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = discriminator(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 
@@ -178,12 +177,12 @@ def frozen_generator_detection(electra: Electra, batch: Batch, settings: Setting
 def count_masked(batch: Batch, settings: Settings) -> Counts:
     """What losses over the masked positions are divided by, whoever's they are."""
     count = mask(batch, settings.vocabulary, settings, settings.seed).weights.sum()
-    return dict.fromkeys(("generator", "baseline", "discriminator", "corrector"), count)
+    return dict.fromkeys(("generator", "baseline", "discriminator", "replace_mlm"), count)
 
 
 def count_masked_and_tokens(batch: Batch, settings: Settings) -> Counts:
-    """What losses are divided by where the discriminator, or the corrector, is asked about every token."""
-    return count_masked(batch, settings) | dict.fromkeys(("discriminator", "corrector"), batch.tokens().sum())
+    """What losses are divided by where the discriminator, or the model in its place, is asked about every token."""
+    return count_masked(batch, settings) | dict.fromkeys(("discriminator", "all_tokens_mlm"), batch.lengths().sum())
 
 
 @dataclass(frozen=True)
@@ -199,16 +198,14 @@ class Objective:
 
 
 OBJECTIVES: dict[ObjectiveName, Objective] = {
-    "rtd": Objective(replaced_token_detection, count_masked_and_tokens, head="verdict"),
-    "electra-15": Objective(electra_15, count_masked, head="verdict"),
-    "replace-mlm": Objective(replace_mlm, count_masked, head="correction"),
-    "all-tokens-mlm": Objective(all_tokens_mlm, count_masked_and_tokens, head="copying"),
+    "rtd": Objective(replaced_token_detection, count_masked_and_tokens, head="rtd"),
+    "electra-15": Objective(electra_15, count_masked, head="rtd"),
+    "replace-mlm": Objective(replace_mlm, count_masked, head="mlm"),
+    "all-tokens-mlm": Objective(all_tokens_mlm, count_masked_and_tokens, head="copy_mlm"),
     "mlm": Objective(masked_language_modeling, count_masked, head=None, needs_generator=True),
-    "adversarial": Objective(
-        adversarial, count_masked_and_tokens, head="verdict", needs_generator=True, has_baseline=True
-    ),
+    "adversarial": Objective(adversarial, count_masked_and_tokens, head="rtd", needs_generator=True, has_baseline=True),
     "frozen-rtd": Objective(
-        frozen_generator_detection, count_masked_and_tokens, head="verdict", needs_generator=True, is_frozen=True
+        frozen_generator_detection, count_masked_and_tokens, head="rtd", needs_generator=True, is_frozen=True
     ),
 }
 
@@ -216,7 +213,7 @@ OBJECTIVES: dict[ObjectiveName, Objective] = {
 def mask_text(batch: Batch, electra: Electra, settings: Settings) -> Masked:
     """Step 1, by the run's seed; refuses text of another vocabulary than the model's."""
     for part in (electra.generator, electra.discriminator):
-        entries = settings.vocabulary.size if part is None else part.encoder.config.vocabulary
+        entries = settings.vocabulary.size if part is None else part.encoder.config.vocab_size
         if settings.vocabulary.size != entries:
             raise ConfigError(
                 f"the text has a vocabulary of {settings.vocabulary.size:,} entries but the model one of {entries:,}; "
@@ -231,22 +228,24 @@ def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> 
         return Filled(draw(settings.frequencies, masked, batch, settings), losses={})
     if settings.detour is None:
         return guess_and_sample(electra.require_generator(), masked, batch, settings)
-    settings.detour.leave()
+    settings.detour.enter()
     filled = guess_and_sample(electra.require_generator(), masked, batch, settings)
-    settings.detour.rejoin()
+    settings.detour.join()
     return filled
 
 
-def guess_and_sample(generator: Generator, masked: Masked, batch: Batch, settings: Settings) -> Filled:
+def guess_and_sample(generator: MaskedLanguageModel, masked: Masked, batch: Batch, settings: Settings) -> Filled:
     """What the generator puts where tokens were masked, and what it loses by it."""
-    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = generator.read(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     if goes_in_one_pass(hidden, settings):
         return in_one_pass(generator, hidden, masked, batch, settings)
     guesses = generator.guess(hidden)  # [B, M, V]
     return Filled(sample(guesses, masked, batch, settings), {"generator": mlm_loss(guesses, masked)})
 
 
-def guessing_loss(generator: Generator, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Loss:
+def guessing_loss(
+    generator: MaskedLanguageModel, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings
+) -> Loss:
     """What is lost by guesses from hidden states [B, M, D], of which no sample is wanted."""
     if goes_in_one_pass(hidden, settings):  # the sample costs next to nothing
         return in_one_pass(generator, hidden, masked, batch, settings).losses["generator"]
@@ -255,20 +254,22 @@ def guessing_loss(generator: Generator, hidden: Tensor, masked: Masked, batch: B
 
 def goes_in_one_pass(hidden: Tensor, settings: Settings) -> bool:
     """Whether loss and samples can be had together: on a GPU in half precision, from one distribution."""
-    return is_for_kernels(hidden) and settings.temperature == 1 and not settings.disallow_correct
+    return dispatch.can_fuse_mlm_head(hidden) and settings.temperature == 1 and not settings.disallow_correct
 
 
-def in_one_pass(generator: Generator, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Filled:
+def in_one_pass(
+    generator: MaskedLanguageModel, hidden: Tensor, masked: Masked, batch: Batch, settings: Settings
+) -> Filled:
     """The same, with the logits read once."""
     states, table = generator.transform(hidden), generator.encoder.embeddings.token_table()
-    keys = (row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING)
-    losses, sampled = one_pass.scored(states, table, generator.head.bias, masked.originals, *keys)
+    keys = (row_keys(settings.seed, batch.step, batch.row_ids, purpose) for purpose in SAMPLING)
+    losses, sampled = dispatch.mlm_loss_and_sample(states, table, generator.head.bias, masked.originals, *keys)
     return Filled(sampled, {"generator": mean_over(losses, masked.weights)})
 
 
 def draw(frequencies: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Tensor:
     """A token for each slot [B, M], by `frequencies` [V]."""
-    keys = row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN)
+    keys = row_keys(settings.seed, batch.step, batch.row_ids, Purpose.SAMPLE_TOKEN)
     draws = random_uniform(keys, masked.positions.shape[1]).double()
     return torch.searchsorted(frequencies.double().cumsum(0), draws).clamp(max=len(frequencies) - 1)
 
@@ -294,7 +295,7 @@ def sampling_noise(guesses: Tensor, batch: Batch, settings: Settings) -> tuple[T
     The highest of log-probabilities with Gumbel noise is a draw: [B, M, V / BLOCK] and [B, M, BLOCK]."""
     places, blocks = guesses.shape[1], -(-guesses.shape[2] // BLOCK)
     draws = zip(SAMPLING, (blocks, BLOCK), strict=True)
-    keyed = ((row_keys(settings.seed, batch.step, batch.rows, purpose), entries) for purpose, entries in draws)
+    keyed = ((row_keys(settings.seed, batch.step, batch.row_ids, purpose), entries) for purpose, entries in draws)
     first, second = (gumbel(keys, places * entries).unflatten(1, (places, entries)) for keys, entries in keyed)
     return first, second
 

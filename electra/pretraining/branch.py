@@ -5,14 +5,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from electra.data.loader import ORDER
+from electra.data.loader import ROW_ORDER
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
-from electra.model.sizes import ModelConfig, Size, size_as_wide
-from electra.model.storage import CONFIG, listed, model_config, read_json, tokenizer_beside
+from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, size_for_encoder
+from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
 from electra.pretraining.phases import read_phases
+from electra.runfolder import join_names, read_json
 from electra.training.checkpoint import CHECKPOINTS, STATE, model_folder, read_state
 
 MEMORY = "optimizer"  # what it remembers is of no use to another
@@ -36,9 +35,9 @@ def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     with suppress(DataError):
         checkpoint = model_folder(Path(given["branch_from"]))
-        record, pair = trunk_record(checkpoint), model_config(checkpoint)
+        record, pair = trunk_record(checkpoint), read_model_config(checkpoint)
         taken = training_settings(record, read_state(checkpoint)["lesson"])
-        size = record.get("size", size_as_wide(encoder_of(pair)))
+        size = record.get("size", size_for_encoder(encoder_of(pair)))
         is_another = given.get("size", size) != size  # which is refused: nothing is to hide that
         return taken if is_another else taken | model_settings(pair, size)
     return {}
@@ -50,7 +49,7 @@ def training_settings(record: dict[str, Any], lesson: dict[str, Any]) -> dict[st
     if "objective" in record:
         phase = read_phases(record.get("phases", ()))[lesson.get("phase", 0)]
         taken["objective"] = phase.settings.get("objective", record["objective"])
-    return taken | {name: lesson[name] for name in ORDER}
+    return taken | {name: lesson[name] for name in ROW_ORDER}
 
 
 def trunk_record(checkpoint: Path) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def model_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
     """The settings that describe a pair: a size, and how the pair departs from it."""
     encoder = encoder_of(pair)
     found: dict[str, Any] = {"size": size, "style": encoder.style}
-    usual = encoder_of(ModelConfig(**found).electra())
+    usual = encoder_of(ModelConfig(**found).electra_config())
     found |= {name: getattr(encoder, name) for name in SHAPE if getattr(encoder, name) != getattr(usual, name)}
     if pair.generator:
         found |= {"generator_width": pair.generator.width, "generator_layers": pair.generator.layers}
@@ -89,17 +88,19 @@ def model_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
 def refuse_other_trunk(trunk: Path, model: ElectraConfig, optimizer: str, shards: Shards) -> None:
     """Refuse to go on from a checkpoint of another tokenizer, model or optimizer than a run's."""
     checkpoint = model_folder(trunk)
-    before, after = shape_of(model_config(checkpoint)), shape_of(model) | {MEMORY: optimizer}
+    before, after = shape_of(read_model_config(checkpoint)), shape_of(model) | {MEMORY: optimizer}
     before[MEMORY] = trunk_record(checkpoint).get(MEMORY, optimizer)
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model, not a run to branch from; go on from its weights with --init {trunk}")
-    shards.require_tokenizer(tokenizer_beside(checkpoint))
+    shards.require_tokenizer(load_model_tokenizer(checkpoint))
     differing = [name for name in before if before[name] != after.get(name)]
     if PARTS in differing:
         differing = [PARTS]
     if differing:
         told = [f"{name} was {before[name]} and is now {after[name]}" for name in differing]
-        raise ConfigError(f"--branch-from {trunk} goes on as it was: {listed(told)}; leave out the flags that say so")
+        raise ConfigError(
+            f"--branch-from {trunk} goes on as it was: {join_names(told)}; leave out the flags that say so"
+        )
 
 
 def shape_of(pair: ElectraConfig) -> dict[str, Any]:

@@ -12,24 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from electra.data.files import is_used
-from electra.data.loader import Batch, BatchLoader, DataConfig, Position, validation_batches
+from electra.data.loader import Batch, BatchLoader, LoaderConfig, Position, validation_batches
 from electra.data.shards import TOKENIZER, Shards, open_shards
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.kernels.master_weights import WorkingCopy
-from electra.model.electra import Electra, Generator
+from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder
-from electra.model.storage import (
-    CONFIG,
-    HEAD,
-    WEIGHTS,
-    model_config,
-    read_json,
-    read_tensors,
-    write_json,
-    write_model,
-)
+from electra.model.storage import CONFIG, HEAD, WEIGHTS, read_model_config, read_tensors, write_model
 from electra.objectives.evaluation import held_out_loss, measure
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.masking import slots
@@ -40,8 +30,8 @@ from electra.pretraining.describe import outline
 from electra.pretraining.estimate import Estimate, estimate, together
 from electra.pretraining.initialize import Start, has_own_segments
 from electra.pretraining.samples import write_samples
-from electra.runfolder import held
-from electra.training.checkpoint import checkpoint_folders, model_folder, read_state, remove_drafts
+from electra.runfolder import check_same_settings, is_empty, lock_folder, read_json, remove_partial, write_json
+from electra.training.checkpoint import checkpoint_folders, model_folder, read_state
 from electra.training.hardware import (
     COMPILERS,
     can_compile,
@@ -70,7 +60,7 @@ def pretrain(config: PretrainConfig) -> TrainResult | Estimate:
     if config.dry_run:
         config.start(phases[0].model)  # raises where the run would
         return replace(estimate_run(phases, shards, device), outline=outline(config, phases))
-    with held(config.output):
+    with lock_folder(config.output):
         return train(config, phases, shards, device)
 
 
@@ -148,7 +138,7 @@ def phase_of(checkpoint: Path) -> int:
 
 def take_over(model: Electra, checkpoint: Path, init_discriminator_from_generator: bool) -> None:
     """Give a model the weights of the phase before, and a discriminator that was not there those of the generator."""
-    before, weights = model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
+    before, weights = read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_other_head = name.startswith(HEAD) and before.head != model.config.head
@@ -168,11 +158,11 @@ def last_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | No
         if found and not config.resume:
             raise ConfigError(f"{run} holds a run already; go on with it by --resume, or choose another --output")
         if found:
-            refuse_other_settings(before, record, run)
+            check_same_settings(run, facts(before), facts(record), ignore=PretrainConfig.FREE)
         else:
             print(f"the run in {run} ended before its first checkpoint; this one takes its place", file=sys.stderr)
-        remove_drafts(run)
-    elif is_used(run):
+        remove_partial(run)
+    elif not is_empty(run):
         raise DataError(f"{run} is not empty and holds no run; choose another --output")
     return found[-1] if found else None
 
@@ -197,31 +187,10 @@ def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> d
     return json.loads(json.dumps(record, default=str))
 
 
-UNSAID = {
-    "style": "classic",
-    "generator_kind": "model",
-    "phases": [],
-    "init_discriminator_from_generator": True,
-    "entropy_bonus": 0.0,
-}
-"""What older runs were, without saying so."""
-
-
-def refuse_other_settings(old: dict[str, Any], new: dict[str, Any], run: Path) -> None:
-    """Refuse to resume a run with settings, or data, that would change its weights."""
-    before, after = UNSAID | facts(old), facts(new)
-    differing = [name for name in after if name not in PretrainConfig.FREE and before.get(name) != after[name]]
-    if differing:
-        told = "; ".join(f"{name} was {before.get(name)} and is now {after[name]}" for name in differing)
-        raise ConfigError(
-            f"{run} was begun with other settings: {told}; resume with the same, or choose another --output"
-        )
-
-
 def facts(record: dict[str, Any]) -> dict[str, Any]:
     """What a run is known by: its settings, and in words its data."""
     data, model = record["data"], record["model"]
-    entries = (model["generator"] or model["discriminator"])["vocabulary"]
+    entries = (model["generator"] or model["discriminator"])["vocab_size"]
     text = "{train:,} tokens with {validation:,} held out".format(**data["tokens"])
     tokenizer = f"one of {entries:,} entries ({data['tokenizer'][:8]})"
     return record["pretraining"] | {"the text in --data": text, "the tokenizer of --data": tokenizer}
@@ -242,20 +211,29 @@ class PretrainingTask:
         with self.working.autocast():
             lists = any(encoder.kernel(config.length, is_listed=True) == "documents" for encoder in encoders)
         self.objective = OBJECTIVES[config.objective]
-        self.batches = BatchLoader(shards, batches_config(config), device=device, lists_documents=lists)
+        self.batches = BatchLoader(
+            shards,
+            batches_config(config),
+            seed=config.seed,
+            whole_word_masking=config.whole_word_masking,
+            device=device,
+            with_cu_seqlens=lists,
+        )
         self.stream: Iterator[Batch] | None = None
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
         if self.is_fast:
-            from electra.kernels.side_stream import Detour  # imports torch's compiler, which takes a second or two
+            from electra.kernels.side_stream import (
+                GeneratorStream,  # imports torch's compiler, which takes a second or two
+            )
 
-            self.settings = replace(self.settings, detour=Detour())
+            self.settings = replace(self.settings, detour=GeneratorStream())
         if config.unigram_output_bias:
             set_unigram_output_bias(self.model, self.unigram)
         if config.sinusoidal_positions:
             set_sinusoidal_positions(self.model)
-        self.keeps_segments = config.form != "dense"
+        self.keeps_segments = config.packing != "packed"
         self.is_compiled, losses = self.is_fast or config.compile, self.objective.losses
         self.losses_of = torch.compile(losses, dynamic=False) if self.is_compiled else losses
 
@@ -300,12 +278,13 @@ class PretrainingTask:
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
     def state(self) -> dict[str, Any]:
-        return self.batches.state() | {"phase": self.phase.number}
+        return self.batches.state_dict() | {"phase": self.phase.number}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state.get("phase", 0) != self.phase.number:  # rows may be of another length: a new epoch
-            state = asdict(Position(step=state["step"], epoch=state["epoch"] + 1)) | self.batches.order()
-        self.batches.restore(state)
+            self.batches.position = Position(step=state["step"], epoch=state["epoch"] + 1)
+        else:
+            self.batches.load_state_dict(state)
 
 
 def settings_of(config: PretrainConfig, vocabulary: Vocabulary, unigram: Tensor) -> Settings:
@@ -322,36 +301,36 @@ def uniform(vocabulary: Vocabulary, device: torch.device) -> Tensor:
     return frequencies / frequencies.sum()
 
 
-def batches_config(config: PretrainConfig) -> DataConfig:
+def batches_config(config: PretrainConfig) -> LoaderConfig:
     """The batches' part of the configuration."""
-    return DataConfig(**{field.name: getattr(config, field.name) for field in fields(DataConfig)})
+    return LoaderConfig(**{field.name: getattr(config, field.name) for field in fields(LoaderConfig)})
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """Held-out rows, from all over the held-out text."""
-    form = held_out_form(config)
-    batches = list(validation_batches(shards, form, device=device))
-    wanted = min(len(batches), most_rows(config) // form.batch_size)
+    loader = held_out_loader(config)
+    batches = list(validation_batches(shards, loader, whole_word_masking=config.whole_word_masking, device=device))
+    wanted = min(len(batches), most_rows(config) // loader.batch_size)
     return [batches[number * len(batches) // wanted] for number in range(wanted)]
 
 
-def held_out_form(config: PretrainConfig) -> DataConfig:
-    """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
+def held_out_loader(config: PretrainConfig) -> LoaderConfig:
+    """The loader's configuration for held-out rows, one for all runs: packed, no longer than 128 tokens."""
     length, rows = min(128, config.length), min(32, config.evaluation_rows)
-    return DataConfig(length=length, batch_size=rows, form="dense", whole_word_masking=config.whole_word_masking)
+    return LoaderConfig(length=length, batch_size=rows)
 
 
 def most_rows(config: PretrainConfig) -> int:
     """Held-out rows that measures are of, where there are so many: whole batches."""
-    rows = held_out_form(config).batch_size
+    rows = held_out_loader(config).batch_size
     return -(-config.evaluation_rows // rows) * rows
 
 
 def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
     """Say so where hardly any text is held out to measure on; raises where there is none."""
-    form = held_out_form(config)
-    rows = BatchLoader(shards, form, split="validation").packing_of(0)[0].rows
-    measured, wanted = rows // form.batch_size * form.batch_size or rows, config.evaluation_rows
+    loader = held_out_loader(config)
+    rows = BatchLoader(shards, loader, split="validation").epoch(0).rows.num_rows
+    measured, wanted = rows // loader.batch_size * loader.batch_size or rows, config.evaluation_rows
     if rows < FEW_ROWS:
         told = f"only {rows} rows of text are held out in {shards.folder}: measures on them say little"
     elif measured < wanted:
@@ -386,7 +365,7 @@ def unigram(shards: Shards, device: torch.device, most: int = 50_000_000) -> Ten
 def set_unigram_output_bias(model: Electra, unigram: Tensor) -> None:
     """Make the frequencies of tokens the first guesses of whatever guesses tokens; none of them is quite zero."""
     for part in (model.generator, model.discriminator):
-        if isinstance(part, Generator):  # correctors are, too
+        if isinstance(part, MaskedLanguageModel):
             with torch.no_grad():
                 part.head.bias.copy_((unigram + unigram[unigram > 0].min() / 10).log())
 

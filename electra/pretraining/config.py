@@ -6,22 +6,21 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
+from cyclopts import Parameter
 
-from electra.data.loader import DataConfig
+from electra.data.loader import LoaderConfig
 from electra.data.shards import Shards
 from electra.errors import ConfigError
-from electra.model.config import check_length
-from electra.model.electra import ElectraConfig, Head
+from electra.model.config import ElectraConfig, Head, check_length, get_size
 from electra.model.flops import training_flops
-from electra.model.sizes import size_of
-from electra.model.storage import CONFIG, model_config, read_json
+from electra.model.storage import CONFIG, read_model_config
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
 from electra.pretraining.branch import refuse_other_trunk, trunk_settings
 from electra.pretraining.initialize import FRESH, InitialConfig, Start, initial_settings, read_start, require_tokenizers
 from electra.pretraining.phases import read_phases
 from electra.pretraining.recipes import Recipe, settings_for
+from electra.runfolder import read_json
 from electra.training.checkpoint import checkpoint_folders
 from electra.training.hardware import Device, Precision
 from electra.training.trainer import Budget, TrainerConfig
@@ -31,7 +30,7 @@ BUDGETS = ("steps", "tokens", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
+class PretrainConfig(TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
     The machine may die at any moment: --output and --resume go on with the run, and end with the same weights.
@@ -51,7 +50,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
     every token, or copies it; mlm: a masked language model of its size (BERT, whose masks are --mask-token-probability .8
     --random-token-probability .1); adversarial: the generator is paid what its fills cost the discriminator; frozen-rtd: the
     generator no longer learns (stage two of two-stage training)."""
-    generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
+    generator_kind: Annotated[GeneratorKind, Parameter(name="--generator")] = "model"
     """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
     too easy to find to learn much from."""
     phases: tuple[str, ...] = ()
@@ -118,7 +117,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
     def __post_init__(self) -> None:
         if self.init is not None and self.branch_from is not None:
             raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
-        for part in (TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
+        for part in (TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
             part.__post_init__(self)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -168,11 +167,11 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
     def pair(self, shards: Shards) -> ElectraConfig:
         """Generator and discriminator as they are, or were, begun with."""
         if self.init is not None and self.has_begun():
-            return model_config(self.output)  # what it was begun with need not be there any more
+            return read_model_config(self.output)  # what it was begun with need not be there any more
         if self.init is not None:
             require_tokenizers(self, shards)
         vocabulary = shards.tokenizer.vocabulary
-        return self.electra(vocabulary.size, vocabulary.pad_id)
+        return self.electra_config(vocabulary.size, vocabulary.pad_id)
 
 
 def stored_settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -182,10 +181,10 @@ def stored_settings(given: dict[str, Any]) -> dict[str, Any]:
     """
     run = Path(given.get("output") or ".")
     path = run / CONFIG
-    if "data" not in given and "output" in given and ("resume" in given) != path.exists():
+    if "data" not in given and "output" in given and given.get("resume", False) != path.exists():
         advice = "go on with it by --resume" if path.exists() else "begin one with --data, or look at --output"
         raise ConfigError(f"{run} holds {'a' if path.exists() else 'no'} run; {advice}")
-    if "resume" not in given or not path.exists():
+    if not given.get("resume") or not path.exists():
         return {}
     record = read_json(path).get("pretraining", {})
     ours = {field.name for field in fields(PretrainConfig)} - {"output", "resume", "json", "dry_run"}
@@ -272,7 +271,7 @@ def model_of(pair: ElectraConfig, name: ObjectiveName, generator_kind: Generator
         generator=generator,
         discriminator=discriminator,
         sharing=pair.sharing if generator and discriminator else "none",
-        head=objective.head or "verdict",
+        head=objective.head or "rtd",
         has_baseline=objective.has_baseline,
     )
 
@@ -308,7 +307,7 @@ def refuse_contradictions(config: PretrainConfig, objectives: list[ObjectiveName
 
 def two_stage_flags(config: PretrainConfig) -> str:
     """What a generator needs that the discriminator is to start with, and then to be frozen."""
-    return f"--sharing none --generator-width {config.width or size_of(config.size).discriminator.width}"
+    return f"--sharing none --generator-width {config.width or get_size(config.size).discriminator.width}"
 
 
 def refuse_idle_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
@@ -342,7 +341,7 @@ def refuse_unread_settings(config: PretrainConfig, objectives: list[ObjectiveNam
     if not any(heads):
         unread += ["generator_width", "generator_layers", "temperature", "disallow_correct"]
         unread += ["sharing"] if config.init is None else []  # else it may be the folder's
-    if "verdict" not in heads:
+    if "rtd" not in heads:
         unread += ["discriminator_weight", "correct_sample_label"]
     for setting in unread:
         if (came := getattr(config, setting)) not in (getattr(PretrainConfig, setting), "none"):

@@ -4,8 +4,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from electra.model.storage import CONFIG, read_json
+from electra.model.storage import CONFIG
 from electra.plotting import empty_figure
+from electra.runfolder import read_json
 from electra.training.logging import METRICS, read_lines
 
 Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind
@@ -13,11 +14,11 @@ Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the
 PRETRAINING: Panels = (  # train and held-out curves share a panel only where they are of the same masks and losses
     ("all losses, weighed", (("train", "loss"), ("validation", "loss"))),
     ("training: generator", (("train", "generator"),)),
-    ("training: discriminator or corrector", (("train", "discriminator"), ("train", "corrector"))),
+    ("training: discriminator", (("train", "discriminator"), ("train", "replace_mlm"), ("train", "all_tokens_mlm"))),
     ("held out: MLM loss of the generator", (("validation", "mlm_loss"),)),
     (
-        "held out: discriminator or corrector",
-        (("validation", "rtd_loss"), ("validation", "unigram_rtd_loss"), ("validation", "corrector_loss")),
+        "held out: discriminator",
+        (("validation", "rtd_loss"), ("validation", "unigram_rtd_loss"), ("validation", "replace_mlm_loss")),
     ),
     ("area under the curve", (("validation", "rtd_auc"), ("validation", "unigram_rtd_auc"))),
     ("accuracy and right samples", (("validation", "mlm_accuracy"), ("validation", "sample_accuracy"))),
@@ -26,7 +27,7 @@ PRETRAINING: Panels = (  # train and held-out curves share a panel only where th
 )
 
 
-PARTS = {"generator", "discriminator", "corrector", "mlm_loss", "rtd_loss", "corrector_loss"}  # of which losses tell
+PARTS = {"generator", "discriminator", "replace_mlm", "all_tokens_mlm", "mlm_loss", "rtd_loss", "replace_mlm_loss"}
 
 
 def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
@@ -61,7 +62,7 @@ def whole_loss(line: dict[str, Any], discriminator_weight: float) -> float | Non
     """What a line's losses are together; None in adversarial training, whose held-out loss is of other parts."""
     if "baseline" in line:
         return None
-    weights = {"generator": 1.0, "corrector": 1.0, "discriminator": discriminator_weight}
+    weights = {"generator": 1.0, "replace_mlm": 1.0, "all_tokens_mlm": 1.0, "discriminator": discriminator_weight}
     return sum(weight * line[name] for name, weight in weights.items() if line.get(name) is not None)
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 from electra.pretraining.config import Phase, PretrainConfig, starts_discriminator, whole_model
 from electra.pretraining.initialize import has_head_for
 from electra.training.logging import duration
 
-SECOND = {"verdict": "discriminator", "correction": "corrector", "copying": "corrector that may copy"}
+SECOND = {
+    "rtd": "discriminator",
+    "mlm": "masked language model",
+    "copy_mlm": "masked language model with a copy gate",
+}
 
 SHARED = {
     "none": "nothing shared",

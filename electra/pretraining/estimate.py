@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.electra import Electra
 from electra.training.hardware import measured_flops, memory_bytes
 from electra.training.logging import duration
 from electra.training.trainer import Budget
@@ -72,8 +72,8 @@ def estimate(
     activations = sum(
         activation_bytes(part, length, precision, recomputes) for part in (pair.generator, pair.discriminator) if part
     )
-    predicting = [pair.generator, pair.discriminator if pair.head == "correction" else None]  # copying: in chunks
-    logits = 3 * 4 * masked * sum(part.vocabulary for part in predicting if part)  # logits, noise, gradient in fp32
+    predicting = [pair.generator, pair.discriminator if pair.head == "mlm" else None]  # copying: in chunks
+    logits = 3 * 4 * masked * sum(part.vocab_size for part in predicting if part)  # logits, noise, gradient in fp32
     return Estimate(
         outline=[],
         parameters=parameters,

@@ -12,13 +12,20 @@ from torch import nn
 
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import Tensors, folded, part_of
-from electra.huggingface.folders import gives_verdicts, read_part, sizes_in
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.huggingface.convert import Tensors, merge_embedding_delta, select_part
+from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part
+from electra.model.config import (
+    SMALL,
+    ElectraConfig,
+    EncoderConfig,
+    ModelConfig,
+    get_size,
+    scale_init_std,
+    size_for_encoder,
+)
+from electra.model.electra import Electra
 from electra.model.encoder import TokenEmbeddings
-from electra.model.sizes import SMALL, ModelConfig, size_as_wide, size_of, started_by_width
-from electra.model.storage import model_config, tokenizer_beside
+from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.training.checkpoint import model_folder
 
 FRESH: Literal["fresh"] = "fresh"
@@ -43,8 +50,8 @@ class InitialConfig(ModelConfig):
             if self.init_generator is not None:
                 raise ConfigError(f"--init-generator {self.init_generator} needs --init: the discriminator's folder")
             return
-        departures = [name for name in self.departures() if "dropout" not in name]
-        self.refuse(departures, f"the size is that of --init {self.init}")
+        overrides = [name for name in self.overrides() if "dropout" not in name]
+        self.refuse(overrides, f"the size is that of --init {self.init}")
 
     def refuse(self, names: list[str], reason: str) -> None:
         """Refuse flags that contradict what is gone on from."""
@@ -54,40 +61,44 @@ class InitialConfig(ModelConfig):
         if given:
             raise ConfigError(f"{' and '.join(given)} cannot be: {reason}; leave out what contradicts it")
 
-    def electra(self, vocabulary: int = SMALL.vocabulary, pad_id: int = SMALL.pad_id) -> ElectraConfig:
+    def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The pair these settings describe: a new one, or that of the folders to go on from."""
         if self.init is None:
-            return super().electra(vocabulary, pad_id)
+            return super().electra_config(vocab_size, pad_id)
         discriminator = self.with_dropout(encoder_size(self.init))
-        self.check_size(discriminator, vocabulary)
+        self.check_size(discriminator, vocab_size)
         if (source := self.generator_source()) is not None:
             self.refuse(["generator_width", "generator_layers"], f"the generator is that of {source}")
             generator = self.with_dropout(generator_size(source))
         else:
-            generator = self.generator(discriminator, size_of(self.size).generator_share)
+            generator = self.generator_config(discriminator, get_size(self.size).generator_width_ratio)
             if self.scale_init_by_width:
-                generator, discriminator = started_by_width(generator), started_by_width(discriminator)
+                generator, discriminator = scale_init_std(generator), scale_init_std(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
     def generator_source(self) -> Path | None:
         """The folder that the generator comes from; None where it is new."""
         assert self.init is not None
         if self.init_generator is None:
-            return self.init if len(sizes_in(model_folder(self.init))) == 2 else None
+            return self.init if len(read_encoder_configs(model_folder(self.init))) == 2 else None
         return None if self.init_generator == FRESH else Path(self.init_generator)
 
     def is_lone_generator(self) -> bool:
         """Whether what is gone on from is a generator alone, and stays one."""
         source = self.generator_source()
-        return source is not None and source == self.init and list(sizes_in(model_folder(source))) == ["generator"]
+        return (
+            source is not None
+            and source == self.init
+            and list(read_encoder_configs(model_folder(source))) == ["generator"]
+        )
 
     def with_dropout(self, size: EncoderConfig) -> EncoderConfig:
         """A size that was read, with the dropout of this run."""
         return size if self.dropout is None else replace(size, dropout=self.dropout, attention_dropout=self.dropout)
 
-    def check_size(self, encoder: EncoderConfig, vocabulary: int) -> None:
+    def check_size(self, encoder: EncoderConfig, vocab_size: int) -> None:
         """Refuse a style or --size other than the model's, and a table that is not as long as the vocabulary."""
-        size = size_as_wide(encoder)
+        size = size_for_encoder(encoder)
         if self.style != encoder.style:
             raise ConfigError(
                 f"--style {self.style} cannot be: {self.init} is {encoder.style}; leave --style out, or say --style "
@@ -98,10 +109,10 @@ class InitialConfig(ModelConfig):
                 f"--size {self.size} cannot be: {self.init} is {encoder.width} wide, which goes with {size}; "
                 f"leave --size out, or say --size {size}"
             )
-        if encoder.vocabulary != vocabulary:
+        if encoder.vocab_size != vocab_size:
             raise DataError(
-                f"{self.init} has a table of {encoder.vocabulary:,} entries but a tokenizer of {vocabulary:,}; "
-                f"cut or fill the table where it was made (transformers: resize_token_embeddings({vocabulary}))"
+                f"{self.init} has a table of {encoder.vocab_size:,} entries but a tokenizer of {vocab_size:,}; "
+                f"cut or fill the table where it was made (transformers: resize_token_embeddings({vocab_size}))"
             )
 
 
@@ -112,21 +123,21 @@ def initial_settings(given: dict[str, Any]) -> dict[str, str]:
         return {}
     with suppress(DataError, KeyError):
         encoder, folder = encoder_size(Path(given["init"])), model_folder(Path(given["init"]))
-        found = {"size": size_as_wide(encoder), "style": encoder.style}
-        is_pair = len(sizes_in(folder)) == 2 and not given.keys() & {"init_generator", "generator_kind"}
-        return found | ({"sharing": model_config(folder).sharing} if is_pair else {})
+        found = {"size": size_for_encoder(encoder), "style": encoder.style}
+        is_pair = len(read_encoder_configs(folder)) == 2 and not given.keys() & {"init_generator", "generator"}
+        return found | ({"sharing": read_model_config(folder).sharing} if is_pair else {})
     return {}
 
 
 def encoder_size(path: Path) -> EncoderConfig:
     """The size of the encoder that is gone on from: the discriminator's, or a lone generator's."""
-    sizes = sizes_in(model_folder(path))
+    sizes = read_encoder_configs(model_folder(path))
     return sizes["discriminator"] if "discriminator" in sizes else sizes["generator"]
 
 
 def generator_size(path: Path) -> EncoderConfig:
     """The size of the generator in a folder."""
-    sizes = sizes_in(model_folder(path))
+    sizes = read_encoder_configs(model_folder(path))
     if "generator" not in sizes:
         raise DataError(
             f"{path} holds no generator; give the folder of one (…ForMaskedLM), or --init-generator {FRESH}"
@@ -143,7 +154,7 @@ def require_tokenizers(config: InitialConfig, shards: Shards) -> None:
         )
     for path in filter(None, (config.init, source)):
         folder = model_folder(path)
-        shards.require_tokenizer(tokenizer_beside(folder))
+        shards.require_tokenizer(load_model_tokenizer(folder))
 
 
 @dataclass(frozen=True)
@@ -197,7 +208,7 @@ def read_start(config: InitialConfig, model: ElectraConfig) -> Start:
 
 def has_head_for(path: Path, model: ElectraConfig) -> bool:
     """Whether what a folder holds says what the discriminator of a model, or its lone generator, is to say."""
-    return gives_verdicts(model_folder(path)) == (model.discriminator is not None and model.head == "verdict")
+    return is_discriminator(model_folder(path)) == (model.discriminator is not None and model.head == "rtd")
 
 
 def check_shared(start: Start, config: InitialConfig) -> None:
@@ -215,6 +226,6 @@ def check_shared(start: Start, config: InitialConfig) -> None:
 
 def has_own_segments(electra: Electra) -> bool:
     """Whether segments A and B differ in the encoder that is kept: it was trained on pairs."""
-    tables = folded(part_of(electra, "encoder").state_dict())
+    tables = merge_embedding_delta(select_part(electra, "encoder").state_dict())
     first, *others = tables.get("encoder.embeddings.segment.weight", torch.zeros(1))  # the modern style has none
     return any(not torch.equal(first, other) for other in others)

@@ -1,4 +1,4 @@
-"""A page to look at: held-out sentences with their fills, and what the discriminator or the corrector says of them."""
+"""A page to look at: held-out sentences with their fills, and what the discriminator, or the masked language model in its place, predicts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from electra.data.loader import Batch
 from electra.data.tokenizer import TextTokenizer
-from electra.model.electra import Corrector, Discriminator, Electra
+from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.objectives.evaluation import SEED, Fills
 from electra.objectives.masking import mask
 from electra.objectives.objectives import Settings, corrupt, fill
@@ -37,7 +37,7 @@ def write_samples(
     fills = Fills(masked, corrupt(batch.input_ids, masked, fill(electra, masked, batch, settings).sampled))
     column = opinions(electra, fills, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
-    for row in range(min(SENTENCES, batch.size())):
+    for row in range(min(SENTENCES, batch.num_rows)):
         original, shown = (words(text[row], tokenizer) for text in (batch.input_ids, fills.corrupted.input_ids))
         lines += sentence(original, shown, places(fills, row), column, row)
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -55,17 +55,17 @@ def words(text: Tensor, tokenizer: TextTokenizer) -> list[str]:
 
 
 def opinions(electra: Electra, fills: Fills, batch: Batch, tokenizer: TextTokenizer) -> Column | None:
-    """What the discriminator says, or the corrector in its place; None where there is neither."""
+    """What the discriminator says, or the masked language model in its place; None where there is neither."""
     if isinstance(electra.discriminator, Discriminator):
         return verdicts(electra.discriminator, fills, batch)
-    if isinstance(electra.discriminator, Corrector):
+    if isinstance(electra.discriminator, MaskedLanguageModel):
         return corrections(electra.discriminator, fills, batch, tokenizer)
     return None
 
 
 def verdicts(discriminator: Discriminator, fills: Fills, batch: Batch) -> Column:
     """How surely fills are replaced, and all other tokens that are held to be."""
-    found = discriminator(fills.corrupted.input_ids, *batch.surroundings()).float().sigmoid()[:SENTENCES, :TOKENS]
+    found = discriminator(fills.corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()[:SENTENCES, :TOKENS]
     cells = []
     for row, numbers in enumerate(found.tolist()):
         at = places(fills, row)
@@ -73,17 +73,17 @@ def verdicts(discriminator: Discriminator, fills: Fills, batch: Batch) -> Column
     return Column("replaced, says the discriminator", cells)
 
 
-def corrections(corrector: Corrector, fills: Fills, batch: Batch, tokenizer: TextTokenizer) -> Column:
+def corrections(model: MaskedLanguageModel, fills: Fills, batch: Batch, tokenizer: TextTokenizer) -> Column:
     """What most likely stood where fills stand."""
     read, positions = fills.corrupted.input_ids, fills.masked.positions
-    hidden = corrector.read(read, *batch.surroundings(), at=positions)  # [B, M, D]
-    guesses = corrector.distribution(hidden, read.gather(1, positions)).argmax(2)  # [B, M]
+    hidden = model.read(read, **batch.encoder_inputs(), at=positions)  # [B, M, D]
+    guesses = model.log_probabilities(hidden, read.gather(1, positions)).argmax(2)  # [B, M]
     said = read.scatter(1, positions, guesses)[:SENTENCES]
     cells = []
     for row, text in enumerate(said):
         told = words(text, tokenizer)
         cells.append({place: told[place] for place in places(fills, row)})
-    return Column("stood there, says the corrector", cells)
+    return Column("predicted original", cells)
 
 
 def sentence(original: list[str], shown: list[str], filled: list[int], column: Column | None, row: int) -> list[str]:

@@ -7,10 +7,9 @@ import torch
 
 from electra.errors import ConfigError
 from electra.model import published
-from electra.model.config import check_length
-from electra.model.electra import Electra, ElectraConfig
-from electra.model.flops import Item, flops, items_of, parameters, training_flops
-from electra.model.sizes import SMALL, ModelConfig
+from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
+from electra.model.electra import Electra
+from electra.model.flops import Item, flops, itemize, parameters, training_flops
 from electra.objectives.masking import MaskedShare, slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import compared, model_of
@@ -37,7 +36,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
     """Rows of a training step."""
     steps: int = PAPER["steps"]
     """Training steps."""
-    vocabulary: int = SMALL.vocabulary
+    vocabulary: int = SMALL.vocab_size
     """Entries of the token table."""
     inference: bool = False
     """Count one reading of a text by the discriminator, of 128 tokens unless --length says otherwise; there are then no
@@ -68,7 +67,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The paper's settings of the size among the flags that were given; texts are read at the default length."""
         settings = settings_for("faithful", given.get("size", cls.size))
-        if "inference" not in given:
+        if not given.get("inference"):
             return {name: settings[name] for name in TAKEN}
         refuse_training(given)
         return {name: settings[name] for name in TRAINING_ONLY}
@@ -76,7 +75,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
     def pair(self) -> ElectraConfig:
         """The pair, or what is left of it after training."""
         shared = "none" if OBJECTIVES[self.objective].is_frozen else self.sharing
-        pair = replace(self, sharing=shared).electra(self.vocabulary)
+        pair = replace(self, sharing=shared).electra_config(self.vocabulary)
         if self.inference:
             return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
         return model_of(compared(pair, [self.objective]), self.objective)
@@ -150,7 +149,7 @@ def count_items(pair: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, lis
         items = published.published_items(pair, config.length)
         return items, published.TRAINING * sum(map(flops, items.values()))
     sizes = pair, config.length, slots(config.length, config)
-    return items_of(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
+    return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
 
 
 def stored(pair: ElectraConfig) -> int:

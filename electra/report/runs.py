@@ -12,11 +12,12 @@ import numpy as np
 from electra.errors import DataError
 from electra.finetuning.glue import LEFT_OUT, TABLE
 from electra.finetuning.jobs import is_fine_tuning
-from electra.model.storage import CONFIG, model_config, read_json
-from electra.pretraining.command import held_out_form, most_rows, phase_of
+from electra.model.storage import CONFIG, read_model_config
+from electra.pretraining.command import held_out_loader, most_rows, phase_of
 from electra.pretraining.config import BUDGETS, Phase, PretrainConfig, phases_of
 from electra.pretraining.recipes import settings_for
 from electra.report.costs import stored
+from electra.runfolder import read_json
 from electra.training.checkpoint import STATE, checkpoint_folders
 from electra.training.logging import METRICS, read_lines
 from electra.training.trainer import TrainState
@@ -81,7 +82,7 @@ def read_run(folder: Path, table: Path | None) -> Run:
 
 def summed_up(folder: Path, table: Path | None) -> Run:
     """The run in a folder."""
-    settings, pair, lines = recorded_settings(folder), model_config(folder), read_lines(folder / METRICS)
+    settings, pair, lines = recorded_settings(folder), read_model_config(folder), read_lines(folder / METRICS)
     phases = phases_of(settings, pair)
     place, last = last_place(folder, phases), phases[-1].config
     ends = ends_of(phases, place, lines)
@@ -93,7 +94,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
-        held_out=f"up to {most_rows(last)} rows of {held_out_form(last).length} tokens",
+        held_out=f"up to {most_rows(last)} rows of {held_out_loader(last).length} tokens",
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,

@@ -13,7 +13,7 @@ from electra.huggingface.folders import read_model
 from electra.model.config import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
-from electra.model.storage import WEIGHTS, assemble, has_head, tokenizer_beside
+from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.training.checkpoint import model_folder
 from electra.training.hardware import Device, choose_device
 
@@ -47,13 +47,15 @@ class Filled:
 class Model:
     """A pair (or the part of it that is there) with its tokenizer."""
 
-    def __init__(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device, has_head: bool = True) -> None:
+    def __init__(
+        self, electra: Electra, tokenizer: TextTokenizer, device: torch.device, has_rtd_head: bool = True
+    ) -> None:
         self.electra, self.tokenizer, self.device = electra.float().to(device).eval(), tokenizer, device
-        self.has_head = has_head  # a discriminator taken from a bare encoder has none that was trained
+        self.has_rtd_head = has_rtd_head  # a discriminator taken from a bare encoder has none that was trained
 
     def detect(self, text: str) -> Detected:
         """How surely each token of `text` was replaced."""
-        if self.electra.discriminator is not None and not self.has_head:
+        if self.electra.discriminator is not None and not self.has_rtd_head:
             raise ConfigError("this model came as a bare encoder, without a discriminator's head; it can only embed")
         ids, tokens, is_truncated = self.encode(text, self.electra.require_discriminator().encoder)
         with torch.no_grad():
@@ -121,5 +123,7 @@ def load(path: str | Path, device: Device = "auto") -> Model:
     folder = model_folder(Path(path))
     config, weights = read_model(folder)
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
-    tokenizer = tokenizer_beside(folder, min(part.vocabulary for part in parts))
-    return Model(assemble(config, weights, folder / WEIGHTS), tokenizer, choose_device(device), has_head(weights))
+    tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))
+    return Model(
+        build_model(config, weights, folder / WEIGHTS), tokenizer, choose_device(device), has_rtd_head(weights)
+    )
