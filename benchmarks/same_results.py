@@ -124,7 +124,9 @@ def option_cases() -> Iterator[Case]:
     yield pretraining("dropout", "--dropout 0.1")
     yield pretraining("dropout-modern", "--dropout 0.1 --style modern")
     yield pretraining("micro-batches", "--micro-batches 4")
-    yield pretraining("micro-batches-segment-pairs", "--micro-batches 2 --packing segment-pairs --objective adversarial")
+    yield pretraining(
+        "micro-batches-segment-pairs", "--micro-batches 2 --packing segment-pairs --objective adversarial"
+    )
     yield pretraining("cross-document-attention", "--cross-document-attention")
     yield pretraining("local-attention", "--style modern --global-attention-every 2 --local-attention 8")
     yield pretraining("activation-checkpointing", "--activation-checkpointing --dropout 0.1")
