@@ -666,10 +666,10 @@ def test_few_held_out_rows_are_warned_of(run_config, tmp_path, shards, capsys, l
     ],
 )
 def test_without_a_compiler_nothing_is_compiled(run_config, monkeypatch, device, flags, sentence):
-    monkeypatch.setattr("electra.pretraining.command.can_compile", lambda device: False)
+    monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: False)
     with pytest.raises(ConfigError, match=sentence):
-        require_compiler(run_config(**flags), torch.device(device))
-    require_compiler(run_config(plain=True), torch.device(device))
+        run_config(**flags).hardware.uses_compile(torch.device(device))
+    assert not run_config(compile="off").hardware.uses_compile(torch.device(device))
 
 
 def test_a_full_disk_loses_nothing(run_config, monkeypatch, capsys):
