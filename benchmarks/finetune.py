@@ -38,8 +38,8 @@ from electra.finetuning.metrics import METRICS
 from electra.finetuning.model import READINGS
 from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
 from electra.huggingface.folders import read_part
+from electra.model.config import ModelConfig
 from electra.model.electra import Electra
-from electra.model.sizes import ModelConfig
 from electra.model.storage import save_model
 from electra.runfolder import read_json
 

@@ -44,9 +44,9 @@ from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
 from electra.huggingface.convert import ARCHITECTURES, to_huggingface
+from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops
-from electra.model.sizes import SIZES, ModelConfig
 from electra.objectives.masking import slots
 from electra.pretraining.command import PretrainingTask, batches_config
 from electra.pretraining.config import PretrainConfig, plan
@@ -135,7 +135,7 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     decay, count = config.weight_decay, slots(config.length, config)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.learning_rate, weight_decay=decay, fused=True)
     losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
-    stream, last = iter(BatchLoader(shards, batches_config(config), device=device)), {}
+    stream, last = iter(BatchLoader(shards, batches_config(config), seed=config.seed, device=device)), {}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):

@@ -9,10 +9,9 @@ import torch
 
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
-from electra.data.vocabulary import Vocabulary
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
-from electra.model.sizes import modern
+from electra.data.tokenizer import Vocabulary
+from electra.model.config import ElectraConfig, EncoderConfig, to_modern
+from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.command import PretrainConfig
@@ -25,7 +24,7 @@ hypothesis.settings.load_profile("calm")
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocab_size=60, positions=32)
 NARROW = replace(WIDE, width=8, heads=1, feedforward=16)
-MODERN = replace(modern(WIDE), layers=4, global_attention_every=3, local_attention=4)
+MODERN = replace(to_modern(WIDE), layers=4, global_attention_every=3, local_attention=4)
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_the_model_and_how_it_is_trained_are_the_trunks(shards, trunk, capsys, f
     record = branch(shards, run)
     assert "finished: 6 steps" in capsys.readouterr().out
     before = json.loads((run / "config.json").read_text())["pretraining"]
-    for name in ("recipe", "size", "style", "optimizer", "generator_kind", "seed", "length", "form"):
+    for name in ("recipe", "size", "style", "optimizer", "generator_kind", "seed", "length", "packing"):
         assert record[name] == before[name], name
     assert record["objective"] == ("frozen-rtd" if "phases" in flags else before["objective"])
     shutil.rmtree(run)  # a branch that has begun needs its trunk no more

@@ -74,8 +74,8 @@ def test_every_commands_help_explains_every_flag(capsys, command):
     ("arguments", "sentence"),
     [
         ("exprt", "there is no command 'exprt'; did you mean 'export'?"),
-        ("flops --width 100 --heads 3", "discriminator: width 100 does not divide into 3 heads; try width 99"),
-        ("flops --size huge", "there is no size 'huge'; choose from tiny, small, base, large"),
+        ("flops --width 100 --heads 3", "discriminator: width 100 is not divisible by 3 heads; try width 99"),
+        ("flops --size huge", "unknown size 'huge'; choose from tiny, small, base, large"),
         ("flops --sharing some", "--sharing is 'some'; choose from none, embeddings, all, disentangled"),
         ("flops --generator-width 0", "generator: width is 0; it must be at least 1"),
         ("flops --generator-layers 0", "generator: layers is 0; it must be at least 1"),
@@ -141,7 +141,7 @@ def test_what_tyro_says_for_the_first_time_is_left_as_it_is():
 
 def test_with_json_a_mistake_is_also_json_on_standard_output(capsys):
     code, out, err = outcome(capsys, "flops", "--size", "huge", "--json")
-    sentence = "there is no size 'huge'; choose from tiny, small, base, large"
+    sentence = "unknown size 'huge'; choose from tiny, small, base, large"
     assert (code, json.loads(out)) == (2, {"error": sentence})
     assert err == f"electra: {sentence}\n"
     assert outcome(capsys, "detect", "--model", "nowhere", "--", "--json")[1] == ""  # a text

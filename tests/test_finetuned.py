@@ -105,7 +105,7 @@ def test_layers_learn_more_slowly_the_deeper_they_lie(encoder_folder, tmp_path, 
 
 
 def test_settings_of_the_paper_by_size(tmp_path):
-    from electra.model.sizes import BASE, LARGE, SMALL
+    from electra.model.config import BASE, LARGE, SMALL
 
     config = TuningConfig(model=tmp_path, output=tmp_path)
     rates = [config.trainer(size, 10).learning_rate for size in (SMALL, BASE, LARGE)]

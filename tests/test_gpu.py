@@ -271,7 +271,7 @@ def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
     masked = replace(masked, originals=torch.randint(0, size, masked.originals.shape, device="cuda"))
     states, table = torch.randn(*masked.positions.shape, 64, device="cuda"), torch.randn(size, 64, device="cuda")
     given = states.bfloat16(), 0.4 * table, torch.randn(size, device="cuda")
-    keys = [row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING]
+    keys = [row_keys(settings.seed, batch.step, batch.row_ids, purpose) for purpose in SAMPLING]
     one, other = ([each.clone().requires_grad_() for each in given] for _ in range(2))
     losses, sampled = mlm_head.loss_and_sample(*one, masked.originals, *keys)
     (losses * masked.weights).sum().backward()

@@ -14,8 +14,8 @@ from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta, read_huggingface
-from electra.model.electra import Electra, ElectraConfig
-from electra.model.sizes import size_for_encoder
+from electra.model.config import ElectraConfig, size_for_encoder
+from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.pretraining.recipes import settings_for
@@ -80,7 +80,7 @@ def assert_same(part, expected: dict[str, torch.Tensor], but: tuple[str, ...] = 
 @pytest.mark.parametrize("sharing", ["none", "embeddings", "disentangled"])
 def test_a_pair_arrives_whole_whatever_new_weights_would_start_as(make_source, start, sharing):
     source = make_source(sharing=sharing)
-    there, here = load_model(source), start(init=source, sharing=sharing, form="paper")
+    there, here = load_model(source), start(init=source, sharing=sharing, packing="segment-pairs")
     assert_same(here.generator, whole(there.generator))
     assert_same(here.discriminator, whole(there.discriminator))
 
@@ -88,7 +88,7 @@ def test_a_pair_arrives_whole_whatever_new_weights_would_start_as(make_source, s
 def test_two_hugging_face_folders_are_a_pair(make_source, start):
     source = make_source()
     folders = {"init": exported(source, "discriminator"), "init_generator": exported(source, "generator")}
-    there, here = load_model(source), start(**folders, form="paper")
+    there, here = load_model(source), start(**folders, packing="segment-pairs")
     assert_same(here.generator, whole(there.generator))
     assert_same(here.discriminator, whole(there.discriminator))
 
@@ -96,7 +96,7 @@ def test_two_hugging_face_folders_are_a_pair(make_source, start):
 @pytest.mark.parametrize("sharing", ["none", "embeddings", "all", "disentangled"])
 def test_a_new_generator_stands_beside_a_discriminator_that_arrives_whole(make_source, start, sharing):
     source = make_source()
-    here = start(init=exported(source, "discriminator"), sharing=sharing, form="paper")
+    here = start(init=exported(source, "discriminator"), sharing=sharing, packing="segment-pairs")
     expected = whole(load_model(source).discriminator)
     assert_same(here.discriminator, expected)
     tables = {name: tensor for name, tensor in expected.items() if name.startswith("encoder.embeddings.")}
@@ -143,14 +143,14 @@ def test_a_masked_language_model_goes_on_as_one_with_its_head(shards, tmp_path, 
 
 def test_a_discriminator_goes_on_as_a_masked_language_model_with_a_new_head(make_source, start):
     source = make_source()
-    here = start(init=source, objective="mlm", form="paper")
+    here = start(init=source, objective="mlm", packing="segment-pairs")
     assert_same(here.generator, whole(load_model(source).discriminator), but=("head",))
 
 
 @pytest.mark.parametrize("objective", ["electra-15", "adversarial", "frozen-rtd", "replace-mlm", "all-tokens-mlm"])
 def test_a_pair_goes_on_by_every_objective(make_source, start, objective):
     source = make_source(sharing="none")
-    there, here = load_model(source), start(init=source, objective=objective, sharing="none", form="paper")
+    there, here = load_model(source), start(init=source, objective=objective, sharing="none", packing="segment-pairs")
     assert_same(here.generator, whole(there.generator))
     assert_same(here.discriminator, whole(there.discriminator), but=("head",) if "mlm" in objective else ())
 
@@ -164,7 +164,7 @@ def test_a_masked_language_model_becomes_a_corrector_with_its_head(shards, tmp_p
 
 def test_without_a_generator_the_discriminator_of_a_pair_goes_on(make_source, start):
     source = make_source()
-    here = start(init=source, generator_kind="unigram", form="paper")
+    here = start(init=source, generator_kind="unigram", packing="segment-pairs")
     assert here.generator is None
     assert_same(here.discriminator, whole(load_model(source).discriminator))
 
@@ -191,7 +191,7 @@ def test_it_goes_on_where_the_other_run_stood(settings_of_run):
 def test_segment_b_stays_as_pairs_taught_it_and_otherwise_follows_a(shards, tmp_path, settings_of_run, start):
     folder = bert(BertForMaskedLM, tmp_path / "bert", shards / "tokenizer")
     taught = read_huggingface(folder).tensors["encoder.embeddings.segment.weight"]
-    moving = {"steps": 20, "learning_rate": 1e-3, "form": "dense"}
+    moving = {"steps": 20, "learning_rate": 1e-3, "packing": "packed"}
     kept = start(init=folder, **moving).discriminator.encoder.embeddings.segment.weight
     torch.testing.assert_close(kept[1], taught[1], atol=1e-4, rtol=0)
     assert not torch.allclose(kept[0], taught[0], atol=1e-4)

@@ -64,7 +64,7 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
     [
         {"global_attention_every": 2, "local_attention": 4},
         {"objective": "mlm"},
-        {"form": "paper", "length": 24, "mask_token_probability": 0.85},
+        {"packing": "segment-pairs", "length": 24, "mask_token_probability": 0.85},
         {"activation_checkpointing": True, "dropout": 0.1},
         {"optimizer": "adamw"},
     ],
@@ -110,12 +110,15 @@ def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
             "--style modern --sinusoidal-positions",
             "--sinusoidal-positions fills the position table, and the modern style",
         ),
-        ("--style classic --global-attention-every 3", "--global-attention-every is 3, and the classic style has none"),
+        (
+            "--style classic --global-attention-every 3",
+            "--global-attention-every is 3, but the classic style does not have it",
+        ),
         (
             "--style modern --local-attention 64",
             "--local-attention is 64, but every layer sees the whole row; add --global",
         ),
-        ("--style baroque", "there is no style 'baroque'; choose from classic, modern"),
+        ("--style baroque", "unknown style 'baroque'; choose from classic, modern"),
         ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
         ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
     ],

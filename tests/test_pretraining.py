@@ -17,7 +17,7 @@ import torch
 from kills import killed
 
 from electra.cli import main
-from electra.data.loader import DataConfig, validation_batches
+from electra.data.loader import LoaderConfig, validation_batches
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
@@ -153,7 +153,7 @@ def test_it_learns_the_grammar(settings_of_run):
         {"schedule": "released"},
         {"schedule": "cosine"},
         {"schedule": "wsd"},
-        {"form": "paper", "length": 24, "mask_token_probability": 0.85},
+        {"packing": "segment-pairs", "length": 24, "mask_token_probability": 0.85},
         {"whole_word_masking": True},
         {"cross_document_attention": True},
         {"activation_checkpointing": True, "dropout": 0.1},
@@ -183,8 +183,8 @@ def test_every_size_and_recipe_runs_from_the_command_line(shards, tmp_path, caps
     assert "finished: 4 steps" in capsys.readouterr().out
     record = json.loads((tmp_path / "run/config.json").read_text())["pretraining"]
     expected = settings_for(recipe, size)
-    assert {name: record[name] for name in ("learning_rate", "optimizer", "form", "mask_fraction")} == {
-        name: expected[name] for name in ("learning_rate", "optimizer", "form", "mask_fraction")
+    assert {name: record[name] for name in ("learning_rate", "optimizer", "packing", "mask_fraction")} == {
+        name: expected[name] for name in ("learning_rate", "optimizer", "packing", "mask_fraction")
     }
 
 
@@ -195,7 +195,7 @@ def test_the_faithful_recipe_has_the_papers_settings():
     assert [s["length"] for s in (small, base, large)] == [128, 512, 512]
     assert [s["mask_fraction"] for s in (small, base, large)] == [0.15, 0.15, 0.25]
     assert [s["steps"] for s in (small, base, large)] == [1_000_000, 766_000, 400_000]
-    assert (small["optimizer"], small["schedule"], small["mask_token_probability"], small["form"]) == (
+    assert (small["optimizer"], small["schedule"], small["mask_token_probability"], small["packing"]) == (
         "adam",
         "released",
         0.85,
@@ -281,8 +281,8 @@ def test_positions_may_start_as_waves_as_large_as_noise(settings_of_run, shards,
 
 @pytest.mark.parametrize("sharing", ["embeddings", "disentangled"])
 def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of_run, sharing):
-    def segments(form: str) -> torch.Tensor:
-        config = settings_of_run(form, form=form, sharing=sharing, steps=3)
+    def segments(packing: str) -> torch.Tensor:
+        config = settings_of_run(packing, packing=packing, sharing=sharing, steps=3)
         pretrain(config)
         return merge_embedding_delta(load_model(model_folder(config.output)).discriminator.state_dict())[
             "encoder.embeddings.segment.weight"
@@ -294,10 +294,10 @@ def test_a_segment_that_dense_rows_never_met_is_written_as_the_other(settings_of
 
 
 def test_micro_batches_do_not_change_what_is_learnt(settings_of_run):
-    for form in ("dense", "paper"):
+    for packing in ("packed", "segment-pairs"):
         losses = []
         for pieces in (1, 4):
-            config = settings_of_run(f"{form}-{pieces}", micro_batches=pieces, form=form, length=24)
+            config = settings_of_run(f"{packing}-{pieces}", micro_batches=pieces, packing=packing, length=24)
             pretrain(config)
             losses.append([(line["generator"], line["discriminator"]) for line in lines(config.output, "train")])
         np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
@@ -439,7 +439,7 @@ def test_a_batch_that_does_not_fit_names_a_size_that_would(settings_of_run, monk
     losses = PretrainingTask.losses
 
     def hungry(self, batch):
-        if batch.size() > 2:
+        if batch.num_rows > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return losses(self, batch)
 
@@ -701,8 +701,8 @@ def test_a_full_disk_loses_nothing(settings_of_run, monkeypatch, capsys):
 
 def test_held_out_rows_come_from_all_over_the_held_out_text(settings_of_run, shards):
     config = settings_of_run(evaluation_rows=32, length=8)
-    form = DataConfig(length=config.length, batch_size=32, form="dense")
-    everything = list(validation_batches(open_shards(shards), form))
+    loader = LoaderConfig(length=config.length, batch_size=32)
+    everything = list(validation_batches(open_shards(shards), loader))
     assert len(everything) > 3
     few = held_out_batches(config, open_shards(shards), torch.device("cpu"))
     two = held_out_batches(replace(config, evaluation_rows=64), open_shards(shards), torch.device("cpu"))

@@ -96,9 +96,9 @@ def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
         ({"feedforward": 41}, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
-        ({"colour": "blue"}, "discriminator: 'colour' is missing or unknown; the settings are attention_dropout, "),
-        ({"layers": 2.0}, r"discriminator: layers is 2.0; it must be a whole number"),
-        ({"norm_epsilon": "tiny"}, "norm_epsilon is 'tiny'; it must be a number"),
+        ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
+        ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
+        ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),
     ],
 )
 def test_a_setting_that_does_not_fit_the_weights_or_cannot_be_is_named(folder, settings, sentence):
@@ -114,7 +114,7 @@ def test_a_missing_setting_is_never_guessed(folder, name):
     config = json.loads((folder / "config.json").read_text())
     del config["model"]["generator"][name]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=f"config.json: generator: '{name}' is missing or unknown"):
+    with pytest.raises(DataError, match=f"config.json: generator: EncoderConfig lacks {name}"):
         load_model(folder)
 
 
@@ -123,21 +123,21 @@ def test_a_missing_setting_is_never_guessed(folder, name):
     [
         ("{", "config.json is not valid JSON"),
         ("{}", "config.json describes no model"),
-        ('{"model": null}', "these are not the settings of a model: None"),
-        ('{"model": []}', r"these are not the settings of a model: \[\]"),
-        ('{"model": "x"}', "these are not the settings of a model: 'x'"),
-        ('{"model": {"generator": null}}', "'discriminator', 'has_baseline', 'head', 'sharing' is missing or unknown"),
+        ('{"model": null}', "expected the settings of ElectraConfig, not None"),
+        ('{"model": []}', r"expected the settings of ElectraConfig, not \[\]"),
+        ('{"model": "x"}', "expected the settings of ElectraConfig, not 'x'"),
+        ('{"model": {"generator": null}}', "ElectraConfig lacks discriminator, has_baseline, head, sharing"),
         (
             '{"model": {"generator": 0, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
-            "generator: these are not .*: 0",
+            "generator: expected .* not 0",
         ),
         (
             '{"model": {"generator": {}, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
-            "generator: 'attention_dropout', ",
+            "generator: EncoderConfig lacks attention_dropout, ",
         ),
         (
             '{"model": {"generator": null, "discriminator": null, "sharing": [], "head": "rtd", "has_baseline": false}}',
-            r"there is no sharing \[\]",
+            r"at `\$.sharing`",
         ),
     ],
 )

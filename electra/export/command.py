@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from electra.data.tokenizer import load_tokenizer
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary, load_tokenizer
 from electra.errors import ConfigError
 from electra.finetuning.jobs import best_model
 from electra.finetuning.model import load_finetuned

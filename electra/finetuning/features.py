@@ -35,16 +35,18 @@ class Chosen:
     weights: Tensor  # [B] 1, or 0 for a row that only fills the batch up
     length: int  # what rows are padded to
 
-    def size(self) -> int:
+    @property
+    def num_rows(self) -> int:
         return len(self.rows)
 
-    def token_count(self) -> int:
+    @property
+    def num_tokens(self) -> int:
         return len(self.rows) * self.length
 
-    def pieces(self, count: int) -> list[Chosen]:
+    def micro_batches(self, count: int) -> list[Chosen]:
         """The batch in micro-batches."""
-        if self.size() % count:
-            raise ConfigError(f"{self.size()} rows do not divide into {count} micro-batches")
+        if self.num_rows % count:
+            raise ConfigError(f"{self.num_rows} rows do not divide into {count} micro-batches")
         return [
             Chosen(*part, self.length) for part in zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
         ]

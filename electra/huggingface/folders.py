@@ -13,8 +13,8 @@ from electra.huggingface.convert import (
     read_huggingface,
     select_part,
 )
-from electra.model.config import EncoderConfig
-from electra.model.electra import TABLE_FIELDS, Discriminator, ElectraConfig, Sharing
+from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
+from electra.model.electra import Discriminator
 from electra.model.storage import (
     CONFIG,
     WEIGHTS,

@@ -267,10 +267,10 @@ class Encoder(nn.Module):
         positions: Tensor | None = None,
     ) -> Tensor:
         """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
-        see only their own of `documents`.
+        see only their own of `document_ids`.
 
-        Leave out what all rows have alike: no padding, segment A, one document a row. `starts` lists the documents
-        (`text.batches.compute_cu_seqlens`), without which long rows need a mask in a compiled graph. Where only the states `at`
+        Leave out what all rows have alike: no padding, segment A, one document a row. `cu_seqlens` are the boundaries
+        of documents (`compute_cu_seqlens`), without which long rows need a mask in a compiled graph. Where only the states `at`
         some positions [B, M] are wanted, [B, M, D], the last layer makes no others.
         """
         check_length(input_ids.shape[1], self.config)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Discriminator, Electra, ElectraConfig
+from electra.model.config import ElectraConfig
+from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
 from electra.runfolder import join_names, read_json, write_folder, write_json
 

@@ -5,12 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from electra.data.loader import ORDER
+from electra.data.loader import ROW_ORDER
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
-from electra.model.sizes import ModelConfig, Size, size_for_encoder
+from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, size_for_encoder
 from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
 from electra.pretraining.phases import read_phases
 from electra.runfolder import join_names, read_json
@@ -51,7 +49,7 @@ def training_settings(record: dict[str, Any], lesson: dict[str, Any]) -> dict[st
     if "objective" in record:
         phase = read_phases(record.get("phases", ()))[lesson.get("phase", 0)]
         taken["objective"] = phase.settings.get("objective", record["objective"])
-    return taken | {name: lesson[name] for name in ORDER}
+    return taken | {name: lesson[name] for name in ROW_ORDER}
 
 
 def trunk_record(checkpoint: Path) -> dict[str, Any]:

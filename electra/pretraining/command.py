@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from electra.data.loader import Batch, BatchLoader, DataConfig, Position, validation_batches
+from electra.data.loader import Batch, BatchLoader, LoaderConfig, Position, validation_batches
 from electra.data.shards import TOKENIZER, Shards, open_shards
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.kernels.master_weights import WorkingCopy
 from electra.model.electra import Electra, MaskedLanguageModel
@@ -211,7 +211,14 @@ class PretrainingTask:
         with self.working.autocast():
             lists = any(encoder.kernel(config.length, is_listed=True) == "documents" for encoder in encoders)
         self.objective = OBJECTIVES[config.objective]
-        self.batches = BatchLoader(shards, batches_config(config), device=device, lists_documents=lists)
+        self.batches = BatchLoader(
+            shards,
+            batches_config(config),
+            seed=config.seed,
+            whole_word_masking=config.whole_word_masking,
+            device=device,
+            with_cu_seqlens=lists,
+        )
         self.stream: Iterator[Batch] | None = None
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram(shards, device)
@@ -226,7 +233,7 @@ class PretrainingTask:
             set_unigram_output_bias(self.model, self.unigram)
         if config.sinusoidal_positions:
             set_sinusoidal_positions(self.model)
-        self.keeps_segments = config.form != "dense"
+        self.keeps_segments = config.packing != "packed"
         self.is_compiled, losses = self.is_fast or config.compile, self.objective.losses
         self.losses_of = torch.compile(losses, dynamic=False) if self.is_compiled else losses
 
@@ -271,12 +278,13 @@ class PretrainingTask:
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
     def state(self) -> dict[str, Any]:
-        return self.batches.state() | {"phase": self.phase.number}
+        return self.batches.state_dict() | {"phase": self.phase.number}
 
     def restore(self, state: dict[str, Any]) -> None:
         if state.get("phase", 0) != self.phase.number:  # rows may be of another length: a new epoch
-            state = asdict(Position(step=state["step"], epoch=state["epoch"] + 1)) | self.batches.order()
-        self.batches.restore(state)
+            self.batches.position = Position(step=state["step"], epoch=state["epoch"] + 1)
+        else:
+            self.batches.load_state_dict(state)
 
 
 def settings_of(config: PretrainConfig, vocabulary: Vocabulary, unigram: Tensor) -> Settings:
@@ -293,36 +301,36 @@ def uniform(vocabulary: Vocabulary, device: torch.device) -> Tensor:
     return frequencies / frequencies.sum()
 
 
-def batches_config(config: PretrainConfig) -> DataConfig:
+def batches_config(config: PretrainConfig) -> LoaderConfig:
     """The batches' part of the configuration."""
-    return DataConfig(**{field.name: getattr(config, field.name) for field in fields(DataConfig)})
+    return LoaderConfig(**{field.name: getattr(config, field.name) for field in fields(LoaderConfig)})
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """Held-out rows, from all over the held-out text."""
-    form = held_out_form(config)
-    batches = list(validation_batches(shards, form, device=device))
-    wanted = min(len(batches), most_rows(config) // form.batch_size)
+    loader = held_out_loader(config)
+    batches = list(validation_batches(shards, loader, whole_word_masking=config.whole_word_masking, device=device))
+    wanted = min(len(batches), most_rows(config) // loader.batch_size)
     return [batches[number * len(batches) // wanted] for number in range(wanted)]
 
 
-def held_out_form(config: PretrainConfig) -> DataConfig:
-    """The form of held-out rows, one for all runs: dense, no longer than 128 tokens."""
+def held_out_loader(config: PretrainConfig) -> LoaderConfig:
+    """The loader's configuration for held-out rows, one for all runs: packed, no longer than 128 tokens."""
     length, rows = min(128, config.length), min(32, config.evaluation_rows)
-    return DataConfig(length=length, batch_size=rows, form="dense", whole_word_masking=config.whole_word_masking)
+    return LoaderConfig(length=length, batch_size=rows)
 
 
 def most_rows(config: PretrainConfig) -> int:
     """Held-out rows that measures are of, where there are so many: whole batches."""
-    rows = held_out_form(config).batch_size
+    rows = held_out_loader(config).batch_size
     return -(-config.evaluation_rows // rows) * rows
 
 
 def warn_of_little(config: PretrainConfig, shards: Shards) -> None:
     """Say so where hardly any text is held out to measure on; raises where there is none."""
-    form = held_out_form(config)
-    rows = BatchLoader(shards, form, split="validation").packing_of(0)[0].rows
-    measured, wanted = rows // form.batch_size * form.batch_size or rows, config.evaluation_rows
+    loader = held_out_loader(config)
+    rows = BatchLoader(shards, loader, split="validation").epoch(0).rows.num_rows
+    measured, wanted = rows // loader.batch_size * loader.batch_size or rows, config.evaluation_rows
     if rows < FEW_ROWS:
         told = f"only {rows} rows of text are held out in {shards.folder}: measures on them say little"
     elif measured < wanted:

@@ -8,13 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from electra.data.loader import DataConfig
+from electra.data.loader import LoaderConfig
 from electra.data.shards import Shards
 from electra.errors import ConfigError
-from electra.model.config import check_length
-from electra.model.electra import ElectraConfig, Head
+from electra.model.config import ElectraConfig, Head, check_length, get_size
 from electra.model.flops import training_flops
-from electra.model.sizes import get_size
 from electra.model.storage import CONFIG, read_model_config
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveName
@@ -32,7 +30,7 @@ BUDGETS = ("steps", "tokens", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
+class PretrainConfig(TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
     The machine may die at any moment: --output and --resume go on with the run, and end with the same weights.
@@ -119,7 +117,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
     def __post_init__(self) -> None:
         if self.init is not None and self.branch_from is not None:
             raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
-        for part in (TrainerConfig, ObjectiveConfig, DataConfig, InitialConfig):
+        for part in (TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
             part.__post_init__(self)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:

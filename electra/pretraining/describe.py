@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 from electra.pretraining.config import Phase, PretrainConfig, starts_discriminator, whole_model
 from electra.pretraining.initialize import has_head_for
 from electra.training.logging import duration

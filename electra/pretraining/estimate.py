@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.electra import Electra
 from electra.training.hardware import measured_flops, memory_bytes
 from electra.training.logging import duration
 from electra.training.trainer import Budget

@@ -14,10 +14,17 @@ from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.huggingface.convert import Tensors, merge_embedding_delta, select_part
 from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import (
+    SMALL,
+    ElectraConfig,
+    EncoderConfig,
+    ModelConfig,
+    get_size,
+    scale_init_std,
+    size_for_encoder,
+)
+from electra.model.electra import Electra
 from electra.model.encoder import TokenEmbeddings
-from electra.model.sizes import SMALL, ModelConfig, get_size, scale_init_std, size_for_encoder
 from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.training.checkpoint import model_folder
 

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from electra.errors import ConfigError
-from electra.model.sizes import get_size
+from electra.model.config import get_size
 
 Recipe = Literal["faithful", "fast"]
 
@@ -15,7 +15,7 @@ FAITHFUL: dict[str, Any] = {
     "weight_decay": 0.01,
     "mask_token_probability": 0.85,  # of the chosen positions; the rest keeps its token
     "mask_count": "released",
-    "form": "paper",  # two segments, padding
+    "packing": "segment-pairs",  # two segments, padding
     "dropout": 0.1,
 }
 
@@ -27,7 +27,7 @@ FAST: dict[str, Any] = {
     "weight_decay": 0.01,
     "mask_token_probability": 1.0,  # every chosen position is a blank: more to learn from
     "mask_count": "released",
-    "form": "dense",  # no padding: every position is a token
+    "packing": "packed",  # no padding: every position is a token
     "scale_init_by_width": True,  # 0.02 was chosen for 768 wide; narrow generators learnt sooner from more in short trials
     "unigram_output_bias": True,  # saves the steps in which only frequencies are learnt
     "sinusoidal_positions": True,  # what stands beside a token is found sooner

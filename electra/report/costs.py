@@ -7,10 +7,9 @@ import torch
 
 from electra.errors import ConfigError
 from electra.model import published
-from electra.model.config import check_length
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
+from electra.model.electra import Electra
 from electra.model.flops import Item, flops, itemize, parameters, training_flops
-from electra.model.sizes import SMALL, ModelConfig
 from electra.objectives.masking import MaskedShare, slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import compared, model_of

@@ -13,7 +13,7 @@ from electra.errors import DataError
 from electra.finetuning.glue import LEFT_OUT, TABLE
 from electra.finetuning.jobs import is_fine_tuning
 from electra.model.storage import CONFIG, read_model_config
-from electra.pretraining.command import held_out_form, most_rows, phase_of
+from electra.pretraining.command import held_out_loader, most_rows, phase_of
 from electra.pretraining.config import BUDGETS, Phase, PretrainConfig, phases_of
 from electra.pretraining.recipes import settings_for
 from electra.report.costs import stored
@@ -94,7 +94,7 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         folder=str(folder),
         size=settings.size,
         objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
-        held_out=f"up to {most_rows(last)} rows of {held_out_form(last).length} tokens",
+        held_out=f"up to {most_rows(last)} rows of {held_out_loader(last).length} tokens",
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,
