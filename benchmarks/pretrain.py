@@ -4,7 +4,7 @@
     python benchmarks/pretrain.py --follow 200 [--data shards/] [--settings small:128x128]
 
 A step is forward, backward, clipping and the optimizer, over batches that come from shards; without --data, of made-up
-words. Ours is the trainer of `electra pretrain`: with --plain, and fast (on a CPU: with --compile). The peers are
+words. Ours is the trainer of `electra pretrain`: with --compile off and with --compile on. The peers are
 ElectraForMaskedLM and ElectraForPreTraining with one set of embeddings, autocast and fused AdamW: `eager` as people
 write it (vocabulary logits of every token, a mask of ones), `compiled` the fastest of its kind (torch.compile, logits
 of masked rows only, no mask). Ours also keeps attention within the documents of a row, which the peers do not; with
@@ -51,10 +51,10 @@ from electra.objectives.masking import slots
 from electra.pretraining.command import PretrainingTask, batches_config
 from electra.pretraining.config import PretrainConfig, plan
 from electra.pretraining.recipes import settings_for
-from electra.training.logging import Window
+from electra.training.logging import RunningAverages
 from electra.training.trainer import Trainer
 
-WAYS = {"plain": ("plain",), "fast": ("compile",)}  # flags of `electra pretrain`; a GPU also records what it compiles
+WAYS = {"plain": "off", "fast": "on"}  # --compile of `electra pretrain`
 PEERS = {"eager": eager_losses, "compiled": lean_losses}
 LOSSES = ("generator", "discriminator")
 WARMUPS = 5  # steps after the first, before time is taken: recording takes place in them
@@ -142,7 +142,7 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
             losses = losses_of(pair, next(stream).input_ids, count, shards.tokenizer.vocabulary)
             loss = losses["generator"] + config.discriminator_weight * losses["discriminator"]
         loss.backward()
-        nn.utils.clip_grad_norm_(pair.parameters(), config.clip)
+        nn.utils.clip_grad_norm_(pair.parameters(), config.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         last.update({name: loss.detach() for name, loss in losses.items()})
@@ -156,20 +156,22 @@ def our_side(setting: Setting, ground: Ground, way: str, **departures: Any) -> S
     torch.manual_seed(config.seed)
     [phase] = plan(config, ground.shards)
     lesson = PretrainingTask(phase, ground.shards, ground.device)
-    trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=lesson.is_fast, end=phase.end)
-    trainer.step = trainer.recorded_step() if lesson.is_fast else trainer.compute
+    trainer = Trainer(
+        lesson, config, config, phase.stage, config.output, seed=config.seed, cuda_graphs=lesson.cuda_graphs
+    )
+    trainer.run_step = trainer.graphed_step() if lesson.cuda_graphs else trainer.compute_step
 
     def step() -> None:
-        trainer.window = Window()
-        trainer.take_step()
+        trainer.averages = RunningAverages()
+        trainer.step()
 
-    return Side(lesson.model, step, lambda: trainer.window.means())
+    return Side(lesson.model, step, lambda: trainer.averages.means())
 
 
 def our_config(setting: Setting, shards: Shards, way: str, **departures: Any) -> PretrainConfig:
     """The settings of our run, which the peers' are read from; weights start as transformers' do."""
     usual = settings_for("faithful", setting.size)
-    settings = {name: usual[name] for name in ("learning_rate", "mask_fraction")} | dict.fromkeys(WAYS[way], True)
+    settings = {name: usual[name] for name in ("learning_rate", "mask_fraction")} | {"compile": WAYS[way]}
     settings |= {"size": setting.size, "length": setting.length, "batch_size": setting.rows, "steps": 10_000}
     settings |= {"dropout": setting.dropout, "evaluation_rows": 32}
     return PretrainConfig(data=shards.folder, output=shards.folder / "never-written", **settings | departures)

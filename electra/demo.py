@@ -116,7 +116,7 @@ def demonstrate(config: DemoConfig) -> Demonstrated:
     detected = model.detect(sentence)
     third = sorted(detected.replaced)[-3]
     return Demonstrated(
-        str(folder), documents, outcome.tokens, seconds, outcome.measures, sentence, colored(detected, third)
+        str(folder), documents, outcome.tokens, seconds, outcome.metrics, sentence, colored(detected, third)
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError
-from electra.training.muon import Muon, orthogonal
+from electra.training.muon import Muon, orthogonalize
 from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers, released_adam
 
 
@@ -110,7 +110,7 @@ def test_the_device_may_scale_gradients_and_leave_a_step_out(make_pair, name):
 
 def test_muon_moves_along_orthogonal_matrices():
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonal(torch.randn(4, 30, 20)))
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(4, 30, 20)))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
@@ -126,13 +126,13 @@ def test_muon_moves_along_orthogonal_matrices():
     ],
 )
 def test_schedules_pass_through_their_points(name, rates):
-    config = OptimizerConfig(schedule=name, decay=0.2)
+    config = OptimizerConfig(schedule=name, decay_fraction=0.2)
     actual = [SCHEDULES[name](progress, 0.2, config) for progress in (0, 0.1, 0.2, 0.5, 0.9, 1)]
     assert actual == pytest.approx(rates, abs=1e-3)
 
 
 def test_a_trunk_never_decays():
-    assert SCHEDULES["wsd"](1.0, 0.1, OptimizerConfig(decay=0)) == 1
+    assert SCHEDULES["wsd"](1.0, 0.1, OptimizerConfig(decay_fraction=0)) == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -142,7 +142,11 @@ def test_schedules_take_no_warm_up(name):
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [({"learning_rate": 0}, "learning_rate is 0"), ({"decay": 2}, "decay is 2"), ({"clip": -1}, "clip is -1")],
+    [
+        ({"learning_rate": 0}, "learning_rate is 0"),
+        ({"decay_fraction": 2}, "decay_fraction is 2"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1"),
+    ],
 )
 def test_wrong_settings_are_refused(wrong, sentence):
     with pytest.raises(ConfigError, match=sentence):

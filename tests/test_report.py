@@ -320,7 +320,7 @@ def test_nothing_to_report_is_a_mistake(tmp_path, monkeypatch, capsys, flags, se
 
 
 def test_a_branch_costs_what_its_trunk_did_too(settings_of_run):
-    trunk = settings_of_run("trunk", schedule="wsd", decay=0.0, steps=20)
+    trunk = settings_of_run("trunk", schedule="wsd", decay_fraction=0.0, steps=20)
     pretrain(trunk)
     branch = settings_of_run("branch", schedule="decay", steps=10, branch_from=trunk.output)
     pretrain(branch)

@@ -36,7 +36,7 @@ def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:
     with suppress(DataError):
         checkpoint = model_folder(Path(given["branch_from"]))
         record, pair = trunk_record(checkpoint), read_model_config(checkpoint)
-        taken = training_settings(record, read_state(checkpoint)["lesson"])
+        taken = training_settings(record, read_state(checkpoint)["task"])
         size = record.get("size", size_for_encoder(encoder_of(pair)))
         is_another = given.get("size", size) != size  # which is refused: nothing is to hide that
         return taken if is_another else taken | model_settings(pair, size)

@@ -33,14 +33,12 @@ from electra.pretraining.samples import write_samples
 from electra.runfolder import check_same_settings, is_empty, lock_folder, read_json, remove_partial, write_json
 from electra.training.checkpoint import checkpoint_folders, model_folder, read_state
 from electra.training.hardware import (
-    COMPILERS,
-    can_compile,
     choose_device,
     choose_precision,
     environment,
     peak_flops,
 )
-from electra.training.logging import METRICS, read_lines
+from electra.training.logging import METRICS, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
 FEW_ROWS = 20
@@ -51,7 +49,7 @@ def pretrain(config: PretrainConfig) -> TrainResult | Estimate:
     """Train a pair on shards; everything it leaves is in the run folder."""
     shards = open_shards(config.data)
     device = choose_device(config.device)
-    require_compiler(config, device)
+    config.uses_compile(device)  # raises without a compiler
     phases = plan(config, shards)
     warn_of_little(config, shards)
     warn_of_long_warmup(phases)
@@ -88,7 +86,7 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
 
 def refuse_no_number(run: Path, outcome: TrainResult) -> None:
     """Do not let a run pass for finished whose last measures say that its model is broken."""
-    measured = [line for line in read_lines(run / METRICS) if line["kind"] == "validation"]
+    measured = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
     if measured and measured[-1]["loss"] is None:  # JSON has no other word for it
         raise TrainingError(
             f"step {outcome.step}: the run is over, but its loss on held-out text is not a finite number: the model is "
@@ -97,43 +95,40 @@ def refuse_no_number(run: Path, outcome: TrainResult) -> None:
         )
 
 
-def is_fast(config: PretrainConfig, device: torch.device) -> bool:
-    """Whether steps are compiled and recorded: on a GPU, unless they are to be plain."""
-    return device.type == "cuda" and not config.plain
-
-
-def require_compiler(config: PretrainConfig, device: torch.device) -> None:
-    """Refuse to compile where there is nothing to do it with."""
-    if (is_fast(config, device) or config.compile) and not can_compile(device):
-        advice = "add --plain" if is_fast(config, device) else "leave out --compile"
-        raise ConfigError(f"compiling needs {COMPILERS[device.type]}, which is not here; {advice}")
-
-
 def train_phase(lesson: "PretrainingTask", checkpoint: Path | None, start: Start | None) -> TrainResult:
     """Train for one phase, from a checkpoint of it or of the phase before, or from other models' weights."""
     phase, config = lesson.phase, lesson.phase.config
-    trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=lesson.is_fast, end=phase.end)
+    trainer = Trainer(
+        lesson,
+        config,
+        config,
+        phase.stage,
+        config.output,
+        seed=config.seed,
+        cuda_graphs=lesson.cuda_graphs,
+        stop_at=phase.end,
+    )
     if checkpoint is not None and phase.begins_stage and phase_of(checkpoint) < phase.number:
         take_over(lesson.model, checkpoint, config.init_discriminator_from_generator)
-        trainer.follow(checkpoint)
+        trainer.start_stage(checkpoint)
     elif checkpoint is not None:
         trainer.resume(checkpoint)
         if phase_of(checkpoint) < phase.number:
-            trainer.place.best_loss = None  # with other masks a loss is another
+            trainer.state.best_loss = None  # with other masks a loss is another
     elif config.branch_from is not None:
         trainer.branch(model_folder(config.branch_from))
     elif start is not None:
         start.put_into(lesson.model)
     if config.init is not None:
         lesson.keeps_segments |= has_own_segments(lesson.model)
-    if lesson.is_compiled and not trainer.is_over():
+    if lesson.is_compiled and not trainer.is_finished():
         print("compiling the first step: about a minute, less where that was done before", file=sys.stderr, flush=True)
     return trainer.train()
 
 
 def phase_of(checkpoint: Path) -> int:
     """The number of the phase that a checkpoint is of."""
-    return read_state(checkpoint)["lesson"].get("phase", 0)
+    return read_state(checkpoint)["task"].get("phase", 0)
 
 
 def take_over(model: Electra, checkpoint: Path, init_discriminator_from_generator: bool) -> None:
@@ -204,7 +199,8 @@ class PretrainingTask:
         self.config = config = phase.config
         self.model = Electra(phase.model).to(device)
         self.working = WorkingCopy(self.model, choose_precision(config.precision, device))
-        self.is_fast = is_fast(config, device)
+        self.is_compiled = config.uses_compile(device)
+        self.cuda_graphs = self.is_compiled and device.type == "cuda"
         encoders = [module for module in self.working.model.modules() if isinstance(module, Encoder)]
         for encoder in encoders:
             encoder.activation_checkpointing = config.activation_checkpointing
@@ -223,7 +219,7 @@ class PretrainingTask:
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram(shards, device)
         self.settings = settings_of(config, shards.tokenizer.vocabulary, self.unigram)
-        if self.is_fast:
+        if self.cuda_graphs:
             from electra.kernels.side_stream import (
                 GeneratorStream,  # imports torch's compiler, which takes a second or two
             )
@@ -234,7 +230,7 @@ class PretrainingTask:
         if config.sinusoidal_positions:
             set_sinusoidal_positions(self.model)
         self.keeps_segments = config.packing != "packed"
-        self.is_compiled, losses = self.is_fast or config.compile, self.objective.losses
+        losses = self.objective.losses
         self.losses_of = torch.compile(losses, dynamic=False) if self.is_compiled else losses
 
     def next_batch(self) -> Batch:
@@ -252,7 +248,7 @@ class PretrainingTask:
     def counts(self, batch: Batch) -> Counts:
         return self.objective.counts(batch, self.settings)
 
-    def rate_share(self, name: str) -> float:
+    def lr_scale(self, name: str) -> float:
         return 1.0
 
     def evaluate(self) -> dict[str, float]:
@@ -266,7 +262,7 @@ class PretrainingTask:
         self.model.train()
         return {"loss": loss} | measures
 
-    def rates(self, tokens_per_second: float) -> dict[str, float]:
+    def throughput(self, tokens_per_second: float) -> dict[str, float]:
         """Operations a second, and their share of what the device is sold with."""
         achieved = tokens_per_second * self.phase.row_flops() / self.config.length
         peak = peak_flops(self.device)
@@ -277,10 +273,10 @@ class PretrainingTask:
             settle_segments(self.model)
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return self.batches.state_dict() | {"phase": self.phase.number}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("phase", 0) != self.phase.number:  # rows may be of another length: a new epoch
             self.batches.position = Position(step=state["step"], epoch=state["epoch"] + 1)
         else:

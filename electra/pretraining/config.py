@@ -22,7 +22,8 @@ from electra.pretraining.phases import read_phases
 from electra.pretraining.recipes import Recipe, settings_for
 from electra.runfolder import read_json
 from electra.training.checkpoint import checkpoint_folders
-from electra.training.hardware import Device, Precision
+from electra.training.hardware import HardwareConfig
+from electra.training.optimizer import OptimizerConfig
 from electra.training.trainer import Budget, TrainerConfig
 
 GeneratorKind = Literal["model", "uniform", "unigram"]
@@ -30,7 +31,7 @@ BUDGETS = ("steps", "tokens", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig(TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
+class PretrainConfig(OptimizerConfig, TrainerConfig, HardwareConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
     """Pre-train a generator and a discriminator on shards of tokens, from nothing to a checkpoint that can be exported.
 
     The machine may die at any moment: --output and --resume go on with the run, and end with the same weights.
@@ -80,17 +81,6 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig
     """Go on from a checkpoint of another run, or from a run's last one; the budget counts from there. Recipe, model,
     objective, optimizer and order of rows are that run's. With --schedule decay it ends a wsd trunk that itself may
     train on."""
-    plain: bool = False
-    """On a GPU: start at once, and go on more slowly. Otherwise the first steps take a minute: they are compiled
-    (torch.compile) and recorded (CUDA graphs)."""
-    compile: bool = False
-    """Compile where it is not done anyway, on a CPU or with --plain: that takes a minute, and gains little on a CPU."""
-    activation_checkpointing: bool = False
-    """Gradient checkpointing: keep less for the backward pass and compute it again; less memory, a third more time."""
-    device: Device = "auto"
-    """auto: the GPU where there is one."""
-    precision: Precision = "auto"
-    """auto: bf16 on a GPU, fp32 on the CPU."""
     evaluation_rows: int = 512
     """Rows of held-out text that are measured on."""
     dry_run: bool = False
@@ -106,18 +96,26 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig
             "json",
             "dry_run",
             "device",
-            "plain",
             "compile",
+            "kernels",
             "activation_checkpointing",
             "micro_batches",
         ),
-        *("data_on_gpu", "log_every", "evaluate_every", "save_every", "keep", "max_nonfinite_steps", "evaluation_rows"),
+        *(
+            "data_on_gpu",
+            "log_every",
+            "evaluate_every",
+            "save_every",
+            "keep_checkpoints",
+            "max_nonfinite_steps",
+            "evaluation_rows",
+        ),
     }
 
     def __post_init__(self) -> None:
         if self.init is not None and self.branch_from is not None:
             raise ConfigError("--init and --branch-from both say where to start: --init takes weights only; give one")
-        for part in (TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
+        for part in (OptimizerConfig, TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig):
             part.__post_init__(self)
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
@@ -240,7 +238,7 @@ def phases_of(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     phases: list[Phase] = []
     for _, stage in groupby(range(len(configs)), key=lambda number: configs[number].objective):
         numbers = list(stage)
-        ends = list(accumulate((budgets[number] for number in numbers), Budget.plus))
+        ends = list(accumulate(budgets[number] for number in numbers))
         for number, end in zip(numbers, ends, strict=True):
             own = (configs[number], models[number], budgets[number])
             phases.append(Phase(number, *own, stage=ends[-1], end=end, begins_stage=number == numbers[0]))
@@ -329,8 +327,10 @@ def refuse_idle_rates(config: PretrainConfig) -> None:
     """Refuse settings that the optimizer or the schedule does not read."""
     if config.momentum != PretrainConfig.momentum and config.optimizer != "muon":
         raise ConfigError(f"momentum is {config.momentum}, which is muon's; {config.optimizer} has beta1; leave it out")
-    if config.decay != PretrainConfig.decay and config.schedule != "wsd":
-        raise ConfigError(f"decay is {config.decay}, which is for --schedule wsd, not {config.schedule}; leave it out")
+    if config.decay_fraction != PretrainConfig.decay_fraction and config.schedule != "wsd":
+        raise ConfigError(
+            f"decay_fraction is {config.decay_fraction}, which is for --schedule wsd, not {config.schedule}; leave it out"
+        )
     if config.schedule == "decay" and config.init is None:
         raise ConfigError("--schedule decay ends what was trained before; give it with --branch-from or --init")
 

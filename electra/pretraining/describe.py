@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.pretraining.config import Phase, PretrainConfig, starts_discriminator, whole_model
 from electra.pretraining.initialize import has_head_for
-from electra.training.logging import duration
+from electra.training.logging import format_duration
 
 SECOND = {
     "rtd": "discriminator",
@@ -72,7 +72,7 @@ def phases_in_words(phases: list[Phase]) -> Iterator[str]:
 def phase_in_words(phase: Phase) -> str:
     """Objective, budget, batch, masks, learning rate."""
     config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = duration((seconds or 0) / 60) if steps is None else f"{steps:,} step{'s' * (steps != 1)}"
+    budget = format_duration((seconds or 0) / 60) if steps is None else f"{steps:,} step{'s' * (steps != 1)}"
     batch = f"{config.batch_size} × {config.length} tokens a step, {100 * config.mask_fraction:g} % masked"
     return f"{config.objective}, {budget}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
 

@@ -6,8 +6,8 @@ import torch
 
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
-from electra.training.hardware import measured_flops, memory_bytes
-from electra.training.logging import duration
+from electra.training.hardware import device_memory, measure_flops
+from electra.training.logging import format_duration
 from electra.training.trainer import Budget
 
 EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # of a plain matrix product's speed that training reaches, roughly
@@ -37,7 +37,7 @@ class Estimate:
             f"steps       {self.steps:,}",
             f"tokens      {self.tokens:,} ({self.epochs:.2f} times the training text)",
             f"operations  {self.flops:.3g} FLOPs",
-            f"time        about {duration(self.minutes)} on this machine's {self.device}",
+            f"time        about {format_duration(self.minutes)} on this machine's {self.device}",
             f"memory      about {self.memory_bytes / 1e9:.1f} of {self.available_bytes / 1e9:.0f} GB",
         ]
         if self.device == "cpu" and self.minutes > 24 * 60:
@@ -67,7 +67,7 @@ def estimate(
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Electra(pair).parameters())
     step_flops = rows * row_flops
-    speed = measured_flops(device, precision) * EFFICIENCY[device.type] / (RECOMPUTING if recomputes else 1)
+    speed = measure_flops(device, precision) * EFFICIENCY[device.type] / (RECOMPUTING if recomputes else 1)
     steps = budget.steps or max(1, int((budget.seconds or 0) * speed / step_flops))
     activations = sum(
         activation_bytes(part, length, precision, recomputes) for part in (pair.generator, pair.discriminator) if part
@@ -83,7 +83,7 @@ def estimate(
         flops=float(steps * step_flops),
         minutes=steps * step_flops / speed / 60,
         memory_bytes=PER_PARAMETER * parameters + micro_rows * (activations + logits),
-        available_bytes=memory_bytes(device),
+        available_bytes=device_memory(device),
         device=device.type,
     )
 

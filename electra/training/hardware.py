@@ -21,6 +21,7 @@ Precision = Literal["auto", "fp32", "bf16"]
 Compile = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
 
+COMPILERS = {"cpu": "a C++ compiler (g++)", "cuda": "Triton and a C compiler (gcc)"}  # that torch.compile needs
 PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
     "H200": 989e12,
     "H100": 989e12,
@@ -53,8 +54,7 @@ class HardwareConfig:
         """Whether the training step is compiled; raises a ConfigError if there is no compiler."""
         is_compiled = self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
         if is_compiled and not can_compile(device):
-            compiler = "Triton and a C compiler (gcc)" if device.type == "cuda" else "a C++ compiler (g++)"
-            raise ConfigError(f"torch.compile needs {compiler}; install it or add --compile off")
+            raise ConfigError(f"torch.compile needs {COMPILERS[device.type]}; install it or use --compile off")
         return is_compiled
 
 

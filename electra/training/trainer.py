@@ -433,7 +433,9 @@ def stop_signals(quiet: bool = False) -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if not quiet:
-            os.write(sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n")  # print is not reentrant
+            os.write(
+                sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n"
+            )  # print is not reentrant
 
     handlers = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
