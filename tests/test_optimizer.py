@@ -26,7 +26,7 @@ def test_released_adam_starts_three_times_as_fast_as_adamw():
     for name in ("adam", "adamw"):
         model = nn.Linear(1, 1)
         before = model.weight.detach().clone()
-        [optimizer] = build_optimizers(model, OptimizerConfig(optimizer=name, learning_rate=1e-3, weight_decay=0))
+        [optimizer] = build_optimizers(model, OptimizerConfig(name=name, learning_rate=1e-3, weight_decay=0))
         model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
         optimizer.step()
         moved[name] = (before - model.weight).abs().item()
@@ -36,7 +36,7 @@ def test_released_adam_starts_three_times_as_fast_as_adamw():
 @pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
 def test_every_parameter_is_moved_by_one_optimizer_and_vectors_do_not_decay(make_pair, name):
     electra = make_pair("embeddings")
-    optimizers = build_optimizers(electra, OptimizerConfig(optimizer=name, weight_decay=0.5))
+    optimizers = build_optimizers(electra, OptimizerConfig(name=name, weight_decay=0.5))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     moved = [parameter for group in groups for parameter in group["params"]]
     assert len(moved) == len({id(parameter) for parameter in moved}) == len(list(electra.parameters()))
@@ -47,7 +47,7 @@ def test_every_parameter_is_moved_by_one_optimizer_and_vectors_do_not_decay(make
 
 def test_muon_takes_the_layers_matrices_and_leaves_tables_and_heads(make_pair):
     electra = make_pair("embeddings")
-    muon, _ = build_optimizers(electra, OptimizerConfig(optimizer="muon"))
+    muon, _ = build_optimizers(electra, OptimizerConfig(name="muon"))
     taken = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
     names = {name for name, parameter in electra.named_parameters() if id(parameter) in taken}
     assert all(".layers." in name and name.endswith(".weight") for name in names)
@@ -93,9 +93,7 @@ def test_momenta_that_muon_keeps_together_are_each_matrixs_own():
 def test_the_device_may_scale_gradients_and_leave_a_step_out(make_pair, name):
     """As recorded steps have it: gradients divided by a scale, and no step where one is not finite."""
     plain, scaled = make_pair(), make_pair()
-    both = [
-        build_optimizers(electra, OptimizerConfig(optimizer=name, learning_rate=0.01)) for electra in (plain, scaled)
-    ]
+    both = [build_optimizers(electra, OptimizerConfig(name=name, learning_rate=0.01)) for electra in (plain, scaled)]
     for number, is_wanted in enumerate([True, False, True]):
         for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
             ours.grad = torch.linspace(-1, 1 + number, ours.numel()).view_as(ours)

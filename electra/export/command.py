@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import tyro
+from cyclopts import Parameter
 
 from electra.data.tokenizer import Vocabulary, load_tokenizer
 from electra.errors import ConfigError
@@ -70,7 +70,7 @@ class ImportConfig:
     BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or ModernBertForTokenClassification where its labels are
     original and replaced; in safetensors."""
 
-    source: Annotated[Path, tyro.conf.arg(name="from")]
+    source: Annotated[Path, Parameter(name="--from")]
     """The Hugging Face folder."""
     output: Path
     """The model folder to write; it must not exist yet."""

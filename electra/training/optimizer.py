@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor, nn
 
 from electra.errors import ConfigError
@@ -19,7 +20,7 @@ ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    optimizer: OptimizerName = "adamw"
+    name: Annotated[OptimizerName, Parameter(name="--optimizer")] = "adamw"
     """adam: AdamW without bias correction, as in the released ELECTRA code; adamw; muon: Muon for the weight matrices
     of the layers, AdamW for the other parameters."""
     learning_rate: float = 5e-4
@@ -67,8 +68,8 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a model's parameters; `lr_scale` multiplies the learning rate of a parameter by name."""
     matrices, tables, vectors = split_parameters(model)
-    if config.optimizer != "muon":
-        build = released_adam if config.optimizer == "adam" else adamw
+    if config.name != "muon":
+        build = released_adam if config.name == "adam" else adamw
         return [build(parameter_groups(matrices + tables, vectors, config, lr_scale), config)]
     muon = Muon(parameter_groups(matrices, [], config, lr_scale), lr=config.learning_rate, momentum=config.momentum)
     return [muon, adamw(parameter_groups(tables, vectors, config, lr_scale), config)]
