@@ -102,7 +102,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     seconds = time.monotonic() - start
     detection = model.detect(sentence)
     marked = detection.marked(threshold=sorted(detection.replaced)[-3])
-    return DemoResult(str(folder), documents, result.tokens, seconds, result.measures, sentence, marked)
+    return DemoResult(str(folder), documents, result.tokens, seconds, result.metrics, sentence, marked)
 
 
 def log(message: str) -> None:

@@ -46,8 +46,8 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
     uses = {
         "device": device.type,
         "precision": str(precision).removeprefix("torch."),
-        "memory": f"{hardware.memory_bytes(device) / 1e9:.0f} GB",
-        "speed": f"{hardware.measured_flops(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
+        "memory": f"{hardware.device_memory(device) / 1e9:.0f} GB",
+        "speed": f"{hardware.measure_flops(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
         "threads": str(torch.get_num_threads()),
         "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",
     }
@@ -57,9 +57,9 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
 
 def describe_extra(libraries: tuple[str, ...], purpose: str) -> str:
     """The versions of an extra's libraries, or how to install them."""
-    from electra.training.hardware import installed
+    from electra.training.hardware import installed_version
 
-    versions = {library: installed(library) for library in libraries}
+    versions = {library: installed_version(library) for library in libraries}
     missing = [library for library, version in versions.items() if version is None]
     if missing:
         return f"{purpose}: pip install {' '.join(missing)}"

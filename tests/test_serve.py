@@ -15,7 +15,7 @@ from electra.cli import main
 from electra.doctor import EXTRAS, describe_extra
 from electra.errors import ConfigError, DataError
 from electra.serve.inference import Detection
-from electra.training.hardware import commit
+from electra.training.hardware import git_commit
 
 
 @pytest.fixture(scope="module")
@@ -192,8 +192,8 @@ def test_the_recorded_commit_is_not_that_of_another_repository(tmp_path, monkeyp
     other = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    assert commit() != other
+    assert git_commit() != other
     monkeypatch.setattr(electra, "__file__", str(tmp_path / "electra/__init__.py"))
-    assert commit() is None
+    assert git_commit() is None
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "electra"\n')
-    assert commit() == other
+    assert git_commit() == other
