@@ -53,6 +53,11 @@ OLD_FLAGS = {
     "--no-scale-init-by-width": "--no-starts-by-width",
     "--global-attention-every": "--global-every",
     "--packing": "--form",
+    "--keep-checkpoints": "--keep",
+    "--max-grad-norm": "--clip",
+    "--decay-fraction": "--decay",
+    "fraction=0.5": "share=0.5",
+    "fraction=0.5,length=48,batch-size=4,temperature=0.5": "share=0.5,length=48,batch-size=4,temperature=0.5",
 }
 OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
 OLD_METRICS = {
@@ -68,7 +73,7 @@ OLD_FOLDER = "electra/objective"  # only there until 42b7143
 
 MODEL = "--size tiny --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --positions 64"
 ROWS = "--length 32 --batch-size 8 --steps 20 --log-every 1 --evaluate-every 10 --evaluation-rows 16"
-RUN = "--seed 3 --device cpu --precision fp32 --keep 1"
+RUN = "--seed 3 --device cpu --precision fp32 --keep-checkpoints 1"
 TUNE = "--epochs 2 --batch 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
 SAME_SIZE = "--generator-width 32 --sharing none"
 TWO_STAGE = f"--phases objective=mlm objective=frozen-rtd {SAME_SIZE}"
@@ -131,7 +136,7 @@ def option_cases() -> Iterator[Case]:
     yield pretraining("local-attention", "--style modern --global-attention-every 2 --local-attention 8")
     yield pretraining("activation-checkpointing", "--activation-checkpointing --dropout 0.1")
     yield pretraining("two-stage-new-discriminator", f"{TWO_STAGE} --no-init-discriminator-from-generator")
-    yield pretraining("phases", "--phases share=0.5 share=0.5,length=48,batch-size=4,temperature=0.5")
+    yield pretraining("phases", "--phases fraction=0.5 fraction=0.5,length=48,batch-size=4,temperature=0.5")
     yield pretraining("uniform", "--generator uniform")
     yield pretraining("unigram", "--generator unigram --objective replace-mlm")
     yield pretraining("temperature", "--temperature 0.7 --disallow-correct")
@@ -140,8 +145,8 @@ def option_cases() -> Iterator[Case]:
     yield pretraining("whole-words", "--whole-word-masking --mask-count paper")
     yield pretraining("bert-masking", "--objective mlm --mask-token-probability 0.8 --random-token-probability 0.1")
     yield pretraining("no-init-options", "--no-unigram-output-bias --no-sinusoidal-positions --no-scale-init-by-width")
-    yield pretraining("adamw-cosine", "--optimizer adamw --schedule cosine --clip 0 --warmup 3")
-    yield pretraining("wsd", "--schedule wsd --decay 0.3")
+    yield pretraining("adamw-cosine", "--optimizer adamw --schedule cosine --max-grad-norm 0 --warmup 3")
+    yield pretraining("wsd", "--schedule wsd --decay-fraction 0.3")
     yield pretraining("init", "--init {runs}/classic-rtd-embeddings", model="")
 
 

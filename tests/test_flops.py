@@ -14,7 +14,7 @@ from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import TRAINING, flops, itemize, parameters, training_flops
-from electra.objectives.masking import slots
+from electra.objectives.masking import mask_slots
 from electra.objectives.objectives import OBJECTIVES, Settings
 from electra.report.costs import FlopsConfig, count_costs
 
@@ -47,7 +47,7 @@ def test_operations_of_a_training_step_equal_torchs_count(pair):
 @pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])
 def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
     electra, batch, settings = make_pair("none", objective=objective), make_batch(), Settings(vocabulary=vocabulary)
-    kind, masked = OBJECTIVES[objective], slots(16, settings)
+    kind, masked = OBJECTIVES[objective], mask_slots(16, settings)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others are not counted on a CPU
         losses = kind.losses(electra, batch, settings)
         sum(loss.sum for loss in losses.values()).backward()

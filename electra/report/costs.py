@@ -10,7 +10,7 @@ from electra.model import published
 from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
 from electra.model.electra import Electra
 from electra.model.flops import Item, flops, itemize, parameters, training_flops
-from electra.objectives.masking import MaskedShare, slots
+from electra.objectives.masking import MaskingConfig, mask_slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import recipe_settings
 from electra.pretraining.phases import model_for_objective, pair_for_objectives
@@ -21,7 +21,7 @@ TAKEN = ("length", *TRAINING_ONLY)  # from the paper's settings of a size
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlopsConfig(MaskedShare, ModelConfig):
+class FlopsConfig(MaskingConfig, ModelConfig):
     """Count parameters and floating-point operations (matrix products only) of a pair, item by item.
 
     Length, batch and steps go with --size, as in the paper, which has all but tiny: shown are those of the size below.
@@ -148,7 +148,7 @@ def count_items(pair: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, lis
     if config.as_published:
         items = published.published_items(pair, config.length)
         return items, published.TRAINING * sum(map(flops, items.values()))
-    sizes = pair, config.length, slots(config.length, config)
+    sizes = pair, config.length, mask_slots(config.length, config)
     return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
 
 
