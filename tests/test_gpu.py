@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from electra.data.loader import Batch, compute_cu_seqlens
+from electra.errors import TrainingError
 from electra.finetuning import job as tuning
 from electra.finetuning.command import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
@@ -24,8 +25,7 @@ from electra.objectives.objectives import SAMPLING, Settings, mlm_loss, replaced
 from electra.pretraining.command import pretrain
 from electra.random import row_keys
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.logging import MetricsLogger
-from electra.training.trainer import Budget, Trainer
+from electra.training.trainer import Budget, Trainer, TrainerConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 COMPILED = pytest.mark.filterwarnings(  # the compiler advises TF32, and looks at gradients that are not kept
@@ -314,11 +314,11 @@ def difference(one, other) -> float:
 
 @COMPILED
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings_of_run, style):
+def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(run_config, style):
     waves = {} if style == "classic" else {"sinusoidal_positions": False}
     same = {"device": "cuda", "style": style, "steps": 30, "log_every": 1, "width": 64, "generator_width": 64, **waves}
-    plain = settings_of_run("plain", plain=True, precision="fp32", **same)
-    fast = settings_of_run("fast", precision="bf16", **same)
+    plain = run_config("plain", compile="off", precision="fp32", **same)
+    fast = run_config("fast", precision="bf16", **same)
     found = []
     for run in (plain, fast):
         pretrain(run)
@@ -332,19 +332,17 @@ def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings
 
 @COMPILED
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
-def test_compiled_and_recorded_steps_are_the_plain_ones(settings_of_run, optimizer):
+def test_compiled_and_recorded_steps_are_the_plain_ones(run_config, optimizer):
     same = {"device": "cuda", "precision": "fp32", "steps": 12, "optimizer": optimizer, "micro_batches": 2}
-    plain, fast = settings_of_run("plain", plain=True, **same), settings_of_run("fast", **same)
+    plain, fast = run_config("plain", compile="off", **same), run_config("fast", **same)
     for run in (plain, fast):
         pretrain(run)
     assert difference(plain, fast) < 1e-3  # Muon works in bf16
 
 
 @COMPILED
-def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(settings_of_run):
-    runs = [
-        settings_of_run(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")
-    ]
+def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(run_config):
+    runs = [run_config(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")]
     for run in runs:
         pretrain(run)
     for folder in checkpoint_folders(runs[3].output)[-2:]:
@@ -366,7 +364,9 @@ def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dro
         config = FinetuneConfig(model=encoder_folder, train=train, output=output, device="cuda", **settings)
         with monkeypatch.context() as patched:
             if not is_recorded:
-                patched.setattr(tuning, "Trainer", lambda *given: Trainer(*given[:5], False, *given[6:]))
+                patched.setattr(
+                    tuning, "Trainer", lambda *args, **options: Trainer(*args, **options | {"cuda_graphs": False})
+                )
             finetune(config)
         outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
     assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5
@@ -376,15 +376,18 @@ def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_pa
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
     config = FinetuneConfig(model=encoder_folder, train=train, output=tmp_path, device="cuda", batch=8, length=32)
     lesson = tuning.FinetuningTask(config, config.the_task(), 1, tmp_path / "tokens")
-    settings = replace(config.trainer(lesson.model.encoder.config, 8), max_nonfinite_steps=3, log_every=1)
-    trainer = Trainer(lesson, settings, Budget(steps=100), tmp_path / "run", records=True, is_quiet=True)
-    (tmp_path / "run").mkdir()
-    trainer.journal, trainer.step = MetricsLogger(tmp_path / "run", 0), trainer.recorded_step()
+    optimizer, settings = config.optimizer(lesson.model.encoder.config), TrainerConfig(max_nonfinite_steps=2)
+    trainer = Trainer(lesson, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True)
+    trainer.run_step = trainer.graphed_step()
     for _ in range(4):
-        trainer.take_step()
+        trainer.step()
     with torch.no_grad():
         lesson.model.head.bias.fill_(float("nan"))
     before = lesson.model.encoder.layers[0].attention.qkv.weight.clone()
-    trainer.take_step()
+    trainer.step()
     assert torch.equal(lesson.model.encoder.layers[0].attention.qkv.weight, before)
-    assert trainer.window.skipped() == 1
+    assert trainer.averages.nonfinite_steps() == 1
+    trainer.check_finite()
+    trainer.step()
+    with pytest.raises(TrainingError, match="2 consecutive steps"):
+        trainer.check_finite()

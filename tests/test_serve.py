@@ -17,12 +17,12 @@ from electra.pretraining.command import pretrain
 from electra.serve.command import Shown, colored
 from electra.serve.doctor import EXTRAS, extra
 from electra.serve.inference import Detected
-from electra.training.hardware import commit
+from electra.training.hardware import git_commit
 
 
 @pytest.fixture
-def run(settings_of_run):
-    config = settings_of_run()
+def run(run_config):
+    config = run_config()
     pretrain(config)
     return config.output
 
@@ -161,11 +161,11 @@ def test_the_recorded_commit_is_never_another_repositorys(tmp_path, monkeypatch)
     theirs = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
-    assert commit() != theirs
+    assert git_commit() != theirs
     monkeypatch.setattr(electra, "__file__", str(tmp_path / "electra/__init__.py"))
-    assert commit() is None
+    assert git_commit() is None
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "electra"\n')
-    assert commit() == theirs
+    assert git_commit() == theirs
 
 
 def test_a_bare_encoder_gives_no_verdicts(run, tmp_path):

@@ -9,10 +9,10 @@ from electra.training.hardware import (
     can_compile,
     choose_device,
     choose_precision,
+    device_memory,
     environment,
-    installed,
-    measured_flops,
-    memory_bytes,
+    installed_version,
+    measure_flops,
 )
 
 EXTRAS = {
@@ -56,8 +56,8 @@ def examine(config: DoctorConfig) -> Diagnosis:
     uses = {
         "device": device.type,
         "precision": str(precision).removeprefix("torch."),
-        "memory": f"{memory_bytes(device) / 1e9:.0f} GB",
-        "speed": f"{measured_flops(device, precision) / 1e12:.2f} TFLOP/s in a plain matrix product",
+        "memory": f"{device_memory(device) / 1e9:.0f} GB",
+        "speed": f"{measure_flops(device, precision) / 1e12:.2f} TFLOP/s in a plain matrix product",
         "threads": str(torch.get_num_threads()),
         "compiling": "works" if can_compile(device) else f"needs {COMPILERS[device.type]}",
     }
@@ -66,6 +66,6 @@ def examine(config: DoctorConfig) -> Diagnosis:
 
 def extra(libraries: tuple[str, ...], purpose: str) -> str:
     """One line on an extra: its libraries' versions, or how to get it."""
-    missing = [library for library in libraries if installed(library) is None]
-    found = ", ".join(f"{library} {installed(library)}" for library in libraries)
+    missing = [library for library in libraries if installed_version(library) is None]
+    found = ", ".join(f"{library} {installed_version(library)}" for library in libraries)
     return f"{purpose}: " + (f"pip install {' '.join(missing)}" if missing else found)
