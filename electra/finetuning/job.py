@@ -51,13 +51,13 @@ class TuningConfig:
     learning_rate: float | None = None
     """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large)."""
     layer_decay: float | None = None
-    """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, with 24 or more layers 0.9."""
+    """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
     warmup: float = 0.1
     """Warm-up: fraction of all steps (< 1) or a number of steps; afterwards the learning rate decays linearly to 0."""
     weight_decay: float | None = None
     """Weight decay; default 0 as in the paper, with --faithful 0.01 as in the released code."""
     dropout: float | None = None
-    """Dropout of the encoder and the head; default as in pre-training: a model trained without dropout suffers from it."""
+    """Dropout of the encoder and the head; default as in pre-training."""
     pooling: Pooling | None = None
     """Input of a modern encoder's head: the first token's state (cls) or the mean of all; default as in the model's
     folder (classifier_pooling in Hugging Face's), else cls."""
@@ -84,7 +84,7 @@ class TuningConfig:
         learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
         weight_decay = 0.01 if self.faithful else 0.0
         return OptimizerConfig(
-            optimizer="adam" if self.faithful else "adamw",
+            name="adam" if self.faithful else "adamw",
             schedule="released" if self.faithful else "linear",
             learning_rate=learning_rate if self.learning_rate is None else self.learning_rate,
             warmup=self.warmup,
@@ -197,15 +197,14 @@ class FinetuningTask:
         learning_rate = tuning.optimizer_config(encoder).learning_rate
         lines = [
             f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {pooling}",
-            f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, maximum "
-            f"length {tuning.length}; learning rate {learning_rate:g}, layer-wise decay "
-            f"{tuning.layer_decay_for(encoder):g}",
+            f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
+            f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
         ]
         trained_length = longest_row(self.pretrained_folder)
         if trained_length is not None and trained_length < tuning.length and not encoder.is_modern():
             lines.append(
-                f"warning: pre-trained on rows of {trained_length} tokens only; later position embeddings are untrained "
-                f"(consider --length {trained_length})"
+                f"warning: pre-trained on rows of {trained_length} tokens; the position embeddings of later ones are "
+                f"untrained; consider --length {trained_length}"
             )
         return lines
 

@@ -79,8 +79,10 @@ def make_jobs(
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     del settings["micro_batches"]  # does not change results
     write_settings(folder, {"settings": settings, "task": asdict(task), "files": files})
-    common = {"model": model, "task": task, "tuning": tuning, "hardware": hardware}
-    return [Job(**common, seed=seed, folder=folder / f"seed-{seed}") for seed in range(1, seeds + 1)]
+    return [
+        Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
+        for seed in range(1, seeds + 1)
+    ]
 
 
 def file_size(source: str) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from electra.config import Positional
 from electra.errors import ConfigError, DataError
-from electra.finetuning.glue import markdown
+from electra.finetuning.glue import markdown_table
 from electra.report.plots import draw_plots
 from electra.report.runs import Run, find_tables, read_run
 from electra.runfolder import write_file, write_json
@@ -51,9 +51,9 @@ class Report:
 
     def tables(self) -> str:
         """The tables, and what one should know of them."""
-        parts = ["What it cost, matrix products only:", markdown(cost_cells(self.runs))]
+        parts = ["What it cost, matrix products only:", markdown_table(cost_cells(self.runs))]
         for title, which in (("Held-out measures at the end:", "final"), ("Each at its best:", "best")):
-            parts += [title, markdown(measure_cells(self.runs, which))]
+            parts += [title, markdown_table(measure_cells(self.runs, which))]
         parts += [f"left out: {folder}: {reason}" for folder, reason in self.left_out.items()]
         return "\n\n".join([*parts, *self.notes])
 

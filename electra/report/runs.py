@@ -11,8 +11,8 @@ import numpy as np
 
 from electra.config import construct, convert, flat_defaults, flat_fields
 from electra.errors import DataError
-from electra.finetuning.glue import LEFT_OUT, TABLE
-from electra.finetuning.jobs import is_fine_tuning
+from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE
+from electra.finetuning.jobs import is_finetuning_output
 from electra.model.storage import CONFIG, read_model_config
 from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
 from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
@@ -123,7 +123,7 @@ def require_run(folder: Path) -> None:
     """Refuse what is no run, and say what it is instead."""
     if not folder.is_dir():
         raise DataError("it is a file, not a run's folder" if folder.exists() else "there is no such folder")
-    if is_fine_tuning(folder):
+    if is_finetuning_output(folder):
         raise DataError("a fine-tuning, and no run of electra pretrain; scores of runs come in by --glue")
     if not (folder / METRICS).is_file():
         holds_runs = any(folder.glob(f"*/{METRICS}"))
@@ -231,7 +231,7 @@ def read_glue(table: Path) -> Glue | None:
     """The score in a table of `electra glue`; one without a mean has none."""
     content = read_table(table)
     try:
-        tasks = [line["task"] for line in content["lines"] if line["task"] != LEFT_OUT]
+        tasks = [row["task"] for row in content["rows"] if row["task"] != EXCLUDED_FROM_MEAN]
         return None if content["mean"] is None else Glue(content["mean"], tasks)
     except (KeyError, TypeError):
         raise DataError(f"{table} is no table of electra glue; make it again with the command that made it") from None
