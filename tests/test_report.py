@@ -16,7 +16,7 @@ from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.report.overview import ReportConfig, report, short_names
 from electra.report.plots import curve, panels
 from electra.report.runs import Point, best_of, departures_of, ends_of, flops_of, points_of, step_flops
-from electra.training.checkpoint import checkpoint_folders
+from electra.runfolder import checkpoint_folders
 from electra.training.trainer import TrainState
 
 

@@ -30,7 +30,6 @@ from electra.huggingface.folders import join
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
-    CONFIG,
     TOKENIZER_FILES,
     WEIGHTS,
     copy_tokenizer,
@@ -40,7 +39,7 @@ from electra.model.storage import (
     write_parts,
     write_tensors,
 )
-from electra.runfolder import read_json, write_folder, write_json
+from electra.runfolder import CONFIG, read_json, write_folder, write_json
 from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]

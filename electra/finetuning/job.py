@@ -24,11 +24,18 @@ from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.pretraining.curves import Panels, draw_curves
 from electra.pretraining.phases import longest_row
-from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
-from electra.training.hardware import Device, Precision, choose_device, choose_precision
-from electra.training.optimizer import OptimizerConfig
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.runfolder import (
+    CHECKPOINTS,
+    checkpoint_folders,
+    lock_folder,
+    read_json,
+    remove_partial,
+    write_folder,
+    write_json,
+)
+from electra.training.config import Budget, Device, OptimizerConfig, Precision, TrainerConfig
+from electra.training.hardware import choose_device, choose_precision
+from electra.training.trainer import Trainer
 
 RESULT = "result.json"
 LOGITS = "logits.safetensors"

@@ -19,8 +19,8 @@ from electra.errors import ConfigError, DataError
 from electra.huggingface import modernbert
 from electra.model.config import BASE, SMALL, EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator, MaskedLanguageModel
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_tensors
-from electra.runfolder import read_json
+from electra.model.storage import WEIGHTS, check_tensors, read_tensors
+from electra.runfolder import CONFIG, read_json
 
 Tensors = dict[str, Tensor]
 

@@ -16,7 +16,6 @@ from electra.huggingface.convert import (
 from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
 from electra.model.electra import Discriminator
 from electra.model.storage import (
-    CONFIG,
     WEIGHTS,
     has_rtd_head,
     is_huggingface_folder,
@@ -25,7 +24,7 @@ from electra.model.storage import (
     read_names,
     read_tensors,
 )
-from electra.runfolder import read_json
+from electra.runfolder import CONFIG, read_json
 
 
 def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:

@@ -4,9 +4,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from electra.model.storage import CONFIG
 from electra.plotting import empty_figure
-from electra.runfolder import read_json
+from electra.runfolder import CONFIG, read_json
 from electra.training.logging import METRICS, read_metrics
 
 Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind
