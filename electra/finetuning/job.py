@@ -19,7 +19,7 @@ from electra.finetuning.metrics import METRICS
 from electra.finetuning.model import READINGS, load_pretrained, new_model, write_finetuned
 from electra.finetuning.plots import draw_confusion
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import load_model_tokenizer, read_json, write_json, write_tensors, written_whole
 from electra.objectives.losses import Counts, Loss, Losses
@@ -182,7 +182,7 @@ class FinetuningTask:
         check_length(config.length, encoder)
         self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
         self.model = new_model(start, task.outputs, config.pooling, seed=seed).to(self.device)
-        self.working = WorkingCopy(self.model, self.precision)
+        self.working = MasterWeights(self.model, self.precision)
         self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
@@ -232,7 +232,7 @@ class FinetuningTask:
             yield choose(batch, self.device, self.config.length)
 
     def losses(self, batch: Chosen) -> Losses:
-        self.working.refresh()
+        self.working.sync()
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}

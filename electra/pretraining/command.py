@@ -17,7 +17,7 @@ from electra.data.loader import Batch, BatchLoader, DataConfig, Position, valida
 from electra.data.shards import TOKENIZER, Shards, open_shards
 from electra.data.vocabulary import Vocabulary
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder
 from electra.model.storage import (
@@ -234,13 +234,13 @@ class PretrainingTask:
         self.phase, self.shards, self.device = phase, shards, device
         self.config = config = phase.config
         self.model = Electra(phase.model).to(device)
-        self.working = WorkingCopy(self.model, choose_precision(config.precision, device))
+        self.working = MasterWeights(self.model, choose_precision(config.precision, device))
         self.is_fast = is_fast(config, device)
         encoders = [module for module in self.working.model.modules() if isinstance(module, Encoder)]
         for encoder in encoders:
             encoder.activation_checkpointing = config.activation_checkpointing
         with self.working.autocast():
-            lists = any(encoder.kernel(config.length, is_listed=True) == "documents" for encoder in encoders)
+            lists = any(encoder.attention_backend(config.length, has_cu_seqlens=True) == "varlen" for encoder in encoders)
         self.objective = OBJECTIVES[config.objective]
         self.batches = BatchLoader(shards, batches_config(config), device=device, lists_documents=lists)
         self.stream: Iterator[Batch] | None = None
@@ -266,7 +266,7 @@ class PretrainingTask:
         return next(self.stream)
 
     def losses(self, batch: Batch) -> Losses:
-        self.working.refresh()
+        self.working.sync()
         with self.working.autocast():
             return self.losses_of(self.working.model, batch, self.settings)
 
