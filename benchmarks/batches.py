@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
-from electra.data.loader import BatchLoader, DataConfig
-from electra.data.packing import Form
+from electra.cli import parse
+from electra.data.loader import BatchLoader, LoaderConfig
+from electra.data.packing import Packing
 from electra.data.shards import open_shards
 
 
@@ -41,36 +42,34 @@ class Result:
 
     length: int
     batch_size: int
-    dense: float
-    dense_whole_words: float
-    paper: float
+    packed: float
+    packed_whole_words: float
+    segment_pairs: float
 
     def __str__(self) -> str:
         return (
-            f"length {self.length}, batch {self.batch_size}, one core, million tokens/s: dense {self.dense:.1f}, "
-            f"dense with whole words {self.dense_whole_words:.1f}, paper {self.paper:.1f}"
+            f"length {self.length}, batch {self.batch_size}, one core, million tokens/s: packed {self.packed:.1f}, "
+            f"packed with whole words {self.packed_whole_words:.1f}, segment pairs {self.segment_pairs:.1f}"
         )
 
 
 def main(settings: Settings) -> Result:
-    """Measure each form on one core."""
+    """Measure each packing on one core."""
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     return Result(
         length=settings.length,
         batch_size=settings.batch_size,
-        dense=speed(settings, "dense"),
-        dense_whole_words=speed(settings, "dense", whole_word_masking=True),
-        paper=speed(settings, "paper"),
+        packed=speed(settings, "packed"),
+        packed_whole_words=speed(settings, "packed", whole_word_masking=True),
+        segment_pairs=speed(settings, "segment-pairs"),
     )
 
 
-def speed(settings: Settings, form: Form, whole_word_masking: bool = False) -> float:
+def speed(settings: Settings, packing: Packing, whole_word_masking: bool = False) -> float:
     """Million tokens per second, after an epoch's first batches have warmed the cache."""
-    config = DataConfig(
-        length=settings.length, batch_size=settings.batch_size, form=form, whole_word_masking=whole_word_masking
-    )
-    batches = iter(BatchLoader(open_shards(settings.shards), config))
+    config = LoaderConfig(length=settings.length, batch_size=settings.batch_size, packing=packing)
+    batches = iter(BatchLoader(open_shards(settings.shards), config, whole_word_masking=whole_word_masking))
     size = settings.batch_size * settings.length
     for _ in range(settings.tokens // size // 2):
         next(batches)
@@ -81,6 +80,6 @@ def speed(settings: Settings, form: Form, whole_word_masking: bool = False) -> f
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Settings)
+    given = parse("benchmarks/batches.py", Settings, sys.argv[1:])
     found = main(given)
     print(json.dumps(asdict(found)) if given.json else found)

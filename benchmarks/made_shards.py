@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from electra.data.prepare import ShardConfig, shard
-from electra.data.tokenizer import SPECIALS
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import SPECIALS, Vocabulary
 
 WORDS = 1_000_000  # of the text
 

@@ -1,67 +1,215 @@
-"""One process at a time in a run folder: the system holds the lock, and lets go of it however the process ends."""
+"""Files and folders that commands write: atomic writes, JSON, locks, and the check for changed settings.
 
+A killed process leaves a whole file or folder or none; its partial files are named `*.electra-partial`, and only files
+of that name are ever removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
 import os
 import platform
-from collections.abc import Iterator
+import shlex
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
 
-from electra.data.files import PARTIAL, made
-from electra.errors import ConfigError
+from filelock import FileLock, Timeout
 
-LOCK = f"lock{PARTIAL}"
-"""Names the process that trains; called as a file that is being written, since one that a killed run left counts for
-nothing."""
+from electra.errors import ConfigError, DataError
+
+PARTIAL = ".electra-partial"
+"""Suffix of files and folders that are being written."""
+LOCK = "electra.lock"
+"""Names the process that uses a folder."""
+CHECKSUM = "sha256:"
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a file atomically."""
+    try:
+        with open_atomic(path, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write ({error.strerror})", str(path)) from None
 
 
 @contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder, which is made for that; left empty, it is removed again."""
-    with made(run), locked(run) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
+def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+    """Open a file for writing; it appears under its name when the block ends without an error."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    try:
+        with open(partial, mode, **options) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `folder` when the block ends without an error."""
+    folder = folder.resolve()
+    if folder == Path.cwd():
+        raise DataError("the output cannot be the current folder; name a new one")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists already; remove it or choose another output folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
+    try:
+        yield draft
+        for file in draft.iterdir():
+            flush_to_disk(file)  # the rename may reach the disk before the content
+        draft.chmod(0o777 & ~current_umask())  # mkdtemp ignores the umask
+        os.replace(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def flush_to_disk(file: Path) -> None:
+    with file.open("rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what a killed process was writing in `folder` and its subfolders; lock the folder first."""
+    for path in list(folder.rglob(f"*{PARTIAL}")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is missing or holds nothing but the lock and partial files of a killed process."""
+    return not folder.exists() or all(path.name == LOCK or path.name.endswith(PARTIAL) for path in folder.iterdir())
+
+
+@contextmanager
+def make_folder(folder: Path) -> Iterator[None]:
+    """Create a folder and its parents; on exit remove those of them that are still empty."""
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty
+            for path in created:
+                path.rmdir()
+
+
+@contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Create a folder and keep other processes out of it; the lock ends with this process, however it ends."""
+    path = folder / LOCK
+    with make_folder(folder):
+        lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
         try:
+            lock.acquire()
+        except Timeout:
+            raise ConfigError(
+                f"{path.read_text(encoding='utf-8') or 'another process'} is using {folder}; wait for it, stop it "
+                "(Ctrl-C or kill; training saves a checkpoint first), or choose another --output"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            yield
+            return
+        try:
+            path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
             yield
         finally:
-            with suppress(OSError):  # the user removed it, or the system keeps open files
-                (run / LOCK).unlink()
+            path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
+            lock.release()
 
 
-def locked(run: Path) -> TextIO:
-    """The lock file of a run folder, locked; refuses a folder that another process has locked."""
-    while True:
-        file = (run / LOCK).open("a+", encoding="utf-8")
-        if not lock(file):
-            with file:
-                file.seek(0)
-                raise ConfigError(
-                    f"{file.read() or 'another process'} trains in {run} already; wait for it, stop it (Ctrl-C or "
-                    f"kill, it saves first), or choose another --output"
-                )
-        if is_at(run / LOCK, file):
-            return file
-        file.close()  # it was removed after it was opened: the process before has just ended
+def dump_json(value: Any, indent: int | None = None) -> str:
+    """Serialize to JSON; NaN and infinities become null, objects without a JSON form their `str`."""
+    return json.dumps(replace_nonfinite(value), indent=indent, default=str)
 
 
-def lock(file: TextIO) -> bool:
-    """Lock a file unless another process has; where the system or the disk has no locks, nothing is locked."""
+def replace_nonfinite(value: Any) -> Any:
+    """Replace NaN and infinities by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: replace_nonfinite(item) for name, item in value.items()}
+    return [replace_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_file(path, dump_json(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    if not path.parent.is_dir():
+        is_file = path.parent.exists()
+        raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
+    if not path.is_file():
+        inside = sorted(other.parent.name for other in path.parent.glob(f"*/{path.name}"))
+        hint = f"; did you mean one of its folders: {join_names(inside)}?" if inside else ""
+        raise DataError(f"{path.parent} has no {path.name}{hint}")
     try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
 
 
-def is_at(path: Path, file: TextIO) -> bool:
-    """Whether an open file is still the one of this name."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    return False
+def join_names(names: list[str]) -> str:
+    """Join the first three names, and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def file_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return CHECKSUM + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_same_settings(
+    folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
+) -> None:
+    """Raise if a folder was started with settings other than `now`, both as read from JSON."""
+    if changes := changed_settings(before, now, ignore):
+        raise ConfigError(
+            f"{folder} was started with other settings: {'; '.join(changes)}; use the same settings, choose another "
+            f"--output, or start over: rm -r {shlex.quote(str(folder))}"
+        )
+
+
+def changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = (), prefix: str = ""
+) -> list[str]:
+    """Describe each setting that differs; of a nested table, the first entry."""
+    changes = []
+    for name in [*now, *(name for name in before if name not in now)]:
+        if name in ignore or before.get(name) == now.get(name):
+            continue
+        missing = "absent" if prefix else "unset"
+        old, new = (missing if value is None else value for value in (before.get(name), now.get(name)))
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes += changed_settings(old, new, prefix=f"{prefix}{name} ")[:1]
+        elif str(old).startswith(CHECKSUM) and str(new).startswith(CHECKSUM):
+            changes.append(f"{prefix}{name} has other content")
+        else:
+            changes.append(f"{prefix}{name} was {old} and is now {new}")
+    return changes

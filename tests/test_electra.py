@@ -9,7 +9,8 @@ import torch
 from conftest import MODERN, NARROW, WIDE
 
 from electra.errors import ConfigError
-from electra.model.electra import SHARING, Electra, ElectraConfig
+from electra.model.config import ElectraConfig
+from electra.model.electra import SHARING, Electra
 from electra.model.storage import load_model, save_model
 
 TABLES = {"token.weight", "position.weight", "segment.weight"}
@@ -168,12 +169,12 @@ def test_every_scheme_survives_json(make_pair):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"sharing": "all"}, "sharing=all needs .* the same width, but the generator has 8 and the discriminator 24"),
-        ({"sharing": "some"}, "there is no sharing 'some'; choose from none, embeddings, all, disentangled"),
-        ({"discriminator": None}, "sharing=embeddings needs a generator and a discriminator"),
-        ({"generator": replace(NARROW, embedding_width=8)}, "same embedding_width, but the generator has 8"),
-        ({"generator": replace(NARROW, style="modern")}, "same style, but the generator has modern and the disc"),
-        ({"generator": replace(NARROW, dropout=0.2)}, "same dropout, but the generator has 0.2 and the discriminator"),
+        ({"sharing": "all"}, "sharing=all needs .* the same width, but they have 8 and 24"),
+        ({"sharing": "some"}, "unknown sharing 'some'; choose from none, embeddings, all, disentangled"),
+        ({"discriminator": None}, "sharing=embeddings needs both"),
+        ({"generator": replace(NARROW, embedding_width=8)}, "same embedding_width, but they have 8"),
+        ({"generator": replace(NARROW, style="modern")}, "same style, but they have modern and classic"),
+        ({"generator": replace(NARROW, dropout=0.2)}, "same dropout, but they have 0.2 and"),
     ],
 )
 def test_a_pair_that_cannot_be_is_refused(settings, sentence):

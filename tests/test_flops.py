@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from electra.cli import main
 from electra.errors import ConfigError
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, ModelConfig
+from electra.model.electra import Electra
 from electra.model.flops import TRAINING, flops, itemize, parameters, training_flops
-from electra.model.sizes import ModelConfig
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, Settings
 from electra.report.costs import FlopsConfig, count_costs

@@ -138,7 +138,7 @@ def changed_config(folder: Path, **settings) -> Path:
         ({"hidden_act": "relu"}, "hidden_act is 'relu'; only 'gelu' can be taken in"),
         ({"num_hidden_layers": 4}, "lacks electra.encoder.layer.3"),
         ({"num_hidden_layers": 2}, "has electra.encoder.layer.2.* and 13 more, which"),
-        ({"num_attention_heads": 5}, "width 32 does not divide into 5 heads"),
+        ({"num_attention_heads": 5}, "width 32 is not divisible by 5 heads"),
         ({"hidden_size": "wide"}, "config.json: width is 'wide'; it must be a whole number"),
         ({"hidden_size": 32.0}, r"config.json: width is 32.0; it must be a whole number"),
         ({"layer_norm_eps": -1}, "config.json: norm_epsilon is -1; it must lie between 0 and 1"),

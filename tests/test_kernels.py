@@ -13,11 +13,11 @@ from layers import by_steps, factors, made_layer
 from torch import Tensor, nn
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.kernels import dispatch as kernels
 from electra.model.attention import attention_bias_of
-from electra.model.config import EncoderConfig
-from electra.model.electra import Electra, ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
+from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
 from electra.objectives.objectives import OBJECTIVES, Settings, goes_in_one_pass
@@ -153,7 +153,7 @@ def test_a_step_has_the_same_losses_and_gradients(both_ways, few_programs, style
     )
     electra = Electra(ElectraConfig(generator=size, **parts, **kinds))
     ids = torch.randint(110, vocabulary.size, (3, 20))
-    batch = Batch(ids, torch.tensor(3), torch.arange(3), documents=(torch.rand(3, 20) < 0.1).cumsum(1).int())
+    batch = Batch(ids, torch.tensor(3), torch.arange(3), document_ids=(torch.rand(3, 20) < 0.1).cumsum(1).int())
 
     settings = Settings(vocabulary=vocabulary)
     assert electra.require_generator().encoder.kernel(20) == "short rows"

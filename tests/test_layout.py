@@ -19,8 +19,8 @@ STAGES = [
     "export",
     "serve",
 ]
-FLOW = ["errors", "config", "random", "plotting", "data", "runfolder", *STAGES[1:]]
-FLOW += ["__init__", "demo", "boxes", "words", "cli", "__main__"]
+FLOW = ["errors", "config", "random", "plotting", "runfolder", *STAGES]
+FLOW += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
 def stage_of(module: str) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.objectives.masking import MaskingConfig, mask, masked_count, slots
 
@@ -121,7 +121,7 @@ def test_masks_do_not_change_when_the_batch_is_split(make_batch):
     config = MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1)
     whole = mask(batch, V, config, seed=0)
     for rows in (slice(0, 2), slice(2, 5), slice(5, 6)):
-        piece = mask(replace(batch, input_ids=batch.input_ids[rows], rows=batch.rows[rows]), V, config, seed=0)
+        piece = mask(replace(batch, input_ids=batch.input_ids[rows], row_ids=batch.row_ids[rows]), V, config, seed=0)
         assert torch.equal(piece.input_ids, whole.input_ids[rows])
         assert torch.equal(piece.positions, whole.positions[rows])
 

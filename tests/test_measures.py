@@ -99,5 +99,5 @@ def test_the_held_out_loss_is_the_objectives_own_by_the_runs_settings(
 def test_every_held_out_token_counts_alike_whatever_its_batch(make_pair, make_batch, vocabulary):
     electra, batch = make_pair().eval(), make_batch(lengths=[16, 16, 7, 7])
     settings = Settings(vocabulary=vocabulary)
-    cut, whole = (held_out_loss("rtd", electra, batches, settings) for batches in (batch.pieces(2), [batch]))
+    cut, whole = (held_out_loss("rtd", electra, batches, settings) for batches in (batch.micro_batches(2), [batch]))
     assert cut == pytest.approx(whole, rel=1e-5)

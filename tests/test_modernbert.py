@@ -20,7 +20,8 @@ from transformers import (
 
 from electra.errors import DataError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
-from electra.model.electra import SHARING, Electra, ElectraConfig
+from electra.model.config import ElectraConfig
+from electra.model.electra import SHARING, Electra
 from electra.model.storage import load_model, save_model
 from electra.serve.inference import load
 

@@ -197,7 +197,7 @@ def test_pieces_of_a_batch_have_the_gradients_of_the_whole(make_pair, make_batch
     def gradients(cuts: list[slice]) -> list[torch.Tensor]:
         electra = make_pair(objective=objective)
         pieces = [
-            Batch(batch.input_ids[rows], batch.step, batch.rows[rows], batch.attention_mask[rows]) for rows in cuts
+            Batch(batch.input_ids[rows], batch.step, batch.row_ids[rows], batch.attention_mask[rows]) for rows in cuts
         ]
         losses = [OBJECTIVES[objective].losses(electra, piece, settings) for piece in pieces]
         counts = OBJECTIVES[objective].counts(batch, settings)
@@ -268,7 +268,7 @@ def test_documents_in_a_row_do_not_change_each_others_losses(make_pair, make_bat
     packed = electra.discriminator(masked.input_ids, None, None, documents)
     alone = electra.discriminator(masked.input_ids[:, :8])
     torch.testing.assert_close(packed[:, :8], alone)
-    losses = replaced_token_detection(electra, replace(batch, documents=documents), settings)
+    losses = replaced_token_detection(electra, replace(batch, document_ids=documents), settings)
     assert losses["discriminator"].mean() != replaced_token_detection(electra, batch, settings)["discriminator"].mean()
 
 
@@ -290,7 +290,7 @@ def test_each_objective_is_one_graph_for_the_compiler(make_pair, make_batch, set
 
     settings = replace(settings, mask_count="paper", whole_word_masking=True)
     batch = make_batch(lengths=[16, 12, 7, 3])
-    inputs = (batch.input_ids, batch.step, batch.rows, batch.attention_mask)
+    inputs = (batch.input_ids, batch.step, batch.row_ids, batch.attention_mask)
     traced = torch.compile(loss, fullgraph=True, backend="eager")
     torch.testing.assert_close(traced(*inputs), loss(*inputs))
 

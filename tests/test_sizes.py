@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from electra.errors import ConfigError
+from electra.model.config import ModelConfig
 from electra.model.electra import Electra
-from electra.model.sizes import ModelConfig
 
 
 @pytest.mark.parametrize(("size", "parameters"), [("small", 13_549_057), ("base", 109_483_009), ("large", 335_142_913)])
@@ -38,7 +38,7 @@ def test_a_generators_heads_divide_its_width_and_are_at_least_64_wide(width, hea
     [
         ({"generator_width": 0}, "generator: width is 0; it must be at least 1"),
         ({"generator_layers": 0}, "generator: layers is 0; it must be at least 1"),
-        ({"heads": 3}, "discriminator: width 256 does not divide into 3 heads"),
+        ({"heads": 3}, "discriminator: width 256 is not divisible by 3 heads"),
     ],
 )
 def test_a_mistake_names_the_part_it_is_about(settings, sentence):
@@ -59,12 +59,12 @@ def test_sharing_all_makes_the_generator_as_large_as_the_discriminator():
 
 
 def test_a_smaller_generator_cannot_share_all():
-    with pytest.raises(ConfigError, match="the generator has 64 and the discriminator 256"):
+    with pytest.raises(ConfigError, match="they have 64 and 256"):
         ModelConfig(size="small", sharing="all", generator_width=64).electra_config()
 
 
 def test_an_unknown_size_is_refused():
-    with pytest.raises(ConfigError, match="there is no size 'huge'; choose from tiny, small, base, large"):
+    with pytest.raises(ConfigError, match="unknown size 'huge'; choose from tiny, small, base, large"):
         ModelConfig(size="huge").electra_config()
 
 
@@ -105,5 +105,5 @@ def test_local_attention_is_an_option_of_the_modern_style():
     pair = ModelConfig(style="modern", global_attention_every=3, local_attention=64).electra_config()
     assert [pair.generator.is_global(layer) for layer in range(4)] == [True, False, False, True]
     assert pair.discriminator.local_attention == 64
-    with pytest.raises(ConfigError, match="discriminator: global_attention_every is 3, and the classic style has none"):
+    with pytest.raises(ConfigError, match="discriminator: global_attention_every is 3, but the classic style"):
         ModelConfig(global_attention_every=3).electra_config()

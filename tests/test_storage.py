@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
 from electra.model.config import EncoderConfig
-from electra.model.storage import load_model, save_model, write_tensors, written_whole
+from electra.model.storage import load_model, save_model, write_tensors
+from electra.runfolder import write_folder
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_an_output_folder_that_exists_is_left_alone(folder, make_pair):
 
 
 def fail_to_write(folder):
-    with written_whole(folder) as draft:
+    with write_folder(folder) as draft:
         (draft / "config.json").write_text("{}")
         raise OSError("disk full")
 
@@ -95,9 +96,9 @@ def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
         ({"feedforward": 41}, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
-        ({"colour": "blue"}, "discriminator: 'colour' is missing or unknown; the settings are attention_dropout, "),
-        ({"layers": 2.0}, r"discriminator: layers is 2.0; it must be a whole number"),
-        ({"norm_epsilon": "tiny"}, "norm_epsilon is 'tiny'; it must be a number"),
+        ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
+        ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
+        ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),
     ],
 )
 def test_a_setting_that_does_not_fit_the_weights_or_cannot_be_is_named(folder, settings, sentence):
@@ -113,7 +114,7 @@ def test_a_missing_setting_is_never_guessed(folder, name):
     config = json.loads((folder / "config.json").read_text())
     del config["model"]["generator"][name]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=f"config.json: generator: '{name}' is missing or unknown"):
+    with pytest.raises(DataError, match=f"config.json: generator: EncoderConfig lacks {name}"):
         load_model(folder)
 
 
@@ -122,21 +123,21 @@ def test_a_missing_setting_is_never_guessed(folder, name):
     [
         ("{", "config.json is not valid JSON"),
         ("{}", "config.json describes no model"),
-        ('{"model": null}', "these are not the settings of a model: None"),
-        ('{"model": []}', r"these are not the settings of a model: \[\]"),
-        ('{"model": "x"}', "these are not the settings of a model: 'x'"),
-        ('{"model": {"generator": null}}', "'discriminator', 'has_baseline', 'head', 'sharing' is missing or unknown"),
+        ('{"model": null}', "expected the settings of ElectraConfig, not None"),
+        ('{"model": []}', r"expected the settings of ElectraConfig, not \[\]"),
+        ('{"model": "x"}', "expected the settings of ElectraConfig, not 'x'"),
+        ('{"model": {"generator": null}}', "ElectraConfig lacks discriminator, has_baseline, head, sharing"),
         (
             '{"model": {"generator": 0, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
-            "generator: these are not .*: 0",
+            "generator: expected .* not 0",
         ),
         (
             '{"model": {"generator": {}, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
-            "generator: 'attention_dropout', ",
+            "generator: EncoderConfig lacks attention_dropout, ",
         ),
         (
             '{"model": {"generator": null, "discriminator": null, "sharing": [], "head": "rtd", "has_baseline": false}}',
-            r"there is no sharing \[\]",
+            r"at `\$.sharing`",
         ),
     ],
 )
@@ -176,7 +177,7 @@ def test_the_current_folder_is_not_replaced(tmp_path, make_pair, monkeypatch):
 
 
 def test_a_folder_that_is_not_a_model_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"is not a model folder: it has no config.json"):
+    with pytest.raises(DataError, match=r"has no config.json"):
         load_model(tmp_path)
     with pytest.raises(DataError, match=r"there is no folder .*missing"):
         load_model(tmp_path / "missing")

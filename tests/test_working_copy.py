@@ -6,7 +6,8 @@ from conftest import MODERN, WIDE
 from torch import nn
 
 from electra.kernels.master_weights import WorkingCopy
-from electra.model.electra import SHARING, Electra, ElectraConfig
+from electra.model.config import ElectraConfig
+from electra.model.electra import SHARING, Electra
 from electra.model.storage import read_tensors, write_tensors
 from electra.objectives.losses import total
 from electra.objectives.objectives import Settings, replaced_token_detection

@@ -89,14 +89,14 @@ class Corpus:
         """The files' bytes on disk."""
         return [path.stat().st_size for path in self.paths()]
 
-    def identity(self) -> dict[str, int] | str:
+    def identity(self) -> dict[str, str] | str:
         """What tells corpora apart: the hub name, or the files' sizes by their names below their common folder."""
         if self.is_hub:
             return self.config.corpus
         paths = [path.absolute() for path in self.paths()]
         common = os.path.commonpath([path.parent for path in paths])
         names = [str(path.relative_to(common)) for path in paths]
-        return dict(zip(names, self.sizes(), strict=True))
+        return {name: f"{size:,} bytes" for name, size in zip(names, self.sizes(), strict=True)}
 
     def blocks(self) -> Iterator[Block]:
         """All documents in their order, as blocks; memory does not grow with the corpus."""

@@ -8,7 +8,6 @@ import gzip
 import importlib
 import io
 import lzma
-import math
 import os
 import shutil
 import sys
@@ -16,7 +15,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,8 +26,6 @@ from electra.errors import ConfigError, DataError
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 MOST_TOLD = 5  # kinds of files that are named, where many are skipped
-PARTIAL = ".partial"
-"""Ends the name of a file that is being written."""
 
 
 @dataclass(frozen=True)
@@ -199,44 +196,3 @@ def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator
             raise
         except (OSError, ValueError) as error:  # pyarrow's errors are both, on opening and on reading
             raise DataError(f"{file.path} is not a whole parquet file ({error})") from None
-
-
-def is_used(folder: Path) -> bool:
-    """Whether there is more in a folder than what a killed writer left."""
-    return folder.exists() and any(not file.name.endswith(PARTIAL) for file in folder.iterdir())
-
-
-@contextmanager
-def made(folder: Path) -> Iterator[None]:
-    """Make a folder, and those that it lies in; what is new and left empty is removed again."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # not empty
-            for path in new:
-                path.rmdir()
-
-
-def finite(value: Any) -> Any:
-    """A value for JSON, which has no word for numbers that are not finite: null stands in their place."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: finite(item) for name, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file beside its name and rename it, so that under its name it is whole or not there."""
-    partial = path.with_name(f"{path.name}{PARTIAL}")
-    try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(error.errno, f"cannot write ({error.strerror})", str(path)) from None

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tyro.conf import Positional
 
-from electra.data.files import PARTIAL
-from electra.data.packing import DensePacking, Permutation
-from electra.data.ring import Ring
-from electra.data.shards import SPLITS, Shards, damaged_error, open_shards
+from electra.config import Positional
+from electra.data.packing import PackedRows, Permutation
+from electra.data.shards import SPLITS, Shards, TokenRing, damaged_error, open_shards
 from electra.errors import ConfigError
 from electra.plotting import empty_figure
+from electra.runfolder import open_atomic
 
 BAR = 40
 
@@ -136,12 +135,12 @@ def histogram_lines(lengths: dict[str, int]) -> list[str]:
 
 def decoded_rows(shards: Shards, rows: int, length: int) -> list[str]:
     """The first rows of the first epoch, dense, with seed 0."""
-    ring = Ring(shards, "train" if shards.index.totals("tokens")["train"] else "validation")
-    packing = DensePacking(len(ring), length, seed=0, epoch=0, is_shuffled=True)
-    order = Permutation.drawn(packing.rows, seed=0, epoch=0)
-    starts = packing.cuts(order(np.arange(min(rows, packing.rows)))).starts
+    ring = TokenRing(shards, "train" if shards.index.totals("tokens")["train"] else "validation")
+    packed = PackedRows(len(ring), length, seed=0, epoch=0, shuffle=True)
+    order = Permutation.for_epoch(packed.num_rows, seed=0, epoch=0)
+    starts = packed.spans(order(np.arange(min(rows, packed.num_rows)))).starts
     library, cls = shards.tokenizer.library, shards.tokenizer.vocabulary.cls_id
-    windows = [ring.window(int(start), packing.width).tolist() for start in starts]
+    windows = [ring.read_across_parts(int(start), packed.width).tolist() for start in starts]
     return [library.decode([cls, *window], skip_special_tokens=False) for window in windows]
 
 
@@ -164,7 +163,6 @@ def draw(lengths: NDArray, path: Path) -> str | None:
     axes = figure.subplots()
     axes.hist(lengths, bins=np.geomspace(1, max(2, lengths.max() + 1), 60).tolist())
     axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents", title=f"{len(lengths):,} documents")
-    partial = path.with_name(f"{path.name}{PARTIAL}")
-    figure.savefig(partial, format="png", dpi=150)
-    partial.replace(path)
+    with open_atomic(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=150)
     return str(path)

@@ -1,13 +1,13 @@
-"""BatchLoader: rows of token ids, and what the model and the objectives need to know of them."""
+"""The data loader: batches of rows from the shards of a split, shuffled, resumable and prefetched."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from queue import Full, Queue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -15,26 +15,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.data.packing import (
-    Cuts,
-    DensePacking,
-    Form,
+    EpochRows,
+    PackedRows,
     Packing,
-    PaperPacking,
     Permutation,
-    document_begins,
-    documents_in,
+    RowSpans,
+    SegmentPairRows,
+    compute_document_starts,
+    count_documents,
 )
-from electra.data.ring import Ring
-from electra.data.shards import Shards, Split
-from electra.data.stream import MappedStream, ResidentStream, Stream, as_ids
-from electra.data.vocabulary import Vocabulary
+from electra.data.shards import Shards, Split, TokenRing
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 
-TOKENS_AT_ONCE = 1 << 20
-"""BatchLoader are packed together up to so many tokens: many small gathers would be slower."""
+TOKENS_PER_READ = 1 << 20
+"""Tokens that are read and packed together; many small gathers would be slower."""
 
-ORDER = ("seed", "length", "form")
-"""What decides the order of rows, in which a checkpoint is a place."""
+ROW_ORDER = ("seed", "length", "packing")
+"""The settings that determine the row order; a saved position is only valid with the same ones."""
+
+# torch indexes only signed integers; `to_ids` restores the unsigned values
+SIGNED_DTYPES = {np.dtype(np.uint16): torch.int16, np.dtype(np.uint32): torch.int32}
+UNSIGNED_MASKS = {torch.int16: 0xFFFF, torch.int32: 0xFFFFFFFF}
 
 Item = TypeVar("Item")
 
@@ -44,261 +46,309 @@ class Batch:
     """Rows of one training step, or of one micro-batch of it."""
 
     input_ids: Tensor  # [B, L]
-    step: Tensor  # [] the training step, counted from 0
-    rows: Tensor  # [B] each row's number within the whole step's batch, over all ranks and micro-batches
-    attention_mask: Tensor | None = None  # [B, L] bool, False at padding; None: there is no padding
+    step: Tensor  # [] training step, from 0
+    row_ids: Tensor  # [B] index of each row in the global batch, over all ranks and micro-batches
+    attention_mask: Tensor | None = None  # [B, L] bool, False at padding; None: no padding
     segment_ids: Tensor | None = None  # [B, L] 0 in segment A, 1 in segment B; None: all A
-    documents: Tensor | None = None  # [B, L] the number of a token's document, each contiguous; None: one a row
-    starts: Tensor | None = (
-        None  # [N + 1] where these start in the flattened batch (`compute_cu_seqlens`); None: not listed
-    )
-    is_continuation: Tensor | None = None  # [B, L] bool, True at a word's second and later pieces; None: not known
+    document_ids: Tensor | None = None  # [B, L] document of each token, contiguous; None: one document per row
+    cu_seqlens: Tensor | None = None  # [N + 1] document boundaries in the flattened batch (`compute_cu_seqlens`)
+    is_continuation: Tensor | None = None  # [B, L] bool, True at word pieces that continue a word; None: unknown
 
-    def size(self) -> int:
-        """Its rows."""
-        return len(self.rows)
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_ids)
 
-    def token_count(self) -> int:
-        """Its tokens, padding included: what the device works on."""
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens, padding included."""
         return self.input_ids.numel()
 
-    def tokens(self) -> Tensor:
-        """How many tokens of each row are not padding: [B]."""
+    def lengths(self) -> Tensor:
+        """[B] number of tokens in each row, without padding."""
         if self.attention_mask is None:
-            return torch.full_like(self.rows, self.input_ids.shape[1])
+            return torch.full_like(self.row_ids, self.input_ids.shape[1])
         return self.attention_mask.long().sum(1)
 
-    def surroundings(self) -> tuple[Tensor | None, ...]:
-        """What an encoder takes beside the token ids, in its order: padding, segments, documents and their list."""
-        return self.attention_mask, self.segment_ids, self.documents, self.starts
+    def encoder_inputs(self) -> dict[str, Tensor | None]:
+        """The encoder's keyword arguments besides `input_ids`."""
+        names = ("attention_mask", "segment_ids", "document_ids", "cu_seqlens")
+        return {name: getattr(self, name) for name in names}
 
-    def pieces(self, count: int) -> list[Batch]:
-        """The batch in equal micro-batches; rows keep their numbers."""
-        if self.size() % count:
-            raise ConfigError(f"{self.size()} rows do not divide into {count} micro-batches")
-        by_row = [field.name for field in fields(Batch) if field.name not in ("step", "starts")]
-        tensors = {name: getattr(self, name) for name in by_row}
-        chunks = {name: tensor.chunk(count) for name, tensor in tensors.items() if tensor is not None}
-        pieces = [replace(self, **{name: chunk[part] for name, chunk in chunks.items()}) for part in range(count)]
-        return [piece.listed(None if self.starts is None else len(self.starts) - 1) for piece in pieces]
+    def micro_batches(self, count: int) -> list[Batch]:
+        """The batch split into `count` equal parts."""
+        if self.num_rows % count:
+            raise ConfigError(f"{self.num_rows} rows do not divide into {count} micro-batches")
+        by_row = [field.name for field in fields(Batch) if field.name not in ("step", "cu_seqlens")]
+        tensors = {name: tensor for name in by_row if (tensor := getattr(self, name)) is not None}
+        chunks = {name: tensor.chunk(count) for name, tensor in tensors.items()}
+        parts = [replace(self, **{name: chunk[part] for name, chunk in chunks.items()}) for part in range(count)]
+        return parts if self.cu_seqlens is None else [part.with_cu_seqlens(len(self.cu_seqlens) - 1) for part in parts]
 
-    def listed(self, most: int | None) -> Batch:
-        """The batch with a list of its documents, of which there are at most so many; without one if that is None."""
-        if most is None or self.documents is None:
-            return replace(self, starts=None)
-        return replace(self, starts=compute_cu_seqlens(self.documents, most))
+    def with_cu_seqlens(self, max_documents: int) -> Batch:
+        """The batch with the boundaries of its at most `max_documents` documents."""
+        assert self.document_ids is not None
+        return replace(self, cu_seqlens=compute_cu_seqlens(self.document_ids, max_documents))
+
+
+def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -> Tensor:
+    """Start of each document of `document_ids` [B, L] in the flattened batch, and the batch's end: [N + 1] int32.
+
+    Every row starts a new document. With `max_documents` N equals it (a static shape): empty documents fill the end.
+    """
+    is_start = torch.ones_like(document_ids, dtype=torch.bool)  # [B, L]
+    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    is_start, end = is_start.flatten(), document_ids.numel()
+    if max_documents is None:
+        return torch.nn.functional.pad(is_start.nonzero().squeeze(1), (0, 1), value=end).int()
+    position = torch.arange(end, device=document_ids.device, dtype=torch.int32)
+    index = torch.where(is_start, is_start.cumsum(0) - 1, max_documents + 1)  # the last entry collects non-starts
+    return position.new_full((max_documents + 2,), end).scatter(0, index.clamp(max=max_documents + 1), position)[:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """How tokens become rows and rows become batches."""
+class LoaderConfig:
+    """How tokens are packed into rows and rows into batches."""
 
     length: int = 128
-    """Tokens in a row, [CLS] and [SEP] included."""
+    """Tokens per row, including [CLS] and [SEP]."""
     batch_size: int = 128
-    """Rows of one step, over all ranks and micro-batches."""
-    form: Form = "dense"
-    """dense: documents end to end, no padding; paper: two segments of one document, as ELECTRA was trained."""
+    """Rows per step, over all ranks and micro-batches."""
+    packing: Packing = "packed"
+    """packed: documents are concatenated, without padding; segment-pairs: two segments of one document per row, padded,
+    as in the ELECTRA paper."""
     cross_document_attention: bool = False
-    """Dense rows: tokens see all documents of their row, as in most trainers; otherwise only their own."""
-    seed: int = 0
-    """Decides how rows are cut and shuffled."""
+    """Let tokens attend to all documents of a packed row instead of only to their own."""
     data_on_gpu: bool = False
-    """Keep all tokens in the device's memory and pack there."""
-    whole_word_masking: bool = False
-    """Also tell which tokens continue a word, for masking whole words."""
+    """Keep all training tokens in GPU memory and pack rows there."""
 
     def __post_init__(self):
         if self.length < 5:
-            raise ConfigError(f"length is {self.length}; a row needs at least 5: [CLS] A [SEP] B [SEP]")
+            raise ConfigError(f"length is {self.length}; it must be at least 5: [CLS] A [SEP] B [SEP]")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
-        if self.cross_document_attention and self.form != "dense":
+
+
+class TokenSource(Protocol):
+    """The ring of a split's tokens as tensors."""
+
+    def read(self, starts: NDArray, width: int) -> Tensor:
+        """[R, width] the tokens from each start on, for `to_ids`."""
+
+
+def to_ids(tokens: Tensor) -> Tensor:
+    """The tokens of a source as int64 ids."""
+    return tokens.long() & UNSIGNED_MASKS[tokens.dtype]
+
+
+class MappedTokens:
+    """Tokens read from memory-mapped shards, into pinned memory if a GPU will use them."""
+
+    def __init__(self, ring: TokenRing, device: torch.device):
+        self.ring, self.pin_memory = ring, device.type == "cuda"
+
+    def read(self, starts: NDArray, width: int) -> Tensor:
+        """[R, width] the tokens from each start on, for `to_ids`."""
+        dtype = SIGNED_DTYPES[self.ring.dtype]
+        tokens = torch.empty((len(starts), width), dtype=dtype, pin_memory=self.pin_memory)
+        self.ring.read(starts, out=tokens.numpy().view(self.ring.dtype))
+        return tokens
+
+
+class ResidentTokens:
+    """Tokens that are all in the memory of a device."""
+
+    def __init__(self, ring: TokenRing, device: torch.device):
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        needed = len(ring) * ring.dtype.itemsize
+        if free is not None and needed > free:
             raise ConfigError(
-                f"cross_document_attention is for dense rows; with form {self.form} a row has one document anyway"
+                f"the tokens take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free on {device}; "
+                "leave out --data-on-gpu"
             )
+        self.tokens = torch.empty(len(ring), dtype=SIGNED_DTYPES[ring.dtype], device=device)
+        for part, start, end in zip(ring.parts, ring.starts, ring.ends, strict=True):
+            self.tokens[start:end] = torch.from_numpy(np.array(part)).view(self.tokens.dtype)
+
+    def read(self, starts: NDArray, width: int) -> Tensor:
+        """[R, width] the tokens from each start on, for `to_ids`."""
+        device = self.tokens.device
+        positions = torch.from_numpy(starts).to(device)[:, None] + torch.arange(width, device=device)
+        return self.tokens[positions % len(self.tokens)]
 
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the endless order of batches: the next step and its first row, counted in its epoch over all ranks."""
+    """The next batch: its step, and its first row as (epoch, row over all ranks)."""
 
     step: int = 0
     epoch: int = 0
     row: int = 0
 
 
-def compute_cu_seqlens(documents: Tensor, most: int | None = None) -> Tensor:
-    """Where documents [B, L] start in the flattened batch, and its end; a row always starts a new one.
+@dataclass(frozen=True)
+class Epoch:
+    """The rows of an epoch in the order in which batches take them."""
 
-    If there are at most so many, the list has one length whatever they are: empty ones stand at its end.
-    """
-    is_start = torch.ones_like(documents, dtype=torch.bool)  # [B, L]
-    is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    is_start, end = is_start.flatten(), documents.numel()
-    if most is None:
-        return torch.nn.functional.pad(is_start.nonzero().squeeze(1), (0, 1), value=end).int()
-    place = torch.arange(end, device=documents.device, dtype=torch.int32)
-    number = torch.where(is_start, is_start.cumsum(0) - 1, most + 1)  # what starts nothing goes behind the list
-    return place.new_full((most + 2,), end).scatter(0, number.clamp(max=most + 1), place)[:-1]
+    rows: EpochRows
+    permutation: Permutation | None  # None: in the order of the text
+
+    def spans(self, indices: NDArray) -> RowSpans:
+        """The spans of the rows at these indices of the order."""
+        return self.rows.spans(indices if self.permutation is None else self.permutation(indices))
+
+
+def create_epoch(
+    config: LoaderConfig, seed: int, shuffle: bool, num_tokens: int, document_starts: NDArray, number: int
+) -> Epoch:
+    """The rows and the row order of an epoch."""
+    rows: EpochRows
+    if config.packing == "packed":
+        rows = PackedRows(num_tokens, config.length, seed, number, shuffle)
+    else:
+        rows = SegmentPairRows(document_starts, config.length, seed, number)
+    return Epoch(rows, Permutation.for_epoch(rows.num_rows, seed, number) if shuffle else None)
 
 
 class BatchLoader:
-    """The batches of one rank: endless, the same for the same configuration, and able to go on from any step."""
+    """An endless, resumable iterator over one rank's batches, which are determined by its arguments.
+
+    `seed` determines the row order. `whole_word_masking` fills `is_continuation`, `with_cu_seqlens` fills `cu_seqlens`.
+    """
 
     def __init__(
         self,
         shards: Shards,
-        config: DataConfig,
+        config: LoaderConfig,
         *,
+        seed: int = 0,
         split: Split = "train",
+        whole_word_masking: bool = False,
+        with_cu_seqlens: bool = False,
         rank: int = 0,
-        ranks: int = 1,
+        world_size: int = 1,
         device: torch.device | str = "cpu",
-        start: Position | None = None,
-        lists_documents: bool = False,
     ):
-        if config.batch_size % ranks:
-            raise ConfigError(f"batch_size {config.batch_size} does not divide among {ranks} ranks")
-        self.config, self.rank, self.ranks = config, rank, ranks
-        self.position = start or Position()
-        self.device = torch.device(device)
+        if config.batch_size % world_size:
+            raise ConfigError(f"batch_size {config.batch_size} is not divisible by the {world_size} ranks")
+        self.config, self.seed, self.device = config, seed, torch.device(device)
+        self.rank, self.rows_per_rank = rank, config.batch_size // world_size
+        self.position = Position()
         self.vocabulary = shards.tokenizer.vocabulary
-        ring = Ring(shards, split)
-        self.stream: Stream = (ResidentStream if config.data_on_gpu else MappedStream)(ring, self.device)
-        self.packing_of = packings(shards, config, split, len(ring))
-        self.is_continuation = torch.tensor(self.vocabulary.is_continuation, device=self.device)
-        is_listed = lists_documents and config.form == "dense" and not config.cross_document_attention
-        self.begins = document_begins(shards, split) if is_listed else None
+        ring = TokenRing(shards, split)
+        self.tokens: TokenSource = (ResidentTokens if config.data_on_gpu else MappedTokens)(ring, self.device)
+        is_packed = config.packing == "packed"
+        self.with_cu_seqlens = with_cu_seqlens and is_packed and not config.cross_document_attention
+        needs_documents = self.with_cu_seqlens or not is_packed
+        self.document_starts = compute_document_starts(shards, split) if needs_documents else np.zeros(0, np.int64)
+        continuations = self.vocabulary.is_continuation if whole_word_masking else None
+        self.is_continuation = None if continuations is None else torch.tensor(continuations, device=self.device)
+        # not a method: a reference cycle would keep tokens in GPU memory until the next garbage collection
+        create = partial(create_epoch, config, seed, split == "train", len(ring), self.document_starts)
+        self.epoch = lru_cache(maxsize=2)(create)
 
-    def state(self) -> dict[str, Any]:
-        """The position of the next batch, and what it is a position in: a few numbers to keep in a checkpoint."""
-        return asdict(self.position) | self.order()
+    def row_order(self) -> dict[str, Any]:
+        """The settings that determine the row order."""
+        return {"seed": self.seed, "length": self.config.length, "packing": self.config.packing}
 
-    def order(self) -> dict[str, Any]:
-        """What decides the order of rows."""
-        return {name: getattr(self.config, name) for name in ORDER}
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch and the row order it refers to."""
+        return asdict(self.position) | self.row_order()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with any number of ranks; raises if it is a place in another order."""
-        for name, value in self.order().items():
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, saved with any number of ranks; raises if it refers to another row order."""
+        for name, value in self.row_order().items():
             if state[name] != value:
                 raise ConfigError(
-                    f"these batches have {name} {value}, the saved position is one with {name} {state[name]}; "
-                    "resume with the same, or start a new epoch"
+                    f"{name} is {value} but the saved position in the training data is for {name} {state[name]}; "
+                    f"resume with {name} {state[name]} or start a new run"
                 )
         self.position = Position(**{field.name: state[field.name] for field in fields(Position)})
 
     def __iter__(self) -> Iterator[Batch]:
-        """BatchLoader from the present position on; it moves as they are taken."""
-        for position, windows, cuts in prefetched(self.chunks(self.position)):
-            for batch in self.batches_of(position, windows, cuts):
-                self.position = self.after(self.position, steps=1)
+        """Batches from `self.position` on, which advances with each batch taken."""
+        for position, tokens, spans in prefetch(self.read_chunks(self.position)):
+            for batch in self.build_batches(position, tokens, spans):
+                self.position = self.advance(self.position, steps=1)
                 yield batch
 
-    def chunks(self, position: Position) -> Iterator[tuple[Position, Tensor, Cuts]]:
-        """The windows of some steps at a time, endlessly."""
-        size = self.config.batch_size
-        most = TOKENS_AT_ONCE // (size // self.ranks * self.config.length)
-        steps = max(1, min(most, self.packing_of(position.epoch)[0].rows // size))  # small corpora: an epoch at most
+    def read_chunks(self, position: Position) -> Iterator[tuple[Position, Tensor, RowSpans]]:
+        """The tokens of several steps at a time, endlessly."""
+        steps = TOKENS_PER_READ // (self.rows_per_rank * self.config.length)
+        steps = max(1, min(steps, self.epoch(position.epoch).rows.num_rows // self.config.batch_size))
         while True:
-            cuts, width = self.cuts_of(position, steps)
-            yield position, self.stream.windows(cuts.starts, width), cuts
-            position = self.after(position, steps)
+            spans, width = self.row_spans(position, steps)
+            yield position, self.tokens.read(spans.starts, width), spans
+            position = self.advance(position, steps)
 
-    def cuts_of(self, position: Position, steps: int) -> tuple[Cuts, int]:
-        """Where this rank's rows of the next steps lie, over as many epochs as they take."""
-        size, local = self.config.batch_size, self.config.batch_size // self.ranks
-        rows = self.rank * local + np.arange(local)
-        places = position.row + (np.arange(steps)[:, None] * size + rows).ravel()
-        epoch, found = position.epoch, []
-        while len(places):
-            packing, order = self.packing_of(epoch)
-            is_here = places < packing.rows
-            found.append(packing.cuts(order(places[is_here])))
-            places, epoch = places[~is_here] - packing.rows, epoch + 1
-        return joined(found), packing.width
+    def row_spans(self, position: Position, steps: int) -> tuple[RowSpans, int]:
+        """The spans of this rank's rows of the next steps, over as many epochs as needed, and their width."""
+        row_ids = self.rank * self.rows_per_rank + np.arange(self.rows_per_rank)
+        rows = position.row + (np.arange(steps)[:, None] * self.config.batch_size + row_ids).ravel()
+        number, spans = position.epoch, []
+        while len(rows):
+            epoch = self.epoch(number)
+            is_inside = rows < epoch.rows.num_rows
+            spans.append(epoch.spans(rows[is_inside]))
+            rows, number = rows[~is_inside] - epoch.rows.num_rows, number + 1
+        return concatenate(spans), epoch.rows.width
 
-    def after(self, position: Position, steps: int) -> Position:
-        """The position some steps later."""
+    def advance(self, position: Position, steps: int) -> Position:
+        """The position `steps` later."""
         epoch, row = position.epoch, position.row + steps * self.config.batch_size
-        while row >= (rows := self.packing_of(epoch)[0].rows):
-            epoch, row = epoch + 1, row - rows
+        while row >= (num_rows := self.epoch(epoch).rows.num_rows):
+            epoch, row = epoch + 1, row - num_rows
         return Position(position.step + steps, epoch, row)
 
-    def batches_of(self, position: Position, windows: Tensor, cuts: Cuts) -> Iterator[Batch]:
-        """The batch of each step of a chunk, laid out on the device."""
-        local = self.config.batch_size // self.ranks
-        ids = as_ids(windows.to(self.device, non_blocking=True))
-        whole = dense(ids, self.vocabulary) if cuts.lengths is None else paper(ids, cuts, self.vocabulary)
+    def build_batches(self, position: Position, tokens: Tensor, spans: RowSpans) -> Iterator[Batch]:
+        """The batch of each step of a chunk, on the device."""
+        text = to_ids(tokens.to(self.device, non_blocking=True))  # [steps * B, width]
+        if self.config.packing == "packed":
+            chunk = build_packed_rows(text, self.vocabulary)
+        else:
+            chunk = build_segment_pairs(text, spans, self.vocabulary)
         if self.config.cross_document_attention:
-            whole.pop("documents", None)
-        if self.config.whole_word_masking:
-            whole["is_continuation"] = self.is_continuation[whole["input_ids"]]
-        rows = torch.arange(self.rank * local, (self.rank + 1) * local, device=self.device)
-        steps = torch.arange(position.step, position.step + len(ids) // local, device=self.device)
-        for number, step in enumerate(steps):
-            part = slice(number * local, (number + 1) * local)
-            batch = Batch(step=step, rows=rows, **{name: tensor[part] for name, tensor in whole.items()})
-            yield batch.listed(self.most_documents(cuts.starts[part]))
+            chunk.pop("document_ids", None)
+        if self.is_continuation is not None:
+            chunk["is_continuation"] = self.is_continuation[chunk["input_ids"]]
+        row_ids = torch.arange(self.rows_per_rank, device=self.device) + self.rank * self.rows_per_rank
+        steps = torch.arange(len(text) // self.rows_per_rank, device=self.device) + position.step
+        for index, step in enumerate(steps):
+            rows = slice(index * self.rows_per_rank, (index + 1) * self.rows_per_rank)
+            batch = Batch(step=step, row_ids=row_ids, **{name: tensor[rows] for name, tensor in chunk.items()})
+            yield batch.with_cu_seqlens(self.max_documents(spans.starts[rows])) if self.with_cu_seqlens else batch
 
-    def most_documents(self, starts: NDArray) -> int | None:
-        """A round number that the documents of these rows do not exceed: batches have few shapes then."""
-        if self.begins is None:
-            return None
-        count = int(documents_in(starts, self.config.length - 1, self.begins).sum())
+    def max_documents(self, starts: NDArray) -> int:
+        """An upper bound of the documents in these rows, rounded up so that `cu_seqlens` has few different shapes."""
+        count = int(count_documents(starts, self.config.length - 1, self.document_starts).sum())
         return len(starts) * 2 ** max(0, (-(-count // len(starts)) - 1).bit_length())
 
 
-def packings(
-    shards: Shards, config: DataConfig, split: Split, tokens: int
-) -> Callable[[int], tuple[Packing, Callable[[NDArray], NDArray]]]:
-    """A function from an epoch to its rows and their order; validation rows keep the order of the text."""
-    documents = document_begins(shards, split) if config.form == "paper" else None
-    is_shuffled = split == "train"
-
-    @lru_cache(maxsize=2)
-    def packing_of(epoch: int) -> tuple[Packing, Callable[[NDArray], NDArray]]:
-        packing: Packing
-        if documents is None:
-            packing = DensePacking(tokens, config.length, config.seed, epoch, is_shuffled)
-        else:
-            packing = PaperPacking(documents, config.length, config.seed, epoch)
-        order = Permutation.drawn(packing.rows, config.seed, epoch) if is_shuffled else unchanged
-        return packing, order
-
-    return packing_of
+def concatenate(spans: list[RowSpans]) -> RowSpans:
+    """Row spans of several epochs in one."""
+    columns = {field.name: [getattr(part, field.name) for part in spans] for field in fields(RowSpans)}
+    return RowSpans(**{name: np.concatenate(column) for name, column in columns.items() if column[0] is not None})
 
 
-def unchanged(places: NDArray) -> NDArray:
-    """The order in which rows are numbered."""
-    return places
-
-
-def joined(cuts: list[Cuts]) -> Cuts:
-    """The rows of several epochs in a row."""
-    columns = {field.name: [getattr(part, field.name) for part in cuts] for field in fields(Cuts)}
-    return Cuts(**{name: np.concatenate(column) for name, column in columns.items() if column[0] is not None})
-
-
-def dense(windows: Tensor, vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """Rows of the form [CLS] tokens: each document of a row ends with its [SEP], and [CLS] belongs to the first."""
-    input_ids = torch.nn.functional.pad(windows, (1, 0), value=vocabulary.cls_id)  # [B, L]
+def build_packed_rows(text: Tensor, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """`input_ids` and `document_ids` of packed rows, [CLS] followed by `text` [B, L - 1]."""
+    input_ids = torch.nn.functional.pad(text, (1, 0), value=vocabulary.cls_id)  # [B, L]
     is_end = input_ids == vocabulary.sep_id
-    documents = is_end.cumsum(1, dtype=torch.int32) - is_end.int()
-    return {"input_ids": input_ids, "documents": documents}
+    document_ids = is_end.cumsum(1, dtype=torch.int32) - is_end.int()  # [SEP] belongs to the document it ends
+    return {"input_ids": input_ids, "document_ids": document_ids}
 
 
-def paper(windows: Tensor, cuts: Cuts, vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """Rows of the form [CLS] A [SEP] B [SEP], or [CLS] A [SEP] where A is all the text, then padding."""
-    device = windows.device
-    text, first = (torch.from_numpy(part).to(device)[:, None] for part in (cuts.lengths, cuts.firsts))  # [B, 1]
-    has_second = text > first
-    column = torch.arange(windows.shape[1] + 3, device=device)  # [L]
-    is_second = column > first + 1
-    input_ids = windows.gather(1, (column - 1 - is_second.long()).clamp(0, windows.shape[1] - 1))  # [B, L]
-    is_separator = (column == first + 1) | (has_second & (column == text + 2))
-    attention_mask = column < text + 2 + has_second.long()
+def build_segment_pairs(text: Tensor, spans: RowSpans, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `segment_ids` of [CLS] A [SEP] B [SEP] rows from `text` [B, L - 3]."""
+    device, width = text.device, text.shape[1]
+    lengths, first_lengths = (
+        torch.from_numpy(part).to(device)[:, None] for part in (spans.lengths, spans.first_lengths)
+    )  # [B, 1]
+    has_second = lengths > first_lengths
+    position = torch.arange(width + 3, device=device)  # [L]
+    is_second = position > first_lengths + 1
+    input_ids = text.gather(1, (position - 1 - is_second.long()).clamp(0, width - 1))  # [B, L]
+    is_separator = (position == first_lengths + 1) | (has_second & (position == lengths + 2))
+    attention_mask = position < lengths + 2 + has_second.long()
     input_ids = torch.where(is_separator, vocabulary.sep_id, input_ids)
     input_ids = torch.where(attention_mask, input_ids, vocabulary.pad_id)
     input_ids[:, 0] = vocabulary.cls_id
@@ -306,12 +356,12 @@ def paper(windows: Tensor, cuts: Cuts, vocabulary: Vocabulary) -> dict[str, Tens
     return {"input_ids": input_ids, "attention_mask": attention_mask, "segment_ids": segment_ids}
 
 
-def prefetched(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:
-    """The items, made on a thread that is some ahead; an error on it is raised here."""
-    queue: Queue[tuple[Item | None, BaseException | None]] = Queue(ahead)
-    is_over = threading.Event()
+def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
+    """The items, produced by a thread up to `depth` ahead; an exception in the thread is raised here."""
+    queue: Queue[tuple[Item | None, BaseException | None]] = Queue(depth)
+    is_stopped = threading.Event()
 
-    def fill() -> None:
+    def produce() -> None:
         try:
             for item in items:
                 if not put((item, None)):
@@ -320,7 +370,7 @@ def prefetched(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:
             put((None, error))
 
     def put(entry: tuple[Item | None, BaseException | None]) -> bool:
-        while not is_over.is_set():
+        while not is_stopped.is_set():
             try:
                 queue.put(entry, timeout=0.1)
                 return True
@@ -328,7 +378,7 @@ def prefetched(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:
                 continue
         return False
 
-    threading.Thread(target=fill, daemon=True).start()
+    threading.Thread(target=produce, daemon=True).start()
     try:
         while True:
             item, error = queue.get()
@@ -337,14 +387,28 @@ def prefetched(items: Iterable[Item], ahead: int = 2) -> Iterator[Item]:
             assert item is not None
             yield item
     finally:
-        is_over.set()
+        is_stopped.set()
 
 
 def validation_batches(
-    shards: Shards, config: DataConfig, *, rank: int = 0, ranks: int = 1, device: torch.device | str = "cpu"
+    shards: Shards,
+    config: LoaderConfig,
+    *,
+    whole_word_masking: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """The held-out text in its order, once: whole batches, at least one, the same each time."""
-    batches = BatchLoader(shards, config, split="validation", rank=rank, ranks=ranks, device=device)
-    steps = max(1, batches.packing_of(0)[0].rows // config.batch_size)
-    for _, batch in zip(range(steps), batches, strict=False):
+    """One pass over the validation split in the order of the text: full batches only, but at least one."""
+    loader = BatchLoader(
+        shards,
+        config,
+        split="validation",
+        whole_word_masking=whole_word_masking,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+    )
+    steps = max(1, loader.epoch(0).rows.num_rows // config.batch_size)
+    for _, batch in zip(range(steps), loader, strict=False):
         yield batch

@@ -1,11 +1,11 @@
-"""Packing: which tokens stand in which row, as a function of (seed, epoch, length) alone.
+"""Packing: which tokens make up which row, as a function of (seed, epoch, length) alone.
 
-*dense*: the documents of a split, end to end and each ending with [SEP], are one ring of tokens. An epoch goes round it
-once from a random place and cuts it into rows of `length` with [CLS] before each; the last row is filled from where the
-epoch began. There is no padding and no segment B; models are written with B as a copy of A.
+*packed*: the documents of a split, each ending with [SEP], are concatenated and read as a ring. An epoch starts at a
+random offset and splits the ring into rows of `length` tokens, each beginning with [CLS]; the last row wraps around to
+the tokens the epoch started with. There is no padding and no segment B.
 
-*paper*: a row holds text of one document only, cut from its beginning: [CLS] A [SEP] B [SEP] with B the continuation of
-A, so that segment B is trained; one row in ten is [CLS] A [SEP]; one in twenty is short; padding fills up.
+*segment-pairs* (the ELECTRA paper): a row holds text of a single document, [CLS] A [SEP] B [SEP], where B continues A.
+One row in ten has segment A only, one in twenty is shortened, and rows are padded to `length`.
 """
 
 from __future__ import annotations
@@ -18,148 +18,144 @@ from numpy.typing import NDArray
 
 from electra.data.shards import Shards, Split
 
-Form = Literal["dense", "paper"]
-SINGLE_SHARE = 0.1
-SHORT_SHARE = 0.05
+Packing = Literal["packed", "segment-pairs"]
+SINGLE_SEGMENT_FRACTION = 0.1
+SHORT_ROW_FRACTION = 0.05
+FEISTEL_ROUNDS = 6
+
+PACKED_STREAM, SEGMENT_PAIRS_STREAM, PERMUTATION_STREAM = range(3)  # independent random streams
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """Where rows lie in the stream of tokens."""
+class RowSpans:
+    """Where rows are in the concatenated tokens of a split."""
 
-    starts: NDArray  # [R] first token in the stream
-    lengths: NDArray | None = None  # [R] tokens of text; None: all rows are full
-    firsts: NDArray | None = None  # [R] tokens of segment A; the others are segment B
-
-
-class Packing(Protocol):
-    """The rows of one epoch, without order."""
-
-    rows: int
-    width: int  # tokens of text in a full row
-
-    def cuts(self, rows: NDArray) -> Cuts:
-        """Where the rows with these numbers lie."""
+    starts: NDArray  # [R] first token
+    lengths: NDArray | None = None  # [R] text tokens; None: all rows are full
+    first_lengths: NDArray | None = None  # [R] text tokens of segment A; the rest are segment B
 
 
-class DensePacking:
-    """Rows of `length` cut from the ring of all tokens."""
+class EpochRows(Protocol):
+    """The rows of one epoch, before shuffling."""
 
-    def __init__(self, tokens: int, length: int, seed: int, epoch: int, is_shuffled: bool):
-        self.width = length - 1  # [CLS] takes one
-        self.rows = -(-tokens // self.width)
-        self.tokens = tokens
-        self.begin = int(random_numbers(seed, epoch, DENSE).integers(tokens)) if is_shuffled else 0
+    num_rows: int
+    width: int  # text tokens in a full row
 
-    def cuts(self, rows: NDArray) -> Cuts:
-        """Where the rows with these numbers lie."""
-        return Cuts((self.begin + rows * self.width) % self.tokens)
+    def spans(self, rows: NDArray) -> RowSpans:
+        """The spans of the rows with these indices."""
 
 
-class PaperPacking:
-    """Rows of at most `length` cut from single documents."""
+class PackedRows:
+    """Rows that split the ring of all tokens."""
 
-    def __init__(self, documents: NDArray, length: int, seed: int, epoch: int):
-        """`documents` [N + 1] are the places in the stream where documents begin, and the stream's end."""
-        self.width = length - 3  # [CLS], [SEP], [SEP]
-        random = random_numbers(seed, epoch, PAPER)
-        self.starts, lengths = cut_documents(documents[:-1], np.diff(documents) - 1, self.width)
-        self.starts, lengths = shorten(self.starts, lengths, random)
-        firsts = (lengths * random.uniform(0.25, 0.75, len(lengths))).astype(np.int32).clip(1)
-        is_single = (random.random(len(lengths)) < SINGLE_SHARE) | (lengths < 2)
+    def __init__(self, num_tokens: int, length: int, seed: int, epoch: int, shuffle: bool):
+        self.width = length - 1  # without [CLS]
+        self.num_rows = -(-num_tokens // self.width)
+        self.num_tokens = num_tokens
+        self.offset = int(random_generator(seed, epoch, PACKED_STREAM).integers(num_tokens)) if shuffle else 0
+
+    def spans(self, rows: NDArray) -> RowSpans:
+        """The spans of the rows with these indices."""
+        return RowSpans((self.offset + rows * self.width) % self.num_tokens)
+
+
+class SegmentPairRows:
+    """Rows of at most `length` tokens, each from a single document."""
+
+    def __init__(self, document_starts: NDArray, length: int, seed: int, epoch: int):
+        self.width = length - 3  # without [CLS], [SEP], [SEP]
+        random = random_generator(seed, epoch, SEGMENT_PAIRS_STREAM)
+        self.starts, lengths = split_documents(document_starts[:-1], np.diff(document_starts) - 1, self.width)
+        self.starts, lengths = split_short_rows(self.starts, lengths, random)
+        first_lengths = (lengths * random.uniform(0.25, 0.75, len(lengths))).astype(np.int32).clip(1)
+        is_single = (random.random(len(lengths)) < SINGLE_SEGMENT_FRACTION) | (lengths < 2)
         self.lengths = lengths.astype(np.int32)
-        self.firsts = np.where(is_single, self.lengths, firsts)
-        self.rows = len(self.starts)
+        self.first_lengths = np.where(is_single, self.lengths, first_lengths)
+        self.num_rows = len(self.starts)
 
-    def cuts(self, rows: NDArray) -> Cuts:
-        """Where the rows with these numbers lie."""
-        return Cuts(self.starts[rows], self.lengths[rows], self.firsts[rows])
-
-
-def cut_documents(begins: NDArray, sizes: NDArray, width: int) -> tuple[NDArray, NDArray]:
-    """Cut each document into rows of `width` from its beginning; the last row of each has what is left."""
-    counts = -(-sizes // width)
-    places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each row in its document
-    starts = np.repeat(begins, counts) + places * width
-    lengths = np.minimum(width, np.repeat(sizes, counts) - places * width)
-    return starts, lengths
+    def spans(self, rows: NDArray) -> RowSpans:
+        """The spans of the rows with these indices."""
+        return RowSpans(self.starts[rows], self.lengths[rows], self.first_lengths[rows])
 
 
-def shorten(starts: NDArray, lengths: NDArray, random: np.random.Generator) -> tuple[NDArray, NDArray]:
-    """Cut rows in two at random places, so that `SHORT_SHARE` of all rows are such halves."""
-    share = SHORT_SHARE / (2 - SHORT_SHARE)  # each cut row makes two short ones
-    chosen = (random.random(len(starts)) < share) & (lengths > 1)
-    places = (1 + random.random(chosen.sum()) * (lengths[chosen] - 1)).astype(np.int64)
-    halves = lengths.copy()
-    halves[chosen] = places
+def split_documents(starts: NDArray, lengths: NDArray, width: int) -> tuple[NDArray, NDArray]:
+    """Starts and lengths of the rows when each document is split every `width` tokens; its last row has the rest."""
+    counts = -(-lengths // width)
+    row_in_document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    row_starts = np.repeat(starts, counts) + row_in_document * width
+    row_lengths = np.minimum(width, np.repeat(lengths, counts) - row_in_document * width)
+    return row_starts, row_lengths
+
+
+def split_short_rows(starts: NDArray, lengths: NDArray, random: np.random.Generator) -> tuple[NDArray, NDArray]:
+    """Split random rows in two so that `SHORT_ROW_FRACTION` of the resulting rows are such halves."""
+    fraction = SHORT_ROW_FRACTION / (2 - SHORT_ROW_FRACTION)  # each split row yields two short ones
+    is_split = (random.random(len(starts)) < fraction) & (lengths > 1)
+    split_at = (1 + random.random(is_split.sum()) * (lengths[is_split] - 1)).astype(np.int64)
+    first_halves = lengths.copy()
+    first_halves[is_split] = split_at
     return (
-        np.concatenate([starts, starts[chosen] + places]),
-        np.concatenate([halves, lengths[chosen] - places]),
+        np.concatenate([starts, starts[is_split] + split_at]),
+        np.concatenate([first_halves, lengths[is_split] - split_at]),
     )
 
 
-DENSE, PAPER, ORDER = range(3)  # each draws numbers of its own
+def random_generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
+    """Random numbers determined by these three values alone."""
+    return np.random.default_rng([seed, epoch, stream])
 
 
-def random_numbers(seed: int, epoch: int, purpose: int) -> np.random.Generator:
-    """Random numbers that depend on nothing else."""
-    return np.random.default_rng([seed, epoch, purpose])
-
-
-def document_begins(shards: Shards, split: Split) -> NDArray:
-    """[N + 1] where each document of a split begins in its stream, and where the stream ends."""
-    ends, before = [np.zeros(1, np.int64)], 0
-    for part in shards.ends(split):
-        ends.append(part.astype(np.int64) + before)
-        before += int(part[-1]) if len(part) else 0
+def compute_document_starts(shards: Shards, split: Split) -> NDArray:
+    """[N + 1] start of each document in the concatenated tokens of a split, and their total."""
+    ends, offset = [np.zeros(1, np.int64)], 0
+    for shard_ends in shards.ends(split):
+        ends.append(shard_ends.astype(np.int64) + offset)
+        offset += int(shard_ends[-1]) if len(shard_ends) else 0
     return np.concatenate(ends)
 
 
-def documents_in(starts: NDArray, width: int, begins: NDArray) -> NDArray:
-    """How many documents each row of `width` tokens of a ring has, from where they start [R]; `begins` as above."""
+def count_documents(starts: NDArray, width: int, document_starts: NDArray) -> NDArray:
+    """[R] number of documents in each span of `width` tokens of the ring that begins at `starts` [R]."""
 
-    def begun_before(places: NDArray) -> NDArray:
-        rounds, rest = np.divmod(places, begins[-1])
-        return rounds * (len(begins) - 1) + np.searchsorted(begins[:-1], rest)
+    def documents_before(positions: NDArray) -> NDArray:
+        rounds, rest = np.divmod(positions, document_starts[-1])
+        return rounds * (len(document_starts) - 1) + np.searchsorted(document_starts[:-1], rest)
 
-    return 1 + begun_before(starts + width) - begun_before(starts + 1)
+    return 1 + documents_before(starts + width) - documents_before(starts + 1)
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """A random order of `size` numbers that is computed, not stored: a Feistel network over the next power of four."""
+    """A pseudorandom permutation of range(size) that needs no memory: a Feistel network over the next power of four."""
 
     size: int
     keys: tuple[int, ...]
 
     @classmethod
-    def drawn(cls, size: int, seed: int, epoch: int) -> Permutation:
-        """The order of an epoch."""
-        keys = random_numbers(seed, epoch, ORDER).integers(1 << 63, size=ROUNDS)
+    def for_epoch(cls, size: int, seed: int, epoch: int) -> Permutation:
+        """The row order of an epoch."""
+        keys = random_generator(seed, epoch, PERMUTATION_STREAM).integers(1 << 63, size=FEISTEL_ROUNDS)
         return cls(size, tuple(map(int, keys)))
 
-    def __call__(self, places: NDArray) -> NDArray:
-        """The numbers at these places of the order."""
-        numbers = self.mixed(places.astype(np.uint64))
-        while (is_beyond := numbers >= self.size).any():  # walk on until back in range: still one-to-one
-            numbers[is_beyond] = self.mixed(numbers[is_beyond])
-        return numbers.astype(np.int64)
+    def __call__(self, indices: NDArray) -> NDArray:
+        """The permuted indices."""
+        permuted = self.feistel(indices.astype(np.uint64))
+        while (is_outside := permuted >= self.size).any():  # cycle walking keeps it a bijection
+            permuted[is_outside] = self.feistel(permuted[is_outside])
+        return permuted.astype(np.int64)
 
-    def mixed(self, numbers: NDArray) -> NDArray:
-        """The network: each round scrambles one half of the bits by the other."""
+    def feistel(self, values: NDArray) -> NDArray:
+        """A bijection on the values below the next power of four."""
         bits = np.uint64(max(1, ((self.size - 1).bit_length() + 1) // 2))
         mask = np.uint64((1 << int(bits)) - 1)
-        left, right = numbers >> bits, numbers & mask
+        left, right = values >> bits, values & mask
         for key in self.keys:
-            left, right = right, left ^ (scrambled(right + np.uint64(key)) & mask)
+            left, right = right, left ^ (splitmix64(right + np.uint64(key)) & mask)
         return (left << bits) | right
 
 
-ROUNDS = 6
-
-
-def scrambled(numbers: NDArray) -> NDArray:
-    """Numbers [uint64] with every bit depending on all others (the finisher of SplitMix64)."""
-    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return numbers ^ (numbers >> np.uint64(31))
+def splitmix64(values: NDArray) -> NDArray:
+    """The finaliser of SplitMix64 on uint64 values."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

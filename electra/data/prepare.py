@@ -6,8 +6,6 @@ a number of bytes of text and becomes one shard, so neither the number of worker
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import shlex
 import shutil
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from electra.data.corpus import Block, Corpus, CorpusConfig, Counts, documents_of, is_validation
-from electra.data.files import PARTIAL, made, say_skipped, write_whole
+from electra.data.files import say_skipped
 from electra.data.progress import meter
 from electra.data.shards import (
     INDEX,
@@ -44,6 +42,16 @@ from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.data.wordpiece import TextEncoder, encoder_for
 from electra.data.workers import in_order
 from electra.errors import ConfigError, DataError
+from electra.runfolder import (
+    CHECKSUM,
+    check_same_settings,
+    is_empty,
+    lock_folder,
+    read_json,
+    remove_partial,
+    write_file,
+    write_json,
+)
 
 UNCOVERED_WORDS = 1000
 """Words with [UNK] that each shard remembers."""
@@ -141,7 +149,7 @@ def shard(config: ShardConfig) -> Sharded:
     units = cut_units(corpus, int(config.shard_megabytes * 1e6))
     first = next(units)  # raises if there is no text, before anything is written
     settings = settings_of(config, corpus, tokenizer)
-    with made(config.output), claimed(config.output):
+    with lock_folder(config.output):
         before = prepare(config.output, settings)
         with clearing_up(config.output):
             kept = kept_in(config.output, before)
@@ -171,21 +179,6 @@ def cut_units(corpus: Corpus, size: int) -> Iterator[Unit]:
 
 
 @contextmanager
-def claimed(output: Path) -> Iterator[None]:
-    """Hold the folder, so that two runs never write into it at once; clear what a killed run left."""
-    handle = os.open(output, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for left in output.rglob(f"*{PARTIAL}"):
-            left.unlink()
-        yield
-    except BlockingIOError:
-        raise ConfigError(f"another run is writing to {output}; wait for it or choose another --output") from None
-    finally:
-        os.close(handle)
-
-
-@contextmanager
 def clearing_up(output: Path) -> Iterator[None]:
     """If anything goes wrong, leave nothing that a second run does not go on with, and say so of what is left."""
     try:
@@ -209,7 +202,7 @@ def settings_of(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -
     """All that decides the bytes of the shards."""
     names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
     settings: dict[str, Any] = {name: getattr(config, name) for name in names}
-    return settings | {"tokenizer": tokenizer.fingerprint, "corpus": corpus.identity()}
+    return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.identity()}
 
 
 def prepare(output: Path, settings: dict[str, Any]) -> Index | None:
@@ -220,37 +213,16 @@ def prepare(output: Path, settings: dict[str, Any]) -> Index | None:
     index = read_index(output) if (output / INDEX).exists() else None
     is_begun = (output / UNFINISHED).exists()
     if index is not None:
-        refuse_other(output, index.settings, settings)
+        check_same_settings(output, index.settings, settings)
         (output / UNFINISHED).unlink(missing_ok=True)
     elif is_begun and any(output.glob("*.safetensors")):
-        refuse_other(output, json.loads((output / UNFINISHED).read_text(encoding="utf-8")), settings)
-    elif not is_begun and any(output.iterdir()):
+        check_same_settings(output, read_json(output / UNFINISHED), settings)
+    elif not is_begun and not is_empty(output):
         raise ConfigError(f"{output} holds other files; choose a new or empty folder for --output")
     else:
-        write_whole(output / UNFINISHED, json.dumps(settings, indent=1, ensure_ascii=False).encode())
+        write_json(output / UNFINISHED, settings)
+    remove_partial(output)
     return index
-
-
-def refuse_other(output: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise if the shards in the output were begun with other settings."""
-    for name in new:
-        if old.get(name) != new[name]:
-            is_tokenizer = name == "tokenizer"  # known by a checksum, which tells nobody anything
-            before, now = (output / TOKENIZER, "another") if is_tokenizer else difference(old.get(name), new[name])
-            raise ConfigError(
-                f"the shards in {output} were begun with {name} {before}, now it is {now}; give the same settings, "
-                f"choose another --output, or start over: rm -r {shlex.quote(str(output))}"
-            )
-
-
-def difference(old: Any, new: Any) -> tuple[str, str]:
-    """Two unlike settings in few words; of two lists of files, the first that differs."""
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return repr(old), repr(new)
-    name = min(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    sizes = (f"{size:,} bytes" if size is not None else "absent" for size in (old.get(name), new.get(name)))
-    before, now = (f"file {name}: {size}" for size in sizes)
-    return before, now
 
 
 def kept_in(output: Path, index: Index | None) -> dict[str, Shard]:
@@ -270,7 +242,7 @@ def make_shards(
     todo = (unit for unit in units if shard_name(unit.number) not in kept)
     with meter(sum(corpus.sizes())) as progress:
         for encoded in in_order(encode, todo, config.processes()):
-            write_whole(config.output / encoded.shard.name, encoded.content)
+            write_file(config.output / encoded.shard.name, encoded.content)
             progress.update(encoded.position, encoded.shard.text_bytes, sum(encoded.shard.tokens.values()))
             made.append(encoded.shard)
     return made
@@ -326,7 +298,7 @@ def finish(config: ShardConfig, before: Index | None, after: Index) -> None:
         for shard in after.shards:
             (config.output / shard.name).unlink()
         raise DataError(f"no document of {config.corpus} has any token; is it text?")
-    write_whole(config.output / INDEX, after.as_json())
+    write_file(config.output / INDEX, after.as_json())
     (config.output / UNFINISHED).unlink(missing_ok=True)
 
 

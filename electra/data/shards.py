@@ -7,6 +7,7 @@ A shard is one safetensors file with, for each split, `tokens` (documents end to
 from __future__ import annotations
 
 import json
+import resource
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
@@ -221,3 +223,61 @@ def damaged_error(shards: Shards, names: list[str]) -> DataError:
     return DataError(
         f"damaged in {shards.folder}: {', '.join(names)}; this makes only what is damaged again: {shlex.join(words)}"
     )
+
+
+class TokenRing:
+    """The tokens of a split over all shards, memory-mapped and read as a ring: the first follows the last."""
+
+    def __init__(self, shards: Shards, split: Split):
+        raise_open_file_limit(len(shards.index.shards))
+        self.parts = [part for part in shards.tokens(split) if len(part)]
+        if not self.parts:
+            raise DataError(f"{shards.folder} has no {split} tokens; make shards with another --validation-fraction")
+        sizes = [len(part) for part in self.parts]
+        self.ends = np.cumsum(sizes)
+        self.starts = self.ends - sizes
+        self.dtype = self.parts[0].dtype
+        self.window_views: dict[int, list[NDArray]] = {}  # by width
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, starts: NDArray, out: NDArray) -> None:
+        """Fill `out` [R, width] with the tokens from each start [R] on, one shard at a time."""
+        width = out.shape[1]
+        part_of_row = np.searchsorted(self.starts, starts, side="right") - 1
+        is_inside = starts + width <= self.ends[part_of_row]
+        for row in np.flatnonzero(~is_inside):
+            out[row] = self.read_across_parts(int(starts[row]), width)
+        inside = np.flatnonzero(is_inside)
+        by_part = inside[np.argsort(part_of_row[inside], kind="stable")]
+        numbers, firsts = np.unique(part_of_row[by_part], return_index=True)
+        for number, rows in zip(numbers, np.split(by_part, firsts[1:]), strict=False):  # no number if no row is inside
+            out[rows] = self.windows(width)[number][starts[rows] - self.starts[number]]
+
+    def windows(self, width: int) -> list[NDArray]:
+        """For each shard, a view of all its windows of this width."""
+        if width not in self.window_views:
+            padded = [part if len(part) >= width else np.zeros(width, part.dtype) for part in self.parts]
+            self.window_views[width] = [sliding_window_view(part, width) for part in padded]
+        return self.window_views[width]
+
+    def read_across_parts(self, start: int, width: int) -> NDArray:
+        """[width] tokens that may continue in the next shard."""
+        pieces: list[NDArray] = []
+        while width:
+            start %= len(self)
+            number = int(np.searchsorted(self.starts, start, side="right")) - 1
+            local = start - int(self.starts[number])
+            pieces.append(self.parts[number][local : local + width])
+            start, width = start + len(pieces[-1]), width - len(pieces[-1])
+        return np.concatenate(pieces)
+
+
+def raise_open_file_limit(num_shards: int) -> None:
+    """Raise this process's limit of open files if needed: each memory-mapped shard holds one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * num_shards + 256
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

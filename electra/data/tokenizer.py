@@ -16,13 +16,37 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from electra.data.corpus import Corpus, CorpusConfig, Counts
-from electra.data.files import say_skipped, write_whole
-from electra.data.vocabulary import Vocabulary
+from electra.data.files import say_skipped
 from electra.errors import ConfigError, DataError
+from electra.runfolder import write_file
 
 SPECIALS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUES = "##"
 LONGEST_LINE = 10_000  # characters; the library needs some hundred bytes for each character of a text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Size and special token ids. The defaults are BERT's and ELECTRA's uncased English vocabulary."""
+
+    size: int = 30522
+    pad_id: int = 0
+    unk_id: int = 100
+    cls_id: int = 101
+    sep_id: int = 102
+    mask_id: int = 103
+    is_continuation: tuple[bool, ...] = ()  # of each id: whether it is a word's second or later piece
+
+    def __post_init__(self) -> None:
+        for name in ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id"):
+            if not 0 <= getattr(self, name) < self.size:
+                raise ConfigError(f"{name} {getattr(self, name)} is not in the vocabulary of {self.size:,} entries")
+        if len(self.is_continuation) not in (0, self.size):
+            raise ConfigError(f"is_continuation tells of {len(self.is_continuation):,} ids, not of {self.size:,}")
+
+    def unmaskable(self) -> tuple[int, ...]:
+        """The ids that are never masked: [PAD], [CLS], [SEP], [MASK]."""
+        return self.pad_id, self.cls_id, self.sep_id, self.mask_id
 
 
 @dataclass(frozen=True)
@@ -63,7 +87,7 @@ class TextTokenizer:
         """Write the files that `transformers.AutoTokenizer` and this module load."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            write_whole(folder / name, content.encode())
+            write_file(folder / name, content.encode())
 
     def files(self) -> dict[str, str]:
         """The content of each file of a tokenizer's folder."""

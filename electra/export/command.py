@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-import tyro
+from cyclopts import Parameter
 
-from electra.data.tokenizer import load_tokenizer
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary, load_tokenizer
 from electra.errors import ConfigError
 from electra.finetuning.jobs import best_model
 from electra.finetuning.model import load_finetuned
@@ -37,13 +36,11 @@ from electra.model.storage import (
     copy_tokenizer,
     has_rtd_head,
     load_model,
-    read_json,
     read_names,
-    write_json,
     write_parts,
     write_tensors,
-    written_whole,
 )
+from electra.runfolder import read_json, write_folder, write_json
 from electra.training.checkpoint import model_folder
 
 Part = Literal["discriminator", "generator", "encoder"]
@@ -73,7 +70,7 @@ class ImportConfig:
     BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or ModernBertForTokenClassification where its labels are
     original and replaced; in safetensors."""
 
-    source: Annotated[Path, tyro.conf.arg(name="from")]
+    source: Annotated[Path, Parameter(name="--from")]
     """The Hugging Face folder."""
     output: Path
     """The model folder to write; it must not exist yet."""
@@ -121,7 +118,7 @@ def export(config: ExportConfig) -> Written:
 
 def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> Written:
     """Write a Hugging Face folder, with the tokenizer files of another."""
-    with written_whole(output) as draft:
+    with write_folder(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
         copied = copy_tokenizer(tokenizer, draft)
@@ -181,7 +178,7 @@ def import_model(config: ImportConfig) -> Written:
         arrivals.append(read_huggingface(config.generator))
         check_roles(arrivals)
     model, tensors = join(arrivals)
-    with written_whole(config.output) as draft:
+    with write_folder(config.output) as draft:
         tokenizer = write_parts(model, tensors, draft, config.source)
     described = f"{' and '.join(arrival.part for arrival in arrivals)}, sharing {model.sharing}"
     left_out = [name for arrival in arrivals for name in arrival.left_out]

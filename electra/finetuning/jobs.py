@@ -1,6 +1,5 @@
 """Cells: the seeds of tasks that a table is made of, one after the other or side by side; finished ones stay."""
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -16,14 +15,14 @@ from typing import Any
 
 import torch
 
-from electra.data.files import is_used
 from electra.data.workers import start_worker
-from electra.errors import ConfigError, DataError, TrainingError
+from electra.errors import DataError, TrainingError
 from electra.finetuning.gpu_sharing import shared_gpu
 from electra.finetuning.job import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
 from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.convert import get_architecture
-from electra.model.storage import CONFIG, WEIGHTS, is_huggingface_folder, read_json, write_json
+from electra.model.storage import CONFIG, WEIGHTS, is_huggingface_folder
+from electra.runfolder import check_same_settings, file_checksum, is_empty, read_json, write_json
 from electra.training.checkpoint import model_folder
 from electra.training.hardware import choose_device
 
@@ -57,29 +56,20 @@ def file_size(source: str) -> int:
 def jobs_of(config: TuningConfig, task: Task, folder: Path) -> list[Job]:
     """A cell for every seed of a task; refuses a folder that was begun with other settings or files."""
     config = replace(config, model=encoder_folder(config.model))  # one for all seeds, though a run may train on
-    files = {file: content_of(Path(file)) for file in task.splits.values() if file_size(file)}
+    files = {file: file_checksum(Path(file)) for file in task.splits.values() if file_size(file)}
     claim(folder, {"settings": config.common(), "task": asdict(task), "files": files})
     return [Job(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
-
-
-CONTENT = "content "
-
-
-def content_of(file: Path) -> str:
-    """A short name for what is in a file."""
-    with file.open("rb") as stream:
-        return CONTENT + hashlib.file_digest(stream, "sha256").hexdigest()[:8]
 
 
 def claim(folder: Path, record: dict[str, Any]) -> None:
     """Write down what a folder is for; refuse it if something else was begun there."""
     record = json.loads(json.dumps(record))  # as it comes back from the file
     before = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    if is_used(folder) and not is_claim(before):
+    if not is_empty(folder) and not is_claim(before):
         raise DataError(f"{folder} is not empty and holds no fine-tuning; choose another --output")
     if any(folder.glob("seed-*")):
         for part, settings in record.items():
-            refuse_other(before.get(part, {}), settings, folder)
+            check_same_settings(folder, before.get(part, {}), settings)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, record)
 
@@ -92,27 +82,6 @@ def is_claim(record: dict[str, Any]) -> bool:
 def is_fine_tuning(folder: Path) -> bool:
     """Whether a folder is the --output of a fine-tuning, finished or not."""
     return (folder / CONFIG).exists() and is_claim(read_json(folder / CONFIG))
-
-
-def refuse_other(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Refuse settings that differ from those a folder was begun with."""
-    differing = [name for name in now if before.get(name) != now[name]]
-    if "splits" in differing and "name" in differing:
-        differing.remove("name")  # a task of one's own is called after its file
-    if differing:
-        told = "; ".join(difference(name, before.get(name), now[name]) for name in differing)
-        raise ConfigError(f"{folder} was begun with other settings: {told}; use the same, or choose another --output")
-
-
-def difference(name: str, before: Any, now: Any) -> str:
-    """What is other than before, in words."""
-    if str(before).startswith(CONTENT) and str(now).startswith(CONTENT):
-        return f"what is in {name} has changed since"
-    if name == "splits":
-        old, new = (", ".join(f"--{split} {file}" for split, file in files.items()) for files in (before, now))
-        return f"the rows were {old} and are now {new}"
-    old, new = ("left out" if value is None else value for value in (before, now))
-    return f"{name} was {old} and is now {new}"
 
 
 def encoder_folder(path: Path) -> Path:

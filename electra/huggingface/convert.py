@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError, DataError
 from electra.huggingface import modernbert
-from electra.model.config import EncoderConfig
+from electra.model.config import BASE, SMALL, EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator, MaskedLanguageModel
-from electra.model.sizes import BASE, SMALL
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_json, read_tensors
+from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_tensors
+from electra.runfolder import read_json
 
 Tensors = dict[str, Tensor]
 

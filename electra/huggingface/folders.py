@@ -13,19 +13,19 @@ from electra.huggingface.convert import (
     read_huggingface,
     select_part,
 )
-from electra.model.config import EncoderConfig
-from electra.model.electra import TABLE_FIELDS, Discriminator, ElectraConfig, Sharing
+from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
+from electra.model.electra import Discriminator
 from electra.model.storage import (
     CONFIG,
     WEIGHTS,
     has_rtd_head,
     is_huggingface_folder,
     load_model,
-    read_json,
     read_model_config,
     read_names,
     read_tensors,
 )
+from electra.runfolder import read_json
 
 
 def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:

@@ -3,10 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
-from electra.model.config import EncoderConfig
-from electra.model.sizes import BASE, modern
+from electra.model.config import BASE, EncoderConfig, to_modern
 
 ENCODER = {
     "encoder.embeddings.token": "embeddings.tok_embeddings",
@@ -46,7 +45,13 @@ FIXED = {
 }
 
 DEFAULTS = replace(
-    modern(BASE), layers=22, feedforward=1152, vocab_size=50368, pad_id=50283, positions=8192, global_attention_every=3
+    to_modern(BASE),
+    layers=22,
+    feedforward=1152,
+    vocab_size=50368,
+    pad_id=50283,
+    positions=8192,
+    global_attention_every=3,
 )
 
 KINDS = {  # our setting, what a layer that turns so is called, and what its setting was called

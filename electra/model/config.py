@@ -1,20 +1,32 @@
-"""What decides the shape of an encoder, checked."""
+"""Configuration of encoders and of the generator-discriminator pair, and the model sizes of the paper."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
 
 from electra.errors import ConfigError
 
 Style = Literal["classic", "modern"]
+Sharing = Literal["none", "embeddings", "all", "disentangled"]
+Head = Literal["rtd", "mlm", "copy_mlm"]
+Size = Literal["tiny", "small", "base", "large"]
 Pooling = Literal["cls", "mean"]
-"""What stands for a whole row: the state of its first token, or the mean of all."""
+"""Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
+
+Config = TypeVar("Config")
+
+MODERN_FIELDS = ("global_attention_every", "local_attention", "global_theta", "local_theta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """The size and style of one encoder. The defaults are ELECTRA-Small's discriminator."""
+    """Size and style of one encoder. The defaults are ELECTRA-Small's discriminator."""
 
     style: Style = "classic"
     """classic: BERT's and ELECTRA's encoder; modern: ModernBERT's."""
@@ -22,122 +34,309 @@ class EncoderConfig:
     width: int = 256
     """Hidden size."""
     heads: int = 4
-    """Attention heads; they divide the width among them."""
     feedforward: int = 1024
-    """Width of the feed-forward layers; modern ones have a gate of this width beside it."""
+    """Intermediate size of the feed-forward layers; in the modern style also the size of the gate."""
     embedding_width: int = 128
-    """Width of the embedding tables; projected to the hidden size where it differs."""
+    """Width of the embedding tables; projected to the hidden size if it differs."""
     vocab_size: int = 30522
-    """Entries of the token table."""
     positions: int = 512
-    """The longest row, in tokens."""
+    """Maximum sequence length in tokens."""
     segments: int = 2
-    """Entries of the segment table: A and B. The modern style has none, and reads segments alike."""
+    """Entries of the token type table; the modern style has none."""
     pad_id: int = 0
-    """The token id of padding; its embedding is not trained by the input."""
+    """Token id of padding; its input embedding receives no gradient."""
     dropout: float = 0.1
-    """Dropout of embeddings and of each layer's two outputs; modern layers drop inside the feed-forward instead."""
+    """Dropout of embeddings and sub-layer outputs; in the modern style of embeddings and feed-forward activations."""
     attention_dropout: float = 0.1
-    """Dropout of attention weights; in the modern style also of what attention gives out."""
+    """Dropout of attention weights; in the modern style also of the attention output."""
     norm_epsilon: float = 1e-12
     init_std: float = 0.02
-    """Spread of the first weights: a truncated normal of this standard deviation."""
+    """Standard deviation of the truncated normal that initialises weights."""
     global_attention_every: int = 1
-    """Modern: one layer in so many, from the first, sees the whole row; the others see a window."""
+    """Modern style: every N-th layer, counted from the first, has global attention; the others have local attention."""
     local_attention: int = 128
-    """Modern: the window of the other layers; half of it lies to either side."""
+    """Modern style: window of local attention in tokens, half of it on either side."""
     global_theta: float = 160_000.0
-    """Modern: how slow the slowest rotary position turns, where the whole row is seen."""
+    """Modern style: RoPE base of layers with global attention."""
     local_theta: float = 10_000.0
-    """Modern: the same, where a window is seen."""
+    """Modern style: RoPE base of layers with local attention."""
 
     def __post_init__(self) -> None:
         self.check_numbers()
         self.check_style()
-        self.check_turns()
         if self.width % self.heads:
             raise ConfigError(
-                f"width {self.width} does not divide into {self.heads} heads; "
+                f"width {self.width} is not divisible by {self.heads} heads; "
                 f"try width {max(1, self.width // self.heads) * self.heads} or another number of heads"
             )
+        if self.is_modern() and self.width // self.heads % 2:
+            raise ConfigError(
+                f"{self.heads} heads of width {self.width // self.heads} cannot use rotary positions, which need an "
+                "even head width; choose another width or number of heads"
+            )
+
+    def check_numbers(self) -> None:
+        for field in fields(self):
+            if field.type == "int" and field.name != "pad_id" and getattr(self, field.name) < 1:
+                raise ConfigError(f"{field.name} is {getattr(self, field.name)}; it must be at least 1")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
-        if not 0 < self.init_std < 1:
-            raise ConfigError(f"init_std is {self.init_std}; it must lie between 0 and 1, usually 0.02")
-        if not 0 < self.norm_epsilon < 1:
-            raise ConfigError(f"norm_epsilon is {self.norm_epsilon}; it must lie between 0 and 1, usually 1e-12")
+        for name in ("init_std", "norm_epsilon"):
+            if not 0 < getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
+        for name in ("global_theta", "local_theta"):
+            if getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be greater than 1, usually 10000 or more")
         if not 0 <= self.pad_id < self.vocab_size:
             raise ConfigError(f"pad_id {self.pad_id} is not in the vocabulary of {self.vocab_size:,} entries")
 
-    def check_numbers(self) -> None:
-        """Refuse what is no number (settings also come from files), and counts below 1."""
-        for field in fields(self):
-            value, is_count = getattr(self, field.name), field.type == "int"
-            if field.name == "style":
-                continue
-            if type(value) is not int and (is_count or type(value) is not float):
-                raise ConfigError(f"{field.name} is {value!r}; it must be a {'whole ' if is_count else ''}number")
-            if is_count and value < 1 and field.name != "pad_id":
-                raise ConfigError(f"{field.name} is {value}; it must be at least 1")
-
     def check_style(self) -> None:
-        """Refuse styles that are not there, and what the chosen one cannot have."""
         if self.style not in get_args(Style):
-            raise ConfigError(f"there is no style {self.style!r}; choose from {', '.join(get_args(Style))}")
-        for name, usual in MODERN_SETTINGS.items():
-            if self.style == "classic" and getattr(self, name) != usual:
+            raise ConfigError(f"unknown style {self.style!r}; choose from {', '.join(get_args(Style))}")
+        for name in MODERN_FIELDS:
+            if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}, and the classic style has none; choose --style modern"
+                    f"{name} is {getattr(self, name)}, but the classic style does not have it; use --style modern"
                 )
 
-    def check_turns(self) -> None:
-        """Refuse what rotary positions cannot be."""
-        if self.style == "modern" and self.width % (2 * self.heads) and not self.width % self.heads:
-            raise ConfigError(
-                f"{self.heads} heads of width {self.width // self.heads} cannot turn by position, which takes an even "
-                f"width; choose another width or number of heads"
-            )
-        for name in ("global_theta", "local_theta"):
-            if getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 1, usually 10000 or more")
-
     def is_modern(self) -> bool:
-        """Whether the style is modern: pre-norm, rotary positions, gates, and no biases."""
         return self.style == "modern"
 
     def is_global(self, layer: int) -> bool:
-        """Whether a layer sees the whole row."""
+        """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
 
     @classmethod
     def from_dict(cls, settings: Any) -> EncoderConfig:
         """The inverse of `dataclasses.asdict`."""
         check_fields(settings, cls)
-        return cls(**settings)
+        return convert_settings(settings, cls)
 
 
-MODERN_SETTINGS = {
-    field.name: field.default
-    for field in fields(EncoderConfig)
-    if field.name in ("global_attention_every", "local_attention", "global_theta", "local_theta")
+TABLE_FIELDS = ("style", "vocab_size", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
+
+EQUAL_FIELDS: dict[Sharing, tuple[str, ...]] = {
+    # sharing: the settings that generator and discriminator must have in common
+    "none": ("vocab_size",),
+    "embeddings": TABLE_FIELDS,
+    "all": tuple(field.name for field in fields(EncoderConfig)),
+    "disentangled": TABLE_FIELDS,
 }
 
 
-def check_fields(settings: Any, kind: type) -> None:
-    """Refuse stored settings that are not just the fields of `kind`: a default in their place would be a guess."""
+@dataclass(frozen=True, kw_only=True)
+class ElectraConfig:
+    """A generator, a discriminator and what they share; one of the two may be missing."""
+
+    generator: EncoderConfig | None
+    discriminator: EncoderConfig | None
+    sharing: Sharing = "embeddings"
+    head: Head = "rtd"
+    """The discriminator's head: replaced token detection; or the original token, without or with a copy gate."""
+    has_baseline: bool = False
+    """Whether the generator has a head that predicts its reward, the baseline of adversarial training."""
+
+    def __post_init__(self) -> None:
+        if self.head not in get_args(Head):
+            raise ConfigError(f"unknown head {self.head!r}; choose from {', '.join(get_args(Head))}")
+        if self.sharing not in get_args(Sharing):
+            raise ConfigError(f"unknown sharing {self.sharing!r}; choose from {', '.join(get_args(Sharing))}")
+        if self.generator is None or self.discriminator is None:
+            if self.sharing != "none":
+                raise ConfigError(f"sharing={self.sharing} needs both a generator and a discriminator")
+            return
+        for name in EQUAL_FIELDS[self.sharing]:
+            pair = getattr(self.generator, name), getattr(self.discriminator, name)
+            if pair[0] != pair[1]:
+                values = [f"{value:,}" if isinstance(value, int) else value for value in pair]
+                raise ConfigError(
+                    f"sharing={self.sharing} needs a generator and a discriminator with the same {name}, but they "
+                    f"have {values[0]} and {values[1]}; make them equal or share less"
+                )
+
+    @classmethod
+    def from_dict(cls, settings: Any) -> ElectraConfig:
+        """The inverse of `dataclasses.asdict`."""
+        check_fields(settings, cls)
+        parts: dict[str, EncoderConfig | None] = {}
+        for name in ("generator", "discriminator"):
+            with error_prefix(name):
+                parts[name] = None if settings[name] is None else EncoderConfig.from_dict(settings[name])
+        return convert_settings(settings | parts, cls)
+
+
+def check_fields(settings: Any, config_class: type) -> None:
+    """Check that stored settings are exactly the fields of `config_class`: a default might not be what was stored."""
     if not isinstance(settings, dict):
-        raise ConfigError(f"these are not the settings of a model: {settings!r}")
-    wanted = {field.name for field in fields(kind)}
-    if settings.keys() != wanted:
-        differing = ", ".join(sorted(map(repr, settings.keys() ^ wanted)))
-        raise ConfigError(f"{differing} is missing or unknown; the settings are {', '.join(sorted(wanted))}")
+        raise ConfigError(f"expected the settings of {config_class.__name__}, not {settings!r}")
+    names = {field.name for field in fields(config_class)}
+    if missing := sorted(names - settings.keys()):
+        raise ConfigError(f"{config_class.__name__} lacks {', '.join(missing)}")
+    if unknown := sorted(settings.keys() - names):
+        raise ConfigError(f"{config_class.__name__} has no setting {', '.join(unknown)}")
+
+
+def convert_settings(settings: dict[str, Any], config_class: type[Config]) -> Config:
+    """A configuration from settings that were read from a file; their types are checked."""
+    try:
+        return msgspec.convert(settings, config_class)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None
+
+
+@contextmanager
+def error_prefix(part: str) -> Iterator[None]:
+    """Name the part of the pair in the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{part}: {error}") from None
 
 
 def check_length(length: int, config: EncoderConfig) -> None:
-    """Refuse rows that the position table does not reach."""
+    """Check that rows fit the model's positions."""
     if length > config.positions:
         raise ConfigError(
             f"a row of {length} tokens is longer than the model's {config.positions} positions; "
-            f"shorten rows to {config.positions} (--length), or pre-train a model with --positions {length}"
+            f"use --length {config.positions}, or pre-train a model with --positions {length}"
         )
+
+
+HEAD_WIDTH = 64  # in every size of the paper, generators included
+
+SMALL = EncoderConfig()
+TINY = replace(SMALL, layers=4, width=128, heads=2, feedforward=512, embedding_width=64)  # not in the paper
+BASE = replace(SMALL, width=768, heads=12, feedforward=3072, embedding_width=768)
+LARGE = replace(SMALL, layers=24, width=1024, heads=16, feedforward=4096, embedding_width=1024)
+
+
+@dataclass(frozen=True)
+class SizePreset:
+    """A column of the paper's table of hyperparameters."""
+
+    discriminator: EncoderConfig
+    generator_width_ratio: Fraction  # width of the generator / width of the discriminator
+    mask_fraction: float  # of a row's tokens
+
+
+SIZES = {
+    "tiny": SizePreset(TINY, Fraction(1, 2), 0.15),
+    "small": SizePreset(SMALL, Fraction(1, 4), 0.15),
+    "base": SizePreset(BASE, Fraction(1, 3), 0.15),
+    "large": SizePreset(LARGE, Fraction(1, 4), 0.25),
+}
+
+
+def get_size(name: str) -> SizePreset:
+    if name not in SIZES:
+        raise ConfigError(f"unknown size {name!r}; choose from {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+def size_for_encoder(encoder: EncoderConfig) -> str:
+    """The smallest size that is as wide as an encoder; its training settings suit it."""
+    return next((name for name, size in SIZES.items() if encoder.width <= size.discriminator.width), "large")
+
+
+def to_modern(config: EncoderConfig) -> EncoderConfig:
+    """The modern encoder with about the parameters of a classic one: within 3 % in every size, heads included."""
+    return replace(
+        config,
+        style="modern",
+        feedforward=gated_feedforward(config.feedforward),
+        norm_epsilon=1e-5,  # ModernBERT's, as is the dropout
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def gated_feedforward(feedforward: int) -> int:
+    """The width of a gated feed-forward layer with as many parameters: it has three matrices instead of two.
+
+    Rounded up to a multiple of 32 for GPUs: tiny 352, small 704, base 2048, large 2752.
+    """
+    return -(-2 * feedforward // (3 * 32)) * 32
+
+
+def heads_for_width(width: int) -> int:
+    """The largest number of heads that divides a width, none narrower than the paper's 64."""
+    return next(heads for heads in range(max(1, width // HEAD_WIDTH), 0, -1) if width % heads == 0)
+
+
+def scale_init_std(config: EncoderConfig) -> EncoderConfig:
+    """Scale the standard deviation of the initial weights from the base size to this encoder's width."""
+    return replace(config, init_std=round(BASE.init_std * (BASE.width / config.width) ** 0.5, 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A size of the paper; settings left out are the size's."""
+
+    size: Size = "small"
+    """Size of the discriminator; the generator has as many layers and 1/4 to 1/2 of its width."""
+    style: Style = "classic"
+    """classic: BERT's and ELECTRA's encoder; modern: ModernBERT's with about as many parameters (pre-norm, rotary
+    positions, gated feed-forward, no biases, no token types)."""
+    sharing: Sharing = "embeddings"
+    """What generator and discriminator share: none; embeddings (token, position and token type tables with their
+    LayerNorm; in the modern style the token table); all (the whole encoder, both of one size); disentangled (the
+    discriminator adds its own tables to the generator's, which get no gradient from it)."""
+    layers: int | None = None
+    """Layers of both encoders."""
+    width: int | None = None
+    """Hidden size of the discriminator."""
+    heads: int | None = None
+    """Attention heads of the discriminator."""
+    feedforward: int | None = None
+    """Intermediate size of the discriminator; the default of the modern style is two thirds of the classic one's,
+    because of the gate."""
+    embedding_width: int | None = None
+    """Width of the embedding tables."""
+    positions: int | None = None
+    """Maximum sequence length of the model in tokens."""
+    dropout: float | None = None
+    """Dropout of hidden states and of attention weights."""
+    global_attention_every: int | None = None
+    """Modern style: every N-th layer has global attention, the others local attention; by default all are global."""
+    local_attention: int | None = None
+    """Modern style: window of local attention in tokens, half of it on either side."""
+    scale_init_by_width: bool = False
+    """Initialise weights with standard deviation 0.02·√(768/width) instead of 0.02 at every width, as released: narrow
+    encoders then learn from context sooner."""
+    generator_width: int | None = None
+    """Hidden size of the generator, if it is not the size's fraction of the discriminator's."""
+    generator_layers: int | None = None
+    """Layers of the generator, if it has others than the discriminator."""
+
+    def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
+        """The generator-discriminator pair for a vocabulary."""
+        size = get_size(self.size)
+        preset = (
+            to_modern(size.discriminator) if self.style == "modern" else replace(size.discriminator, style=self.style)
+        )
+        with error_prefix("discriminator"):
+            discriminator = replace(preset, vocab_size=vocab_size, pad_id=pad_id, **self.overrides())
+        with error_prefix("generator"):
+            generator = self.generator_config(discriminator, size.generator_width_ratio)
+        if self.scale_init_by_width:
+            generator, discriminator = scale_init_std(generator), scale_init_std(discriminator)
+        return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
+
+    def overrides(self) -> dict[str, Any]:
+        """The discriminator's settings that differ from its size's."""
+        names = ["layers", "width", "heads", "feedforward", "embedding_width", "positions", "dropout"]
+        names += ["global_attention_every", "local_attention"]
+        settings = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return settings if self.dropout is None else settings | {"attention_dropout": self.dropout}
+
+    def generator_config(self, discriminator: EncoderConfig, width_ratio: Fraction) -> EncoderConfig:
+        """The generator of `discriminator`: as many layers and `width_ratio` of its width, unless overridden."""
+        layers = discriminator.layers if self.generator_layers is None else self.generator_layers
+        width = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * width_ratio))
+        width = width if self.generator_width is None else self.generator_width
+        if width == discriminator.width:
+            return replace(discriminator, layers=layers)
+        feedforward = gated_feedforward(4 * width) if discriminator.is_modern() else 4 * width  # as in the paper
+        heads = heads_for_width(width)
+        return replace(discriminator, layers=layers, width=width, heads=heads, feedforward=feedforward)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.config import EncoderConfig, check_fields
+from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
 from electra.model.encoder import Encoder, disentangled
 from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead
 
-Sharing = Literal["none", "embeddings", "all", "disentangled"]
-Head = Literal["rtd", "mlm", "copy_mlm"]
 CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 
 
@@ -37,17 +32,17 @@ class MaskedLanguageModel(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         *,
         at: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, M, V] at the positions `at` [B, M], or [B, L, V] at all: vocabulary logits are dear."""
-        return self.guess(self.read(input_ids, attention_mask, segment_ids, documents, starts, at=at))
+        return self.guess(self.read(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens, at=at))
 
-    def read(self, *text: Tensor | None, at: Tensor | None = None) -> Tensor:
-        """Hidden states [B, M, D] at the positions `at` [B, M] of a text and its surroundings, or [B, L, D] at all."""
-        return self.encoder(*text, positions=at)
+    def read(self, *text: Tensor | None, at: Tensor | None = None, **inputs: Tensor | None) -> Tensor:
+        """Hidden states [B, M, D] at the positions `at` [B, M], or [B, L, D] at all; takes the encoder's inputs."""
+        return self.encoder(*text, positions=at, **inputs)
 
     def guess(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
@@ -79,11 +74,11 @@ class Discriminator(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, L], positive where a token looks replaced."""
-        return self.head(self.encoder(input_ids, attention_mask, segment_ids, documents, starts))
+        return self.head(self.encoder(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens))
 
 
 class CopyMaskedLanguageModel(MaskedLanguageModel):
@@ -113,7 +108,7 @@ class CopyMaskedLanguageModel(MaskedLanguageModel):
         return self.gate(hidden, log_probs, (input_ids == labels)[:, None]).squeeze(1)
 
 
-DISCRIMINATORS: dict[str, type[Discriminator] | type[MaskedLanguageModel]] = {
+DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
     # head: who stands in the discriminator's place
     "rtd": Discriminator,
     "mlm": MaskedLanguageModel,
@@ -143,67 +138,12 @@ def share_disentangled(generator: Generator, discriminator: Discriminator | Mask
     encoder.embeddings = disentangled(generator.encoder.embeddings, encoder.config)
 
 
-TABLE_FIELDS = ("style", "vocab_size", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
-ALL_FIELDS = tuple(field.name for field in fields(EncoderConfig))
-
-SHARING: dict[str, tuple[Callable[[Generator, Discriminator | MaskedLanguageModel], None], tuple[str, ...]]] = {
-    # scheme: how it is done, and which settings generator and discriminator must have alike for it
-    "none": (share_nothing, ("vocab_size",)),
-    "embeddings": (share_embeddings, TABLE_FIELDS),
-    "all": (share_all, ALL_FIELDS),
-    "disentangled": (share_disentangled, TABLE_FIELDS),
+SHARING: dict[Sharing, Callable[[Generator, Discriminator | MaskedLanguageModel], None]] = {
+    "none": share_nothing,
+    "embeddings": share_embeddings,
+    "all": share_all,
+    "disentangled": share_disentangled,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ElectraConfig:
-    """A generator, a discriminator, and what they share; either may be missing (masked language models, imports)."""
-
-    generator: EncoderConfig | None
-    discriminator: EncoderConfig | None
-    sharing: Sharing = "embeddings"
-    head: Head = "rtd"
-    """What the discriminator says of tokens: whether they were replaced; what they were before; the same, or copied."""
-    has_baseline: bool = False
-    """Whether the generator has a head that foretells its reward, for adversarial training."""
-
-    def __post_init__(self) -> None:
-        if self.head not in list(DISCRIMINATORS):
-            raise ConfigError(f"there is no head {self.head!r}; choose from {', '.join(DISCRIMINATORS)}")
-        if self.sharing not in list(SHARING):
-            raise ConfigError(f"there is no sharing {self.sharing!r}; choose from {', '.join(SHARING)}")
-        if self.generator is None or self.discriminator is None:
-            if self.sharing != "none":
-                raise ConfigError(f"sharing={self.sharing} needs a generator and a discriminator; only one is there")
-            return
-        for name in SHARING[self.sharing][1]:
-            ours, theirs = getattr(self.generator, name), getattr(self.discriminator, name)
-            if ours != theirs:
-                came = [f"{value:,}" if isinstance(value, int) else value for value in (ours, theirs)]
-                raise ConfigError(
-                    f"sharing={self.sharing} needs generator and discriminator of the same {name}, "
-                    f"but the generator has {came[0]} and the discriminator {came[1]}; make them alike, or share less"
-                )
-
-    @classmethod
-    def from_dict(cls, settings: Any) -> ElectraConfig:
-        """The inverse of `dataclasses.asdict`; unknown and missing settings are refused."""
-        check_fields(settings, cls)
-        parts: dict[str, EncoderConfig | None] = {"generator": None, "discriminator": None}
-        for name in parts:
-            if settings[name] is not None:
-                with naming(name):
-                    parts[name] = EncoderConfig.from_dict(settings[name])
-        return cls(**settings | parts)
-
-
-@contextmanager
-def naming(part: str) -> Iterator[None]:
-    """Say of which part a mistake is."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{part}: {error}") from None
 
 
 class Electra(nn.Module):
@@ -218,8 +158,7 @@ class Electra(nn.Module):
         )
         self.baseline = BaselineHead(config.generator) if config.generator and config.has_baseline else None
         if self.generator is not None and self.discriminator is not None:
-            tie, _ = SHARING[config.sharing]
-            tie(self.generator, self.discriminator)
+            SHARING[config.sharing](self.generator, self.discriminator)
 
     def pair(self) -> tuple[Generator, Discriminator]:
         """Generator and discriminator, for what needs both."""

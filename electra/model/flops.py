@@ -7,8 +7,7 @@ A training step costs three times its forward pass: the backward pass multiplies
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 
 TRAINING = 3  # forward, gradient of the inputs, gradient of the weights
 

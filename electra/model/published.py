@@ -7,8 +7,7 @@ cost as much as a forward pass.
 
 from dataclasses import replace
 
-from electra.model.config import EncoderConfig
-from electra.model.electra import ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.flops import Item, itemize
 
 TRAINING = 2  # forward and backward

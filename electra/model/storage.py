@@ -5,26 +5,23 @@ and renamed, so it is never there by half.
 """
 
 import errno
-import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from electra.data.files import finite, write_whole
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.model.electra import Discriminator, Electra, ElectraConfig
+from electra.model.config import ElectraConfig
+from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
+from electra.runfolder import join_names, read_json, write_folder, write_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -34,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) -> None:
     """Make a model folder, with the tokenizer files that lie in the folder `tokenizer`."""
-    with written_whole(folder) as draft:
+    with write_folder(folder) as draft:
         write_model(electra, draft, tokenizer)
 
 
@@ -160,37 +157,9 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], pat
 def check_names(found: set[str], wanted: set[str], path: Path) -> None:
     """Refuse weights that are not just those the configuration accounts for."""
     if missing := sorted(wanted - found):
-        raise DataError(f"{path} lacks {listed(missing)}, which the {CONFIG} beside it asks for")
+        raise DataError(f"{path} lacks {join_names(missing)}, which the {CONFIG} beside it asks for")
     if unknown := sorted(found - wanted):
-        raise DataError(f"{path} has {listed(unknown)}, which the {CONFIG} beside it does not account for")
-
-
-def listed(names: list[str]) -> str:
-    """The first names of a list, and how many more."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON table."""
-    if not path.parent.is_dir():
-        is_file = path.parent.exists()
-        raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
-    if not path.is_file():
-        inside = sorted(found.parent.name for found in path.parent.glob(f"*/{path.name}"))
-        advice = f"; it holds {listed(inside)}" if inside else ""
-        raise DataError(f"{path.parent} is not a model folder: it has no {path.name}{advice}")
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise DataError(f"{path} holds a {type(table).__name__}, not a table of settings")
-    return table
-
-
-def write_json(path: Path, table: dict[str, Any]) -> None:
-    """Write a JSON table that people can read."""
-    write_whole(path, (json.dumps(finite(table), indent=2) + "\n").encode())
+        raise DataError(f"{path} has {join_names(unknown)}, which the {CONFIG} beside it does not account for")
 
 
 def load_model_tokenizer(folder: Path, entries: int | None = None) -> TextTokenizer:
@@ -213,36 +182,3 @@ def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:
         assert source is not None
         shutil.copyfile(source / name, folder / name)
     return found
-
-
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A draft folder that becomes `folder` only when all went well; what was there before is never touched."""
-    folder = folder.resolve()
-    if folder == Path.cwd():
-        raise DataError("the output cannot be the current folder, which is replaced whole; give it a name of its own")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists already; remove it or choose another output folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield draft
-        for file in draft.iterdir():
-            flush_to_disk(file)  # a rename may reach the disk before what is renamed
-        draft.chmod(0o777 & ~current_umask())
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def flush_to_disk(file: Path) -> None:
-    """Wait until a file is on the disk."""
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def current_umask() -> int:
-    """The permissions that new files are not to have; mkdtemp ignores it."""
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.model.electra import Electra, Generator, MaskedLanguageModel
 from electra.objectives.losses import Loss, Losses, total
 from electra.objectives.masking import Masked, mask
@@ -116,7 +116,7 @@ def measure(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabul
         elif electra.discriminator is not None:
             for verdicts, fill in ((joint, fills), (frozen, replacements)):
                 if fill is not None:
-                    said = electra.discriminator(fill.corrupted.input_ids, *batch.surroundings())
+                    said = electra.discriminator(fill.corrupted.input_ids, **batch.encoder_inputs())
                     verdicts.add(said, fill.corrupted, batch.attention_mask)
     found = tally.means()
     for prefix, verdicts in (("rtd", joint), ("frozen", frozen)):
@@ -135,7 +135,7 @@ class Fills:
 def measure_generator(generator: Generator, batch: Batch, settings: Settings, tally: Tally) -> Fills:
     """Tally the generator's loss, accuracy, entropy and right samples; returns the text with its samples."""
     masked = mask(batch, settings.vocabulary, settings, settings.seed)
-    guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions).float()  # [B, M, V]
+    guesses = generator(masked.input_ids, **batch.encoder_inputs(), at=masked.positions).float()  # [B, M, V]
     logs = guesses.log_softmax(2)
     sampled = sample(guesses, masked, batch, settings)
     tally.add("mlm_loss", -logs.gather(2, masked.originals[:, :, None]).squeeze(2), masked.weights)
@@ -148,7 +148,7 @@ def measure_generator(generator: Generator, batch: Batch, settings: Settings, ta
 def measure_replace_mlm(model: MaskedLanguageModel, batch: Batch, fills: Fills, tally: Tally) -> None:
     """Tally the loss and accuracy of Replace MLM at the masked positions."""
     masked, read = fills.masked, fills.corrupted.input_ids
-    hidden = model.read(read, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = model.read(read, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     logs = model.log_probabilities(hidden, read.gather(1, masked.positions))  # [B, M, V]
     tally.add("replace_mlm_loss", -logs.gather(2, masked.originals[:, :, None]).squeeze(2), masked.weights)
     tally.add("replace_mlm_accuracy", logs.argmax(2) == masked.originals, masked.weights)

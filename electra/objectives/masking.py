@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.random import Number, Purpose, random_bits, random_uniform, row_keys
 
@@ -89,7 +89,7 @@ def mask(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int)
     """Choose positions of each row, never [CLS], [SEP], [MASK] or padding, and hide their tokens."""
     positions, weights = choose(batch, vocabulary, config, seed)
     originals = batch.input_ids.gather(1, positions)
-    shown = disguise(originals, row_keys(seed, batch.step, batch.rows, Purpose.DISGUISE), vocabulary, config)
+    shown = disguise(originals, row_keys(seed, batch.step, batch.row_ids, Purpose.DISGUISE), vocabulary, config)
     input_ids = batch.input_ids.scatter(1, positions, torch.where(weights > 0, shown, originals))
     return Masked(input_ids, positions, originals, weights)
 
@@ -97,8 +97,8 @@ def mask(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int)
 def choose(batch: Batch, vocabulary: Vocabulary, config: MaskingConfig, seed: int) -> tuple[Tensor, Tensor]:
     """Positions [B, M] without replacement, and their weights [B, M]: each token draws a lot, the highest are taken."""
     length = batch.input_ids.shape[1]
-    wanted = masked_count(batch.tokens(), length, config)[:, None]  # [B, 1]
-    lots = random_bits(row_keys(seed, batch.step, batch.rows, Purpose.MASK), length)  # [B, L]
+    wanted = masked_count(batch.lengths(), length, config)[:, None]  # [B, 1]
+    lots = random_bits(row_keys(seed, batch.step, batch.row_ids, Purpose.MASK), length)  # [B, L]
     lots = lots * length + torch.arange(length, device=lots.device)  # no two alike
     is_maskable = maskable(batch, vocabulary)
     if config.whole_word_masking:

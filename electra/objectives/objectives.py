@@ -5,17 +5,19 @@ An objective takes the pair, a batch and settings, and returns the losses that t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor
 from torch.nn import functional
 
 from electra.data.loader import Batch
-from electra.data.vocabulary import Vocabulary
+from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.kernels import dispatch
-from electra.model.electra import Electra, Head, MaskedLanguageModel
+from electra.model.config import Head
+from electra.model.electra import Electra, MaskedLanguageModel
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.objectives.masking import Masked, MaskingConfig, mask
 from electra.random import BLOCK, Purpose, gumbel, random_uniform, row_keys
@@ -26,14 +28,21 @@ if TYPE_CHECKING:
 SAMPLING = (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)
 
 ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
+GeneratorName = Literal["model", "uniform", "unigram"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(MaskingConfig):
-    """How the pair is trained: what is masked, how fills are drawn, how losses are weighed."""
+class ObjectiveConfig:
+    """Pre-training objective."""
 
-    seed: int = 0
-    """Weights, order of the text, masks and samples are functions of it."""
+    name: Annotated[ObjectiveName, Parameter(name="--objective")] = "rtd"
+    """rtd: replaced token detection, the generator and discriminator of the paper; electra-15: rtd at the masked
+    positions only; replace-mlm: predict the masked tokens from text with generator samples; all-tokens-mlm: the same for
+    all tokens, with a copy mechanism; mlm: a masked language model (BERT: --mask-token-probability 0.8
+    --random-token-probability 0.1); adversarial: the generator maximises the discriminator's loss by REINFORCE;
+    frozen-rtd: rtd without training the generator (second stage of two-stage training)."""
+    generator: GeneratorName = "model"
+    """What samples the replacements: the generator, or without one a uniform or unigram distribution over tokens."""
     discriminator_weight: float = 50.0
     """λ: the binary loss is far smaller than the one over the vocabulary."""
     temperature: float = 1.0
@@ -46,9 +55,6 @@ class ObjectiveConfig(MaskingConfig):
     """adversarial: what the generator is paid for each nat of entropy; policy gradients alone leave it little."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must be at least 0")
         if self.temperature <= 0:
             raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
         if self.discriminator_weight < 0:
@@ -58,9 +64,10 @@ class ObjectiveConfig(MaskingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ObjectiveConfig):
+class Settings(ObjectiveConfig, MaskingConfig):
     """What an objective is called with: the configuration, and the vocabulary of the text."""
 
+    seed: int = 0
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     frequencies: Tensor | None = field(default=None, compare=False)
     """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""
@@ -89,7 +96,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, settings: Settings)
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.correct_sample_label)
-    verdicts = electra.require_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return filled.losses | {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 
@@ -99,7 +106,7 @@ def electra_15(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled, settings.correct_sample_label)
-    verdicts = electra.require_discriminator()(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted).gather(1, masked.positions)  # [B, M]
     return filled.losses | {"discriminator": mean_over(losses, masked.weights, settings.discriminator_weight)}
 
@@ -110,7 +117,7 @@ def replace_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled)
     model = electra.require_mlm()
-    hidden = model.read(corrupted.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = model.read(corrupted.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     return filled.losses | {"replace_mlm": guessing_loss(model, hidden, masked, batch, settings)}
 
 
@@ -120,7 +127,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses
     masked = mask_text(batch, electra, settings)
     filled = fill(electra, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, filled.sampled)
-    hidden = model.read(corrupted.input_ids, *batch.surroundings())  # [B, L, D]
+    hidden = model.read(corrupted.input_ids, **batch.encoder_inputs())  # [B, L, D]
     likelihoods = model.log_likelihood(hidden, corrupted.input_ids, labels=batch.input_ids)  # [B, L]
     return filled.losses | {"all_tokens_mlm": mean_over(-likelihoods, is_token(batch))}
 
@@ -128,7 +135,7 @@ def all_tokens_mlm(electra: Electra, batch: Batch, settings: Settings) -> Losses
 def masked_language_modeling(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """BERT's objective, without its next-sentence task: the generator alone fills blanks."""
     generator, masked = electra.require_generator(), mask_text(batch, electra, settings)
-    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = generator.read(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     return {"generator": guessing_loss(generator, hidden, masked, batch, settings)}
 
 
@@ -141,11 +148,11 @@ def adversarial(electra: Electra, batch: Batch, settings: Settings) -> Losses:
     """
     generator, discriminator = electra.pair()
     masked = mask_text(batch, electra, settings)
-    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = generator.read(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     guesses = generator.guess(hidden)  # [B, M, V]
     sampled = sample(guesses, masked, batch, settings)
     corrupted = corrupt(batch.input_ids, masked, sampled, settings.correct_sample_label)
-    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = discriminator(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     rewards = losses.detach().gather(1, masked.positions)  # [B, M]
     foretold = electra.require_baseline()(hidden.detach()).float()  # [B, M] logits
@@ -164,11 +171,11 @@ def frozen_generator_detection(electra: Electra, batch: Batch, settings: Setting
     generator, discriminator = electra.pair()
     masked = mask_text(batch, electra, settings)
     with torch.no_grad():
-        guesses = generator(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, V]
+        guesses = generator(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, V]
     corrupted = corrupt(
         batch.input_ids, masked, sample(guesses, masked, batch, settings), settings.correct_sample_label
     )
-    verdicts = discriminator(corrupted.input_ids, *batch.surroundings())  # [B, L]
+    verdicts = discriminator(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(verdicts, corrupted)
     return {"discriminator": mean_over(losses, is_token(batch), settings.discriminator_weight)}
 
@@ -181,7 +188,7 @@ def count_masked(batch: Batch, settings: Settings) -> Counts:
 
 def count_masked_and_tokens(batch: Batch, settings: Settings) -> Counts:
     """What losses are divided by where the discriminator, or the model in its place, is asked about every token."""
-    return count_masked(batch, settings) | dict.fromkeys(("discriminator", "all_tokens_mlm"), batch.tokens().sum())
+    return count_masked(batch, settings) | dict.fromkeys(("discriminator", "all_tokens_mlm"), batch.lengths().sum())
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,7 @@ def fill(electra: Electra, masked: Masked, batch: Batch, settings: Settings) -> 
 
 def guess_and_sample(generator: MaskedLanguageModel, masked: Masked, batch: Batch, settings: Settings) -> Filled:
     """What the generator puts where tokens were masked, and what it loses by it."""
-    hidden = generator.read(masked.input_ids, *batch.surroundings(), at=masked.positions)  # [B, M, D]
+    hidden = generator.read(masked.input_ids, **batch.encoder_inputs(), at=masked.positions)  # [B, M, D]
     if goes_in_one_pass(hidden, settings):
         return in_one_pass(generator, hidden, masked, batch, settings)
     guesses = generator.guess(hidden)  # [B, M, V]
@@ -261,14 +268,14 @@ def in_one_pass(
 ) -> Filled:
     """The same, with the logits read once."""
     states, table = generator.transform(hidden), generator.encoder.embeddings.token_table()
-    keys = (row_keys(settings.seed, batch.step, batch.rows, purpose) for purpose in SAMPLING)
+    keys = (row_keys(settings.seed, batch.step, batch.row_ids, purpose) for purpose in SAMPLING)
     losses, sampled = dispatch.mlm_loss_and_sample(states, table, generator.head.bias, masked.originals, *keys)
     return Filled(sampled, {"generator": mean_over(losses, masked.weights)})
 
 
 def draw(frequencies: Tensor, masked: Masked, batch: Batch, settings: Settings) -> Tensor:
     """A token for each slot [B, M], by `frequencies` [V]."""
-    keys = row_keys(settings.seed, batch.step, batch.rows, Purpose.SAMPLE_TOKEN)
+    keys = row_keys(settings.seed, batch.step, batch.row_ids, Purpose.SAMPLE_TOKEN)
     draws = random_uniform(keys, masked.positions.shape[1]).double()
     return torch.searchsorted(frequencies.double().cumsum(0), draws).clamp(max=len(frequencies) - 1)
 
@@ -294,7 +301,7 @@ def sampling_noise(guesses: Tensor, batch: Batch, settings: Settings) -> tuple[T
     The highest of log-probabilities with Gumbel noise is a draw: [B, M, V / BLOCK] and [B, M, BLOCK]."""
     places, blocks = guesses.shape[1], -(-guesses.shape[2] // BLOCK)
     draws = zip(SAMPLING, (blocks, BLOCK), strict=True)
-    keyed = ((row_keys(settings.seed, batch.step, batch.rows, purpose), entries) for purpose, entries in draws)
+    keyed = ((row_keys(settings.seed, batch.step, batch.row_ids, purpose), entries) for purpose, entries in draws)
     first, second = (gumbel(keys, places * entries).unflatten(1, (places, entries)) for keys, entries in keyed)
     return first, second
 

@@ -4,8 +4,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from electra.model.storage import CONFIG, read_json
+from electra.model.storage import CONFIG
 from electra.plotting import empty_figure
+from electra.runfolder import read_json
 from electra.training.logging import METRICS, read_lines
 
 Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind

@@ -37,7 +37,7 @@ def write_samples(
     fills = Fills(masked, corrupt(batch.input_ids, masked, fill(electra, masked, batch, settings).sampled))
     column = opinions(electra, fills, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
-    for row in range(min(SENTENCES, batch.size())):
+    for row in range(min(SENTENCES, batch.num_rows)):
         original, shown = (words(text[row], tokenizer) for text in (batch.input_ids, fills.corrupted.input_ids))
         lines += sentence(original, shown, places(fills, row), column, row)
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -65,7 +65,7 @@ def opinions(electra: Electra, fills: Fills, batch: Batch, tokenizer: TextTokeni
 
 def verdicts(discriminator: Discriminator, fills: Fills, batch: Batch) -> Column:
     """How surely fills are replaced, and all other tokens that are held to be."""
-    found = discriminator(fills.corrupted.input_ids, *batch.surroundings()).float().sigmoid()[:SENTENCES, :TOKENS]
+    found = discriminator(fills.corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()[:SENTENCES, :TOKENS]
     cells = []
     for row, numbers in enumerate(found.tolist()):
         at = places(fills, row)
@@ -76,7 +76,7 @@ def verdicts(discriminator: Discriminator, fills: Fills, batch: Batch) -> Column
 def corrections(model: MaskedLanguageModel, fills: Fills, batch: Batch, tokenizer: TextTokenizer) -> Column:
     """What most likely stood where fills stand."""
     read, positions = fills.corrupted.input_ids, fills.masked.positions
-    hidden = model.read(read, *batch.surroundings(), at=positions)  # [B, M, D]
+    hidden = model.read(read, **batch.encoder_inputs(), at=positions)  # [B, M, D]
     guesses = model.log_probabilities(hidden, read.gather(1, positions)).argmax(2)  # [B, M]
     said = read.scatter(1, positions, guesses)[:SENTENCES]
     cells = []

@@ -1,16 +1,14 @@
 """`electra report`: tables and plots over runs."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
-from electra.data.files import write_whole
+from electra.config import Positional
 from electra.errors import ConfigError, DataError
 from electra.finetuning.glue import markdown
 from electra.report.plots import draw_plots
 from electra.report.runs import Run, find_tables, read_run
+from electra.runfolder import write_file, write_json
 
 SHOWN = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
 
@@ -90,8 +88,8 @@ def written(result: Report, folder: Path | None) -> Report:
     plots = draw_plots(folder, result.runs)
     missing = [] if plots else ["no plots: they need matplotlib (pip install matplotlib)"]
     result = Report(result.runs, result.left_out, result.notes + missing, plots, str(folder))
-    write_whole(folder / "report.md", result.page().encode())
-    write_whole(folder / "report.json", (json.dumps(asdict(result), indent=2) + "\n").encode())
+    write_file(folder / "report.md", result.page())
+    write_json(folder / "report.json", asdict(result))
     return result
 
 

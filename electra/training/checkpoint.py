@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import DataError
-from electra.model.storage import WEIGHTS, read_json, read_tensors, write_json, write_tensors, written_whole
+from electra.model.storage import WEIGHTS, read_tensors, write_tensors
+from electra.runfolder import read_json, write_folder, write_json
 
 CHECKPOINTS = "checkpoints"
 TRAINING = "training.safetensors"
@@ -29,12 +30,6 @@ def checkpoint_folders(run: Path) -> list[Path]:
 def checkpoint_name(step: int) -> str:
     """The folder name of a step's checkpoint; names sort as steps do."""
     return f"step-{step:09d}"
-
-
-def remove_drafts(run: Path) -> None:
-    """Remove what a killed run was still writing."""
-    for draft in (run / CHECKPOINTS).glob(".step-*"):
-        shutil.rmtree(draft)
 
 
 def model_folder(path: Path) -> Path:
@@ -57,7 +52,7 @@ def save_checkpoint(
     """Write the checkpoint of `state["step"]`; there is all of it or nothing."""
     folder = run / CHECKPOINTS / checkpoint_name(state["step"])
     if not folder.exists():  # a resumed run may reach a step again: the checkpoint is the same
-        with written_whole(folder) as draft:
+        with write_folder(folder) as draft:
             write_model(draft)
             write_tensors(draft / TRAINING, optimizer_tensors(model, optimizers))
             write_json(draft / STATE, state)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
-from electra.data.files import finite, write_whole
+from electra.runfolder import dump_json, write_file
 
 METRICS = "metrics.jsonl"
 
@@ -55,13 +55,13 @@ class MetricsLogger:
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / METRICS
         kept = [line for line in read_lines(self.path) if line["step"] <= step]
-        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.board = open_tensorboard(run, step)
 
     def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
         """Add a line: `kind` is train or validation."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite({"kind": kind, "step": step, **numbers})) + "\n")
+            file.write(dump_json({"kind": kind, "step": step, **numbers}) + "\n")
         if self.board is not None:
             for name, number in numbers.items():
                 self.board.add_scalar(f"{kind}/{name}", number, step)

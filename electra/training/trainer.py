@@ -79,9 +79,11 @@ class Budget:
 class Rows(Protocol):
     """What a trainer asks of a batch."""
 
-    def size(self) -> int: ...  # rows
-    def token_count(self) -> int: ...
-    def pieces(self, count: int) -> list[Any]: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    def micro_batches(self, count: int) -> list[Any]: ...
 
 
 class TrainingTask(Protocol):
@@ -255,11 +257,11 @@ class Trainer:
         self.set_learning_rate()
         numbers = self.step(batch)
         self.place.step += 1
-        self.place.tokens += batch.token_count()
+        self.place.tokens += batch.num_tokens
         seconds = time.perf_counter() - began if self.is_warm else None
         self.place.seconds += seconds or 0.0
         for window in (self.window, self.unseen):
-            window.add(numbers, batch.token_count(), seconds)
+            window.add(numbers, batch.num_tokens, seconds)
         self.is_warm = True
 
     def set_learning_rate(self) -> None:
@@ -304,13 +306,13 @@ class Trainer:
                 raise
         pieces = self.fitting_pieces(batch)
         advice = f"try --micro-batches {pieces}" if pieces else "not even single rows fit: choose a smaller model"
-        raise ConfigError(f"a batch of {batch.size()} rows does not fit the device's memory; {advice}")
+        raise ConfigError(f"a batch of {batch.num_rows} rows does not fit the device's memory; {advice}")
 
     def accumulate(self, batch: Rows, count: int) -> dict[str, Tensor]:
         """Add up the gradients of `count` pieces, each divided by the counts of the whole batch."""
         counts = self.lesson.counts(batch) if count > 1 else None
         means: dict[str, Tensor] = {}
-        for piece in batch.pieces(count):
+        for piece in batch.micro_batches(count):
             losses = self.lesson.losses(piece)
             self.lesson.backward(total(losses, counts))
             for name, loss in losses.items():
@@ -321,7 +323,7 @@ class Trainer:
     def fitting_pieces(self, batch: Rows) -> int | None:
         """The smallest number of pieces, by doubling, in which the batch fits memory."""
         count = 2 * self.config.micro_batches
-        while count <= batch.size():
+        while count <= batch.num_rows:
             self.lesson.model.zero_grad()
             torch.cuda.empty_cache()
             try:

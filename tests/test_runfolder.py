@@ -1,0 +1,126 @@
+"""Run folders: atomic writes, one process at a time, changed settings."""
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from kills import killed
+
+from electra.errors import ConfigError, DataError
+from electra.finetuning.command import FinetuneConfig
+from electra.finetuning.jobs import jobs_of
+from electra.pretraining.command import pretrain
+from electra.runfolder import (
+    LOCK,
+    PARTIAL,
+    changed_settings,
+    check_same_settings,
+    dump_json,
+    file_checksum,
+    is_empty,
+    lock_folder,
+    open_atomic,
+    read_json,
+    remove_partial,
+    write_file,
+    write_folder,
+)
+
+
+def test_a_second_process_is_refused_and_changes_nothing(run_config):
+    config = run_config(resume=True)
+    draft = config.output / f"checkpoints/.step-000000010-x{PARTIAL}"
+    draft.mkdir(parents=True)
+    with (
+        lock_folder(config.output),
+        pytest.raises(ConfigError, match=rf"process {os.getpid()} on .* is using {config.output}; .*another --output"),
+    ):
+        pretrain(config)
+    assert draft.exists()
+
+
+def test_each_fine_tuning_seed_is_locked(encoder_folder, tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n" * 10)
+    config = FinetuneConfig(model=encoder_folder, train=tmp_path / "rows.csv", output=tmp_path / "tuned", length=16)
+    [job] = jobs_of(config, config.the_task(), config.output)
+    with lock_folder(job.folder), pytest.raises(ConfigError, match=r"is using .*seed-1"):
+        job.run()
+
+
+def sleep_in(folder: Path) -> None:
+    with lock_folder(folder):
+        time.sleep(60)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_killed_process_releases_its_lock(tmp_path):
+    assert killed(sleep_in, tmp_path / "run", after=0.3)
+    assert (tmp_path / "run" / LOCK).exists()
+    assert is_empty(tmp_path / "run")
+    with lock_folder(tmp_path / "run"):
+        assert (tmp_path / "run" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_created_folders_that_stay_empty_are_removed(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with lock_folder(tmp_path / "runs/deep/run"):
+        assert (tmp_path / "runs/deep/run" / LOCK).exists()
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_used_unlocked(tmp_path, monkeypatch):
+    def fail(self):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(FileLock, "_acquire", fail)
+    with lock_folder(tmp_path / "run"), lock_folder(tmp_path / "run"):
+        pass
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    write_file(tmp_path / "a", "old")
+    with pytest.raises(TypeError), open_atomic(tmp_path / "a") as file:
+        file.write(b"not text")
+    assert (tmp_path / "a").read_text() == "old"
+    with pytest.raises(FileNotFoundError), write_folder(tmp_path / "b") as draft:
+        (draft / "missing").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_only_partial_files_of_our_own_are_removed(tmp_path):
+    (tmp_path / f"below/.model-x{PARTIAL}").mkdir(parents=True)
+    (tmp_path / f"below/index.json{PARTIAL}").touch()
+    for name in ("download.partial", ".hidden", "below/notes.txt"):
+        (tmp_path / name).touch()
+    remove_partial(tmp_path)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert left == {"download.partial", ".hidden", "below", "below/notes.txt"}
+
+
+def test_json_has_no_nan(tmp_path):
+    text = dump_json({"loss": float("nan"), "list": [1.0, float("inf")], "path": Path("x")})
+    assert json.loads(text) == {"loss": None, "list": [1.0, None], "path": "x"}
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(DataError, match="expected a JSON object"):
+        read_json(tmp_path / "list.json")
+
+
+def test_changed_settings_are_listed(tmp_path):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("2")
+    before = {"length": 128, "seed": 1, "steps": 5, "corpus": {"1.txt": "4 bytes"}, "a": file_checksum(tmp_path / "a")}
+    now = {"length": 64, "seed": 1, "steps": None, "corpus": {"2.txt": "4 bytes"}, "a": file_checksum(tmp_path / "b")}
+    assert changed_settings(before, now) == [
+        "length was 128 and is now 64",
+        "steps was 5 and is now unset",
+        "corpus 2.txt was absent and is now 4 bytes",
+        "a has other content",
+    ]
+    with pytest.raises(ConfigError, match="x was started with other settings: length was 128 and is now 64; use the"):
+        check_same_settings(Path("x"), before, now, ignore=("steps", "corpus", "a"))
+    check_same_settings(tmp_path, before, now, ignore=("length", "steps", "corpus", "a"))
