@@ -95,7 +95,7 @@ def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
     ("settings", "sentence"),
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
-        ({"feedforward": 41}, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
+        ({"feedforward": 41}, r"down.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
         ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
         ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
         ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),

@@ -181,7 +181,7 @@ class FinetuningTask:
         self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
 =======
         self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
-        self.working = WorkingCopy(self.model, self.precision)
+        self.working = MasterWeights(self.model, self.precision)
         self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
 >>>>>>> main
         self.splits = {split: self.features(split) for split in available(task)}
@@ -236,7 +236,7 @@ class FinetuningTask:
         self.working.sync()
 =======
     def losses(self, batch: BatchIndices) -> Losses:
-        self.working.refresh()
+        self.working.sync()
 >>>>>>> main
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]

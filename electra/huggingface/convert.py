@@ -49,8 +49,8 @@ ENCODER = {
     "encoder.layers.N.attention.qkv": "encoder.layer.N.attention.self.query|key|value",
     "encoder.layers.N.attention.output": "encoder.layer.N.attention.output.dense",
     "encoder.layers.N.attention_norm": "encoder.layer.N.attention.output.LayerNorm",
-    "encoder.layers.N.feedforward.widen": "encoder.layer.N.intermediate.dense",
-    "encoder.layers.N.feedforward.narrow": "encoder.layer.N.output.dense",
+    "encoder.layers.N.feedforward.up": "encoder.layer.N.intermediate.dense",
+    "encoder.layers.N.feedforward.down": "encoder.layer.N.output.dense",
     "encoder.layers.N.feedforward_norm": "encoder.layer.N.output.LayerNorm",
 }
 

@@ -9,13 +9,13 @@ from electra.model.config import BASE, EncoderConfig, to_modern
 
 ENCODER = {
     "encoder.embeddings.token": "embeddings.tok_embeddings",
-    "encoder.entry.norm": "embeddings.norm",
+    "encoder.embedding_norm.norm": "embeddings.norm",
     "encoder.layers.N.attention_norm": "layers.N.attn_norm",
     "encoder.layers.N.attention.qkv": "layers.N.attn.Wqkv",
     "encoder.layers.N.attention.output": "layers.N.attn.Wo",
     "encoder.layers.N.feedforward_norm": "layers.N.mlp_norm",
-    "encoder.layers.N.feedforward.widen": "layers.N.mlp.Wi",
-    "encoder.layers.N.feedforward.narrow": "layers.N.mlp.Wo",
+    "encoder.layers.N.feedforward.up": "layers.N.mlp.Wi",
+    "encoder.layers.N.feedforward.down": "layers.N.mlp.Wo",
     "encoder.final_norm": "final_norm",
 }
 

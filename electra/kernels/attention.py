@@ -224,9 +224,7 @@ def short_attention_backward_op(
     qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, grad_out: Tensor, window: int,
     dropout: float,
 ) -> Tensor:  # fmt: skip
-    return short_attention_backward(
-        qkv.contiguous(), document_ids, rope, seed, grad_out.contiguous(), window, dropout
-    )
+    return short_attention_backward(qkv.contiguous(), document_ids, rope, seed, grad_out.contiguous(), window, dropout)
 
 
 @short_attention_backward_op.register_fake

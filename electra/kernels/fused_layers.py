@@ -312,7 +312,11 @@ def modern_layer(
 
 @modern_layer.register_fake
 def _(residual, pending, parameters, document_ids, rope, rows, batch_size, heads, window, epsilon):
-    weights, (N, D), M = ModernWeights(*parameters[-NUM_MODERN:]), residual.shape, len(residual if rows is None else rows)
+    weights, (N, D), M = (
+        ModernWeights(*parameters[-NUM_MODERN:]),
+        residual.shape,
+        len(residual if rows is None else rows),
+    )
     before, F = residual.new_empty(0) if pending is None else torch.empty_like(residual), weights.down.shape[1]
     attended = [weights.qkv.new_empty(N, width) for width in (D, 3 * D, D)]
     down, *rest = [weights.qkv.new_empty(M, width) for width in (D, D, 2 * F, F)]
@@ -374,7 +378,10 @@ def setup_modern_context(ctx, inputs, output) -> None:
 
 def backward_of_modern_layer(ctx, grad_total: Tensor, grad_down_out: Tensor, *_: Tensor):
     saved = list(ctx.saved_tensors)
-    parameters, (document_ids, rope, rows, total, *activations) = saved[: ctx.num_parameters], saved[ctx.num_parameters :]
+    parameters, (document_ids, rope, rows, total, *activations) = (
+        saved[: ctx.num_parameters],
+        saved[ctx.num_parameters :],
+    )
     grad_residual, *grads = modern_layer_backward(
         parameters, document_ids, rope, rows, total, activations, *ctx.options, grad_total, grad_down_out
     )

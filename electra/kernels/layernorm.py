@@ -221,9 +221,7 @@ def add_layernorm_backward_kernel(
     tl.store(target, tl.sum(grad_weight, 0), mask=column < D)
 
 
-def add_layernorm_forward(
-    residual: Tensor, x: Tensor, norm_weight: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor]:
+def add_layernorm_forward(residual: Tensor, x: Tensor, norm_weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """`residual` [N, D] in fp32 plus `x` [N, D], and the LayerNorm of that sum in the dtype of x."""
     N, D, width, rows = tile_shape(residual, warps=4)
     total, out = torch.empty_like(residual), torch.empty_like(x)
