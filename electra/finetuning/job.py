@@ -181,15 +181,9 @@ class FinetuningTask:
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
         self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
-<<<<<<< HEAD
-        self.model = new_model(start, task.outputs, config.pooling, seed=seed).to(self.device)
-        self.working = MasterWeights(self.model, self.precision)
-        self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
-=======
         self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
         self.working = MasterWeights(self.model, self.precision)
         self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
->>>>>>> main
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
         self.step = 0
@@ -237,13 +231,8 @@ class FinetuningTask:
         for batch in epoch_batches(lengths, self.config.batch, self.config.length, self.seed, number):
             yield batch.to(self.device)
 
-<<<<<<< HEAD
-    def losses(self, batch: Chosen) -> Losses:
-        self.working.sync()
-=======
     def losses(self, batch: BatchIndices) -> Losses:
         self.working.sync()
->>>>>>> main
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}

@@ -171,12 +171,17 @@ def launch(kernel, qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None
     queries, warps = (128, 8) if needs_registers and K <= 64 else (64, 4)
     limit_registers = kernel is short_attention_kernel and K <= 64 and torch.version.hip is None
     kernel[(B * H,)](
-        qkv, qkv if document_ids is None else document_ids, qkv if rope is None else rope, qkv if seed is None else seed,
-        *outputs, L, window, K**-0.5, dropout,
+        qkv, qkv if document_ids is None else document_ids, qkv if rope is None else rope,
+        qkv if seed is None else seed, *outputs, L, window, K**-0.5, dropout,
         H=H, K=K, BLOCK=block, QUERIES=min(queries, block), HAS_DOCUMENTS=document_ids is not None,
         HAS_WINDOW=window >= 0, HAS_ROPE=rope is not None, HAS_DROPOUT=has_dropout,
         num_warps=warps, num_stages=1, **({"maxnreg": MAX_REGISTERS} if limit_registers else {}),
     )  # fmt: skip
+
+
+def is_short(length: int, head_width: int) -> bool:
+    """Whether the Triton kernel takes rows of this length and heads of this width."""
+    return length <= MAX_LENGTH and head_width in HEAD_WIDTHS
 
 
 def split_heads(qkv: Tensor, num_rows: int, heads: int) -> Tensor:

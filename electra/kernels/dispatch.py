@@ -44,7 +44,7 @@ KERNELS = (
 disabled: set[str] = set()
 
 AttentionBackend = Literal["sdpa", "varlen", "short"]
-"""PyTorch's scaled_dot_product_attention with a mask; flash attention with cu_seqlens; the Triton kernel for short rows."""
+"""scaled_dot_product_attention with a mask; flash attention with cu_seqlens; the Triton kernel for short rows."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,10 @@ def attention_backend(weight: Tensor, length: int, head_width: int, has_cu_seqle
 
     `has_cu_seqlens`: they are part of the batch, or there are no documents. A compiled graph needs that for varlen:
     computed inside it, their number would differ from batch to batch."""
-    if can_use("short_attention", weight):
-        if length <= attention_kernels.MAX_LENGTH and head_width in attention_kernels.HEAD_WIDTHS:
-            return "short"
-    if not weight.is_cuda or compute_dtype(weight) not in HALF_DTYPES or "varlen_attention" in disabled:
-        return "sdpa"
-    if head_width % 8 or head_width > MAX_FLASH_HEAD_WIDTH:
+    if can_use("short_attention", weight) and attention_kernels.is_short(length, head_width):
+        return "short"
+    is_half = weight.is_cuda and compute_dtype(weight) in HALF_DTYPES
+    if not is_half or head_width % 8 or head_width > MAX_FLASH_HEAD_WIDTH or "varlen_attention" in disabled:
         return "sdpa"
     return "sdpa" if torch.compiler.is_compiling() and not has_cu_seqlens else "varlen"
 
