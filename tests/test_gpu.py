@@ -21,7 +21,7 @@ from electra.kernels.dispatch import AttentionBias
 from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
-from electra.model.heads import DiscriminatorHead
+from electra.model.heads import RTDHead
 from electra.objectives.losses import total
 from electra.objectives.masking import MaskingConfig, mask
 from electra.objectives.objectives import Settings, replaced_token_detection
@@ -101,7 +101,7 @@ def test_kernels_are_used_in_half_precision_unless_switched_off():
 def test_gradients_are_the_same_without_any_single_kernel(style, without):
     torch.manual_seed(0)
     config = EncoderConfig(style=style, layers=2, vocab_size=500, dropout=0, attention_dropout=0)
-    model, head = Encoder(config).cuda(), DiscriminatorHead(config).cuda()
+    model, head = Encoder(config).cuda(), RTDHead(config).cuda()
     input_ids, grad_out = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, device="cuda")
     document_ids = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1)
 

@@ -312,11 +312,8 @@ def modern_layer(
 
 @modern_layer.register_fake
 def _(residual, pending, parameters, document_ids, rope, rows, batch_size, heads, window, epsilon):
-    weights, (N, D), M = (
-        ModernWeights(*parameters[-NUM_MODERN:]),
-        residual.shape,
-        len(residual if rows is None else rows),
-    )
+    weights, (N, D) = ModernWeights(*parameters[-NUM_MODERN:]), residual.shape
+    M = N if rows is None else len(rows)
     before, F = residual.new_empty(0) if pending is None else torch.empty_like(residual), weights.down.shape[1]
     attended = [weights.qkv.new_empty(N, width) for width in (D, 3 * D, D)]
     down, *rest = [weights.qkv.new_empty(M, width) for width in (D, D, 2 * F, F)]
@@ -377,11 +374,8 @@ def setup_modern_context(ctx, inputs, output) -> None:
 
 
 def backward_of_modern_layer(ctx, grad_total: Tensor, grad_down_out: Tensor, *_: Tensor):
-    saved = list(ctx.saved_tensors)
-    parameters, (document_ids, rope, rows, total, *activations) = (
-        saved[: ctx.num_parameters],
-        saved[ctx.num_parameters :],
-    )
+    parameters, rest = list(ctx.saved_tensors[: ctx.num_parameters]), ctx.saved_tensors[ctx.num_parameters :]
+    document_ids, rope, rows, total, *activations = rest
     grad_residual, *grads = modern_layer_backward(
         parameters, document_ids, rope, rows, total, activations, *ctx.options, grad_total, grad_down_out
     )
@@ -396,7 +390,7 @@ def fused_modern_layer(
     residual: Tensor, pending: Tensor | None, parameters: list[Tensor], document_ids: Tensor | None, rope: Tensor,
     positions: Tensor | None, *, heads: int, window: int, epsilon: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The residual stream [B, L, D] in fp32 and this layer's feed-forward output, from the same two of the layer before.
+    """The residual stream [B, L, D] in fp32 and the feed-forward output, from the same two of the layer before.
 
     With `positions` [B, M] only those: [B, M, D]. `rope` is [2, L, K/2]."""
     total, down, *_ = modern_layer(

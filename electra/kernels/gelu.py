@@ -77,7 +77,7 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, grad_out: Tensor) -> tuple[Tenso
     """grad_x [..., C], and partial sums [programs, C] of the bias's gradient."""
     grad_x, C = torch.empty_like(x), x.shape[-1]
     N, column_blocks = x.numel() // C, triton.cdiv(C, BLOCK_COLUMNS)
-    # Fewer programs would all go to the multiprocessors that a concurrent matrix product frees first; others would idle.
+    # Fewer programs would all land on the multiprocessors that a concurrent matrix product frees first.
     blocks, programs = split_rows(N, BACKWARD_BLOCK_ROWS, column_blocks, factor=4)
     partials = torch.empty(programs, C, device=x.device)
     bias_gelu_backward_kernel[(programs, column_blocks)](

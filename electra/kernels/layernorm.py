@@ -2,7 +2,7 @@
 
 Post-norm: out = LayerNorm(residual + dropout(x + bias)). Pre-norm: sum = residual + x; out = LayerNorm(sum), where the
 residual stream stays in fp32 and the norm has no bias. Each tensor is read and written once; the backward pass computes
-the sum and its statistics again, and writes partial column sums for the gradients of the norm's parameters and the bias.
+the sum and its statistics again, and writes partial column sums for the gradients of the norm's parameters and biases.
 """
 # mypy: disable-error-code="assignment, var-annotated"
 # Kernels collect values in tuples, whose types change as they grow.

@@ -98,9 +98,10 @@ def query_value_sum_kernel(
 
 
 def qkv_bias_grad(grad_qkv: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient [3 · D] of the bias of queries, keys and values from `grad_qkv` [N, 3 · D], without rotary positions.
+    """The gradient [3 · D] of the bias of queries, keys and values from `grad_qkv` [N, 3 · D].
 
-    The keys' part is zero: their bias adds the same to all scores of a query, which the softmax ignores."""
+    The keys' part is zero without rotary positions: their bias adds the same to all scores of a query, and the softmax
+    ignores that."""
     N, D = grad_qkv.shape[0], grad_qkv.shape[1] // 3
     column_blocks = triton.cdiv(D, BLOCK_COLUMNS)
     blocks, programs = split_rows(N, BLOCK_ROWS, 2 * column_blocks)
