@@ -21,7 +21,8 @@ from transformers import (
 
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export, import_model
-from electra.huggingface.convert import ARCHITECTURES, to_huggingface
+from electra.huggingface.convert import to_huggingface
+from electra.huggingface.names import ARCHITECTURES
 from electra.model.storage import load_model, save_model
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from electra.errors import ConfigError, DataError
-from electra.export.command import ImportConfig, Written, import_model
+from electra.export.command import ImportConfig, ConversionResult, import_model
 
 CLASSES = [
     (ElectraModel, ElectraConfig),
@@ -29,7 +29,7 @@ CLASSES = [
 ]
 
 
-def arrives_alike(kind, config, folder: Path, change) -> Written:
+def arrives_alike(kind, config, folder: Path, change) -> ConversionResult:
     """Import a folder as transformers writes it, then with `change` made to its tensors: nothing is different."""
     peer(kind, "base", config).save_pretrained(folder / "theirs")
     import_model(ImportConfig(source=folder / "theirs", output=folder / "plain"))

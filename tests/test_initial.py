@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
-from electra.huggingface.convert import merge_embedding_delta, read_huggingface
+from electra.huggingface.convert import merge_embedding_delta
+from electra.huggingface.folders import read_huggingface
 from electra.model.config import ElectraConfig, size_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model

@@ -38,10 +38,10 @@ def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) ->
 def write_model(electra: Electra, folder: Path, tokenizer: Path | None) -> None:
     """Write a model's files into a folder."""
     weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}  # what is shared, once
-    write_parts(electra.config, weights, folder, tokenizer)
+    write_model_files(electra.config, weights, folder, tokenizer)
 
 
-def write_parts(config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None) -> list[str]:
+def write_model_files(config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None) -> list[str]:
     """Write a model's files from its parts; returns the names of the tokenizer's among them."""
     write_tensors(folder / WEIGHTS, weights)
     write_json(folder / CONFIG, {"model": asdict(config)})

@@ -12,8 +12,8 @@ from torch import nn
 
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import Tensors, merge_embedding_delta, select_part
-from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part
+from electra.huggingface.convert import Tensors, merge_embedding_delta
+from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part, select_part
 from electra.model.config import (
     SMALL,
     ElectraConfig,
