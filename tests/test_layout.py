@@ -20,7 +20,7 @@ STAGES = [
     "serve",
 ]
 FLOW = ["errors", "config", "random", "plotting", "runfolder", *STAGES]
-FLOW += ["__init__", "demo", "boxes", "words", "cli", "__main__"]
+FLOW += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
 def stage_of(module: str) -> str:

@@ -13,14 +13,14 @@ from transformers import ModernBertForSequenceClassification
 from electra.cli import main
 from electra.finetuning.job import FinetuningTask, TuningConfig
 from electra.finetuning.model import (
-    FineTuned,
+    TaskModel,
+    build_task_model,
     load_finetuned,
     load_pretrained,
-    mean_state,
-    new_model,
-    write_finetuned,
+    mean_pool,
+    save_finetuned,
 )
-from electra.finetuning.tasks import own_task
+from electra.finetuning.tasks import custom_task
 from electra.model.electra import SHARING
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
@@ -174,7 +174,7 @@ def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folde
     )
     with torch.no_grad():
         expected = ours(input_ids, mask, torch.zeros_like(input_ids)).numpy()
-        expected = expected if task.labels else task.unscaled(expected)
+        expected = expected if task.labels else task.denormalize_scores(expected)
         assert np.abs(theirs(input_ids, attention_mask=mask).logits.numpy() - expected).max() < 1e-5
     assert list(theirs.config.id2label.values()) == list(task.labels or ("score",))
     assert theirs.config.classifier_pooling == pooling
@@ -195,7 +195,7 @@ def test_a_head_starts_with_what_transformers_takes_over(trained_head, tmp_path,
         tmp_path / "hf", num_labels=3, ignore_mismatched_sizes=True
     )
     for folder in (trained_head, tmp_path / "hf"):
-        ours = new_model(load_pretrained(folder), outputs=3, seed=0).head
+        ours = build_task_model(load_pretrained(folder), num_labels=3, seed=0).head
         assert torch.equal(ours.dense.weight, theirs.head.dense.weight)
         assert torch.equal(ours.norm.weight, theirs.head.norm.weight)
 
@@ -204,7 +204,7 @@ def test_a_bare_encoder_gets_a_head_by_the_seed(trained_head, tmp_path, capsys):
     run(f"export --model {trained_head} --part encoder --output {tmp_path}/hf", capsys)
     run(f"import --from {tmp_path}/hf --output {tmp_path}/bare", capsys)
     starts = [(load_pretrained(tmp_path / "bare"), seed) for seed in (1, 1, 2)]
-    heads = [new_model(start, outputs=3, seed=seed).head.dense.weight for start, seed in starts]
+    heads = [build_task_model(start, num_labels=3, seed=seed).head.dense.weight for start, seed in starts]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
@@ -212,11 +212,11 @@ def test_a_bare_encoder_gets_a_head_by_the_seed(trained_head, tmp_path, capsys):
 def test_another_task_goes_on_with_what_the_head_read(trained_head, tmp_path):
     start = load_pretrained(trained_head)
     assert start.pooling == "cls"
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    task = custom_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
     (tmp_path / "tuned").mkdir()
-    write_finetuned(new_model(start, task.outputs, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
+    save_finetuned(build_task_model(start, task.num_labels, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
     onwards = load_pretrained(tmp_path / "tuned")
-    again, otherwise = new_model(onwards, 1, seed=1), new_model(onwards, 1, "cls", seed=1)
+    again, otherwise = build_task_model(onwards, 1, seed=1), build_task_model(onwards, 1, "cls", seed=1)
     assert (again.pooling, otherwise.pooling) == ("mean", "cls")
     first = load_finetuned(tmp_path / "tuned")[0].head.weight
     assert not torch.allclose(again.head.weight, first, atol=0.01)  # what it means for another task is drawn anew
@@ -224,11 +224,13 @@ def test_another_task_goes_on_with_what_the_head_read(trained_head, tmp_path):
 
 def test_a_mean_counts_the_tokens_exactly():
     hidden, attention_mask = torch.ones(1, 400, 2, dtype=torch.bfloat16), torch.arange(400)[None] < 365
-    assert mean_state(hidden, attention_mask).tolist() == [[1.0, 1.0]]  # 365 is not a number in bf16
+    assert mean_pool(hidden, attention_mask).tolist() == [[1.0, 1.0]]  # 365 is not a number in bf16
 
 
 def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path):
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
+    task = custom_task(
+        train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
+    )
     lesson = FinetuningTask(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
     shares = [
         lesson.rate_share(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")
@@ -238,7 +240,7 @@ def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path)
 
 def test_dropout_stands_before_the_last_layer_of_the_head():
     torch.manual_seed(0)
-    head = FineTuned(Encoder(replace(MODERN, dropout=0.5)), outputs=3).head
+    head = TaskModel(Encoder(replace(MODERN, dropout=0.5)), num_labels=3).head
     state = torch.randn(1, MODERN.width)
     assert not torch.equal(head(state), head(state))
     head.eval()

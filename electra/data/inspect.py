@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tyro.conf import Positional
 
+from electra.config import Positional
 from electra.data.packing import PackedRows, Permutation
 from electra.data.shards import SPLITS, Shards, TokenRing, damaged_error, open_shards
 from electra.errors import ConfigError

@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from electra.errors import ConfigError
-from electra.finetuning.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
-from electra.finetuning.metrics import METRICS
-from electra.finetuning.model import READINGS, load_pretrained, new_model, write_finetuned
+from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
+from electra.finetuning.metrics import METRICS, nan_as_lowest
+from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.plots import draw_confusion
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels.master_weights import WorkingCopy
@@ -152,12 +151,7 @@ class Score:
     @property
     def headline(self) -> float:
         """The task's first metric on its first dev split, to compare seeds by."""
-        return least_if_nan(next(iter(self.measures["dev"].values())))
-
-
-def least_if_nan(value: float) -> float:
-    """The value, or what is below all numbers in place of NaN, which compares with none."""
-    return -math.inf if math.isnan(value) else value
+        return nan_as_lowest(next(iter(self.measures["dev"].values())))
 
 
 def read_score(path: Path) -> Score:
@@ -181,13 +175,13 @@ class FinetuningTask:
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
         self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
-        self.model = new_model(start, task.outputs, config.pooling, seed=seed).to(self.device)
+        self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
         self.working = WorkingCopy(self.model, self.precision)
-        self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
+        self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
         self.step = 0
-        self.plan: Iterator[Chosen] = iter(())
+        self.plan: Iterator[BatchIndices] = iter(())
 
     def outline(self) -> list[str]:
         """What is about to be done, in words."""
@@ -209,8 +203,8 @@ class FinetuningTask:
     def features(self, split: str) -> Features:
         """A split's rows as token ids on the device."""
         examples = read_examples(self.task, split)
-        if split == "train" and self.task.doubles:
-            examples = examples.doubled()
+        if split == "train" and self.task.double_unordered:
+            examples = examples.with_swapped_pairs()
         made = cached_features(self.task, examples, self.tokenizer, self.config.length, self.cache)
         return made.to(self.device)
 
@@ -218,34 +212,34 @@ class FinetuningTask:
         """BatchLoader of the training rows, the last one perhaps filled up."""
         return -(-len(self.train) // self.config.batch)
 
-    def next_batch(self) -> Chosen:
+    def next_batch(self) -> BatchIndices:
         number, place = divmod(self.step, self.steps_an_epoch())
         if place == 0:
             self.plan = self.batches(number)
         self.step += 1
         return next(self.plan)
 
-    def batches(self, number: int) -> Iterator[Chosen]:
+    def batches(self, number: int) -> Iterator[BatchIndices]:
         """The batches of one epoch."""
         lengths = self.train.lengths.cpu().numpy()
-        for batch in epoch(lengths, self.config.batch, self.seed, number):
-            yield choose(batch, self.device, self.config.length)
+        for batch in epoch_batches(lengths, self.config.batch, self.config.length, self.seed, number):
+            yield batch.to(self.device)
 
-    def losses(self, batch: Chosen) -> Losses:
+    def losses(self, batch: BatchIndices) -> Losses:
         self.working.refresh()
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
-    def logits(self, model: nn.Module, features: Features, batch: Chosen) -> torch.Tensor:
+    def logits(self, model: nn.Module, features: Features, batch: BatchIndices) -> torch.Tensor:
         """What a model says of a batch."""
         with self.working.autocast():
-            return model(*features.inputs(batch, self.pad_id))
+            return model(*features.collate(batch, self.pad_id))
 
     def backward(self, loss: torch.Tensor) -> None:
         self.working.backward(loss)
 
-    def counts(self, batch: Chosen) -> Counts:
+    def counts(self, batch: BatchIndices) -> Counts:
         return {"loss": batch.weights.sum()}
 
     def rate_share(self, name: str) -> float:
@@ -267,21 +261,16 @@ class FinetuningTask:
     def all_logits(self, features: Features) -> NDArray:
         """What the model says of every row [N, outputs]."""
         self.model.eval()
-        lengths = features.lengths.cpu().numpy()
-        size = min(MEASURED_ROWS, len(features))
-        found = np.zeros((len(features), self.task.outputs), np.float32)
-        with torch.no_grad():
-            for rows in by_length(np.arange(len(features)), lengths, size):
-                batch = choose(filled(rows, lengths, size), self.device, self.config.length)
-                found[rows] = self.logits(self.model, features, batch)[: len(rows)].float().cpu().numpy()
+        with self.working.autocast():
+            logits = compute_logits(self.model, features, MEASURED_ROWS, self.config.length, self.pad_id)
         self.model.train()
-        return found
+        return logits
 
     def rates(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
     def write_model(self, folder: Path) -> None:
-        write_finetuned(self.model, self.task, self.config.length, folder, self.folder)
+        save_finetuned(self.model, self.task, self.config.length, folder, self.folder)
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -304,8 +293,8 @@ def available(task: Task) -> list[str]:
 def measure(task: Task, logits: NDArray, features: Features) -> Measures:
     """The task's metrics."""
     labels = features.labels.cpu().numpy()
-    truth = labels if task.labels else task.unscaled(labels)
-    predicted = READINGS[task.kind].answer(logits, task)
+    truth = labels if task.labels else task.denormalize_scores(labels)
+    predicted = OUTPUT_TYPES[task.kind].predict(logits, task)
     return {name: METRICS[name](predicted, truth) for name in task.metrics}
 
 
@@ -348,7 +337,7 @@ def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> 
     draw_curves(folder, panels(task))
     if task.kind == "classification":
         dev = splits["dev"].labels.cpu().numpy()
-        draw_confusion(folder / "confusion.png", dev, READINGS[task.kind].answer(logits["dev"], task), task.labels)
+        draw_confusion(folder / "confusion.png", dev, OUTPUT_TYPES[task.kind].predict(logits["dev"], task), task.labels)
     score = Score(
         task=task.name,
         seed=lesson.seed,

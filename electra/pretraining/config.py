@@ -6,7 +6,7 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from electra.data.loader import LoaderConfig
 from electra.data.shards import Shards
@@ -50,7 +50,7 @@ class PretrainConfig(TrainerConfig, ObjectiveConfig, LoaderConfig, InitialConfig
     every token, or copies it; mlm: a masked language model of its size (BERT, whose masks are --mask-token-probability .8
     --random-token-probability .1); adversarial: the generator is paid what its fills cost the discriminator; frozen-rtd: the
     generator no longer learns (stage two of two-stage training)."""
-    generator_kind: Annotated[GeneratorKind, tyro.conf.arg(name="generator")] = "model"
+    generator_kind: Annotated[GeneratorKind, Parameter(name="--generator")] = "model"
     """What fills blanks: the generator, or without one tokens drawn alike (uniform) or by frequency (unigram), which is
     too easy to find to learn much from."""
     phases: tuple[str, ...] = ()
@@ -181,10 +181,10 @@ def stored_settings(given: dict[str, Any]) -> dict[str, Any]:
     """
     run = Path(given.get("output") or ".")
     path = run / CONFIG
-    if "data" not in given and "output" in given and ("resume" in given) != path.exists():
+    if "data" not in given and "output" in given and given.get("resume", False) != path.exists():
         advice = "go on with it by --resume" if path.exists() else "begin one with --data, or look at --output"
         raise ConfigError(f"{run} holds {'a' if path.exists() else 'no'} run; {advice}")
-    if "resume" not in given or not path.exists():
+    if not given.get("resume") or not path.exists():
         return {}
     record = read_json(path).get("pretraining", {})
     ours = {field.name for field in fields(PretrainConfig)} - {"output", "resume", "json", "dry_run"}

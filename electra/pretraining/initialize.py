@@ -124,7 +124,7 @@ def initial_settings(given: dict[str, Any]) -> dict[str, str]:
     with suppress(DataError, KeyError):
         encoder, folder = encoder_size(Path(given["init"])), model_folder(Path(given["init"]))
         found = {"size": size_for_encoder(encoder), "style": encoder.style}
-        is_pair = len(read_encoder_configs(folder)) == 2 and not given.keys() & {"init_generator", "generator_kind"}
+        is_pair = len(read_encoder_configs(folder)) == 2 and not given.keys() & {"init_generator", "generator"}
         return found | ({"sharing": read_model_config(folder).sharing} if is_pair else {})
     return {}
 

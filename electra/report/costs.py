@@ -74,7 +74,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The paper's settings of the size among the flags that were given; texts are read at the default length."""
         settings = settings_for("faithful", given.get("size", cls.size))
-        if "inference" not in given:
+        if not given.get("inference"):
             return {name: settings[name] for name in TAKEN}
         refuse_training(given)
         return {name: settings[name] for name in TRAINING_ONLY}

@@ -3,8 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
+from electra.config import Positional
 from electra.errors import ConfigError, DataError
 from electra.finetuning.glue import markdown
 from electra.report.plots import draw_plots

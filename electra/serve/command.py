@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
+from electra.config import Positional
 from electra.errors import ConfigError
 from electra.serve.inference import Detected, Filled, Pooling, load
 from electra.training.hardware import Device
@@ -16,7 +16,7 @@ from electra.training.hardware import Device
 class TextConfig:
     """A model and a text for it."""
 
-    text: tyro.conf.Positional[str]
+    text: Positional[str]
     """The text, in quotes; if it starts with a dash, behind --."""
     model: Path
     """A model folder, a run folder, or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
