@@ -335,9 +335,9 @@ def cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (without_tokenizer, "source has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it"),
+        (without_tokenizer, "source has no tokenizer; copy the tokenizer.json or vocab.txt it was trained with into it"),
         (with_other_words, "another tokenizer .* than the model's .*; make shards with the model's: electra shard"),
-        (cut, "model.safetensors is cut short or damaged"),
+        (cut, "model.safetensors is truncated or damaged"),
         (shutil.rmtree, "there is no folder .*source"),
     ],
 )

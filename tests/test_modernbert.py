@@ -175,7 +175,7 @@ def test_a_vector_is_the_mean_of_modernberts_hidden_states(trained_folder, tmp_p
         ({"id2label": {"0": "O"}}, "labels of its own, {'0': 'O'}; only a discriminator, with the labels original and"),
         ({"id2label": None}, "theirs is a classifier of tokens with labels without names; only a discriminator"),
         ({"rope_parameters": {"rope_theta": 777}}, "777}; of full_attention and sliding_attention only the rope_type"),
-        ({"hidden_size": 30}, r"classifier.weight is \(2, 24\), but the config.json beside it asks for \(2, 30\)"),
+        ({"hidden_size": 30}, r"classifier.weight has shape \(2, 24\), but config.json requires \(2, 30\)"),
         ({"num_attention_heads": 8}, "8 heads of width 3 cannot turn by position, which takes an even width"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_model_without_a_tokenizer_is_named(run):
     folder = sorted((run / "checkpoints").iterdir())[-1]
     for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
         (folder / name).unlink()
-    with pytest.raises(DataError, match="has no tokenizer; put the"):
+    with pytest.raises(DataError, match="has no tokenizer; copy the"):
         electra.load(run)
 
 

@@ -79,10 +79,10 @@ def integers(folder):
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (cut, "model.safetensors is cut short or damaged"),
-        (emptied, "model.safetensors is cut short or damaged"),
-        (pickled, "in pytorch_model.bin, a pickle, which can run code and is never opened here; rewrite it"),
-        (integers, "holds torch.int64; only floating-point weights can be read"),
+        (cut, "model.safetensors is truncated or damaged"),
+        (emptied, "model.safetensors is truncated or damaged"),
+        (pickled, "in pytorch_model.bin, a pickle, which can run code and is not read; convert it"),
+        (integers, " is torch.int64; only floating-point weights"),
     ],
 )
 def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
@@ -95,7 +95,7 @@ def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
     ("settings", "sentence"),
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
-        ({"feedforward": 41}, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
+        ({"feedforward": 41}, r"narrow.weight has shape \(24, 40\), but config.json requires \(24, 41\)"),
         ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
         ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
         ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),
@@ -122,7 +122,7 @@ def test_a_missing_setting_is_never_guessed(folder, name):
     ("text", "sentence"),
     [
         ("{", "config.json is not valid JSON"),
-        ("{}", "config.json describes no model"),
+        ("{}", "config.json has no model"),
         ('{"model": null}', "expected the settings of ElectraConfig, not None"),
         ('{"model": []}', r"expected the settings of ElectraConfig, not \[\]"),
         ('{"model": "x"}', "expected the settings of ElectraConfig, not 'x'"),

@@ -70,10 +70,8 @@ def expected_tensors(architecture: Architecture, config: EncoderConfig) -> Tenso
     """The parameters, on the meta device, of our generator, discriminator or encoder for a class of `transformers`."""
     with torch.device("meta"):
         model = Generator(config) if architecture.part == "generator" else Discriminator(config)
-    parameters = dict(model.named_parameters())
-    if architecture.head:
-        return parameters
-    return {name: tensor for name, tensor in parameters.items() if name.startswith("encoder.")}
+    parameters = model.named_parameters()
+    return {name: tensor for name, tensor in parameters if architecture.head or name.startswith("encoder.")}
 
 
 def normalize_names(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:

@@ -19,7 +19,7 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.kernels.master_weights import WorkingCopy
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder
-from electra.model.storage import CONFIG, HEAD, WEIGHTS, read_model_config, read_tensors, write_model
+from electra.model.storage import CONFIG, DISCRIMINATOR_HEAD, WEIGHTS, read_model_config, read_tensors, write_model
 from electra.objectives.evaluation import held_out_loss, measure
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.masking import slots
@@ -141,7 +141,7 @@ def take_over(model: Electra, checkpoint: Path, init_discriminator_from_generato
     before, weights = read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_other_head = name.startswith(HEAD) and before.head != model.config.head
+            is_other_head = name.startswith(DISCRIMINATOR_HEAD) and before.head != model.config.head
             if name in weights and not is_other_head:
                 parameter.copy_(weights[name])
     if init_discriminator_from_generator and before.discriminator is None and model.discriminator is not None:
