@@ -55,7 +55,7 @@ COMMANDS = {
         Command("inspect", "data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),
         Command(
             "pretrain",
-            "pretraining.command:PretrainConfig",
+            "pretraining.config:PretrainConfig",
             "pretraining.command:pretrain",
             "pre-train a generator and a discriminator",
         ),

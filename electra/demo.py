@@ -16,12 +16,13 @@ from pydoc_data.topics import topics
 
 import numpy
 
+from electra.config import build
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TokenizerConfig, train_tokenizer
 from electra.export.command import ExportConfig, export
-from electra.pretraining.command import PretrainConfig, pretrain
-from electra.pretraining.recipes import settings_for
+from electra.pretraining.command import pretrain
+from electra.pretraining.config import PretrainConfig
 from electra.serve.command import colored
 from electra.serve.inference import Model, load
 from electra.training.trainer import TrainResult
@@ -133,10 +134,13 @@ def free_folder(wanted: Path) -> Path:
 
 def train(folder: Path, minutes: float) -> TrainResult:
     """Pre-train a pair that fits a CPU."""
-    settings = settings_for("fast", "tiny") | SIZE | ROWS | {"steps": None, "minutes": minutes}
-    settings |= {"log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
+    settings = (
+        SIZE
+        | ROWS
+        | {"minutes": minutes, "log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
+    )
     outcome = pretrain(
-        PretrainConfig(data=folder / "shards", output=folder / "run", size="tiny", device="cpu", **settings)
+        build(PretrainConfig, data=folder / "shards", output=folder / "run", size="tiny", device="cpu", **settings)
     )
     assert isinstance(outcome, TrainResult)
     return outcome

@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import torch
 
+from electra.config import check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
@@ -14,8 +15,7 @@ from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.command import PretrainConfig
-from electra.pretraining.recipes import settings_for
+from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is no wrong result
@@ -106,25 +106,18 @@ def shards(tmp_path_factory):
 
 
 @pytest.fixture
-def settings_of_run(shards, tmp_path):
-    """Build the configuration of a small run in tmp_path; what is named differs from it."""
+def run_config(shards, tmp_path):
+    """Build the config of a small run in tmp_path from settings that differ from the defaults below."""
 
-    def build(output: str = "run", **departures) -> PretrainConfig:
+    def build(output: str = "run", **settings) -> PretrainConfig:
         size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
-        size |= {} if departures.get("objective") == "mlm" else {"generator_width": 32}
-        rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64}
-        often = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
-        settings = (
-            settings_for("fast", "tiny")
-            | size
-            | rows
-            | often
-            | {"steps": 20, "unigram_output_bias": False}
-            | departures
-        )
-        return PretrainConfig(
-            **({"data": shards, "output": tmp_path / output, "size": "tiny", "device": "cpu"} | settings)
-        )
+        size |= {} if settings.get("objective") == "mlm" else {"generator_width": 32}
+        rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
+        intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
+        base = {"data": shards, "output": tmp_path / output, "size": "tiny", "device": "cpu"}
+        defaults = recipe_settings("fast", "tiny") | base | size | rows | intervals | {"unigram_output_bias": False}
+        check_names(PretrainConfig, settings)
+        return construct(PretrainConfig, defaults | settings)
 
     return build
 

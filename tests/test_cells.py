@@ -101,10 +101,10 @@ def own(encoder_folder, tmp_path):
     return build
 
 
-def test_a_folder_that_holds_something_else_is_left_as_it_is(own, settings_of_run, tmp_path):
+def test_a_folder_that_holds_something_else_is_left_as_it_is(own, run_config, tmp_path):
     from electra.pretraining.command import pretrain
 
-    run = settings_of_run("run")
+    run = run_config("run")
     pretrain(run)
     before = (run.output / "config.json").read_bytes()
     with pytest.raises(DataError, match="is not empty and holds no fine-tuning; choose another --output"):

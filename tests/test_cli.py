@@ -20,7 +20,7 @@ from electra.data.tokenizer import TokenizerConfig
 from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
-from electra.pretraining.command import PretrainConfig
+from electra.pretraining.config import PretrainConfig
 from electra.report.costs import FlopsConfig
 from electra.report.overview import ReportConfig
 from electra.serve.command import DetectConfig

@@ -40,10 +40,10 @@ def settings(encoder_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("phases", "length", "untrained"),
-    [((), 16, None), ((), 24, 16), (("share=0.5", "length=24"), 24, None), (("length=8", "share=0.5"), 24, 16)],
+    [((), 16, None), ((), 24, 16), (("fraction=0.5", "length=24"), 24, None), (("length=8", "fraction=0.5"), 24, 16)],
 )
-def test_positions_that_were_never_trained_are_told(settings, settings_of_run, capsys, phases, length, untrained):
-    run = settings_of_run(steps=2, phases=phases)
+def test_positions_that_were_never_trained_are_told(settings, run_config, capsys, phases, length, untrained):
+    run = run_config(steps=2, phases=phases)
     pretrain(run)
     finetune(settings(model=run.output, length=length, epochs=1))
     told = re.findall(

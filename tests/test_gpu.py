@@ -314,11 +314,11 @@ def difference(one, other) -> float:
 
 @COMPILED
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings_of_run, style):
+def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(run_config, style):
     waves = {} if style == "classic" else {"sinusoidal_positions": False}
     same = {"device": "cuda", "style": style, "steps": 30, "log_every": 1, "width": 64, "generator_width": 64, **waves}
-    plain = settings_of_run("plain", plain=True, precision="fp32", **same)
-    fast = settings_of_run("fast", precision="bf16", **same)
+    plain = run_config("plain", compile="off", precision="fp32", **same)
+    fast = run_config("fast", precision="bf16", **same)
     found = []
     for run in (plain, fast):
         pretrain(run)
@@ -332,19 +332,17 @@ def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(settings
 
 @COMPILED
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
-def test_compiled_and_recorded_steps_are_the_plain_ones(settings_of_run, optimizer):
+def test_compiled_and_recorded_steps_are_the_plain_ones(run_config, optimizer):
     same = {"device": "cuda", "precision": "fp32", "steps": 12, "optimizer": optimizer, "micro_batches": 2}
-    plain, fast = settings_of_run("plain", plain=True, **same), settings_of_run("fast", **same)
+    plain, fast = run_config("plain", compile="off", **same), run_config("fast", **same)
     for run in (plain, fast):
         pretrain(run)
     assert difference(plain, fast) < 1e-3  # Muon works in bf16
 
 
 @COMPILED
-def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(settings_of_run):
-    runs = [
-        settings_of_run(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")
-    ]
+def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(run_config):
+    runs = [run_config(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")]
     for run in runs:
         pretrain(run)
     for folder in checkpoint_folders(runs[3].output)[-2:]:

@@ -146,7 +146,10 @@ def changed_config(folder: Path, **settings) -> Path:
             {"vocab_size": 61},
             r"word_embeddings.weight has shape \(60, 16\), but config.json requires \(61, 16\)",
         ),
-        ({"max_position_embeddings": 16}, r"position_embeddings.weight has shape \(32, 16\), but config.json requires \(16, 16\)"),
+        (
+            {"max_position_embeddings": 16},
+            r"position_embeddings.weight has shape \(32, 16\), but config.json requires \(16, 16\)",
+        ),
         ({"embedding_size": 8}, r"LayerNorm.bias has shape \(16,\), but config.json requires \(8,\)"),
         ({"intermediate_size": 65}, r"intermediate.dense.bias has shape \(64,\), but config.json requires \(65,\)"),
     ],

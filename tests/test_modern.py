@@ -70,18 +70,18 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
     ],
     ids=lambda departures: ",".join(departures),
 )
-def test_every_setting_lowers_the_loss(settings_of_run, departures):
+def test_every_setting_lowers_the_loss(run_config, departures):
     modern = {"style": "modern", "sinusoidal_positions": False, "layers": 2}
     often = {"steps": 80, "learning_rate": 5e-3, "save_every": 80, "evaluate_every": 80}
-    config = settings_of_run(**modern | often | departures)
+    config = run_config(**modern | often | departures)
     pretrain(config)
     losses = [line["generator"] for line in read_lines(config.output / "metrics.jsonl") if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
+def test_a_resumed_run_ends_as_an_unbroken_one(run_config):
     modern = {"style": "modern", "sinusoidal_positions": False}
-    whole, broken = settings_of_run("whole", **modern), settings_of_run("broken", **modern)
+    whole, broken = run_config("whole", **modern), run_config("broken", **modern)
     pretrain(whole)
     pretrain(broken)
     last = model_folder(broken.output)
@@ -93,8 +93,8 @@ def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
     assert files[0] == files[1]
 
 
-def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
-    config = settings_of_run()
+def test_a_run_from_before_there_were_styles_goes_on(run_config):
+    config = run_config()
     pretrain(config)
     record = json.loads((config.output / "config.json").read_text())
     for name in ("style", "global_attention_every", "local_attention"):
@@ -144,8 +144,8 @@ def test_flops_tell_the_styles_apart(capsys):
     assert "final norm" in {item["name"] for item in modern["parts"]["discriminator"]}
 
 
-def test_a_trained_pair_detects_fills_and_embeds(settings_of_run):
-    config = settings_of_run(style="modern", sinusoidal_positions=False)
+def test_a_trained_pair_detects_fills_and_embeds(run_config):
+    config = run_config(style="modern", sinusoidal_positions=False)
     pretrain(config)
     model = load(config.output, "cpu")
     assert len(model.detect("the big cat sat").replaced) == 6

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from electra.cli import main
+from electra.config import construct
 from electra.data.shards import open_shards
 from electra.errors import DataError
-from electra.pretraining.command import pretrain
-from electra.pretraining.config import PretrainConfig, plan
-from electra.pretraining.recipes import settings_for
+from electra.pretraining.command import plan, pretrain
+from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.report.overview import ReportConfig, report, short_names
 from electra.report.plots import curve, panels
 from electra.report.runs import Point, best_of, departures_of, ends_of, flops_of, points_of, step_flops
@@ -21,17 +21,17 @@ from electra.training.trainer import TrainState
 
 
 @pytest.fixture
-def runs(settings_of_run) -> list[Path]:
+def runs(run_config) -> list[Path]:
     """Two finished runs, the second without a discriminator."""
-    configs = [settings_of_run("a", evaluate_every=10), settings_of_run("b", objective="mlm", steps=10)]
+    configs = [run_config("a", evaluate_every=10), run_config("b", objective="mlm", steps=10)]
     for config in configs:
         pretrain(config)
     return [config.output for config in configs]
 
 
-def test_costs_and_measures_are_the_runs_own(runs, settings_of_run):
+def test_costs_and_measures_are_the_runs_own(runs, run_config):
     estimates = [
-        pretrain(settings_of_run("dry", dry_run=True, **departures))
+        pretrain(run_config("dry", dry_run=True, **departures))
         for departures in ({}, {"objective": "mlm", "steps": 10})
     ]
     result = report(ReportConfig(runs=tuple(runs)))
@@ -160,19 +160,19 @@ def test_a_fine_tuning_is_no_run_and_runs_called_as_seeds_are_none(runs, tmp_pat
 def test_departures_are_from_the_recipe_at_the_size(tmp_path):
     def told(**settings) -> str:
         chosen = {name: settings[name] for name in ("recipe", "style") if name in settings}
-        usual = settings_for(**{"recipe": "fast", "size": "tiny"} | chosen)
+        usual = recipe_settings(**{"recipe": "fast", "size": "tiny"} | chosen)
         places = {"size": "tiny", "data": tmp_path, "output": tmp_path}
-        return departures_of(PretrainConfig(**usual | places | settings))
+        return departures_of(construct(PretrainConfig, usual | places | settings))
 
     assert told() == told(steps=7, device="cpu") == ""
-    assert told(style="modern", generator_kind="unigram") == "modern, unigram"
+    assert told(style="modern", generator="unigram") == "modern, unigram"
     assert told(recipe="faithful", layers=6, sharing="none") == "faithful, sharing none, layers 6"
     assert told(sinusoidal_positions=False, learning_rate=0.001) == "learning-rate 0.001, no-starts-with-waves"
-    assert told(phases=("share=0.9", "share=0.1,length=32")) == "phases share=0.9 share=0.1,length=32"
+    assert told(phases=("fraction=0.9", "fraction=0.1,length=32")) == "phases fraction=0.9 fraction=0.1,length=32"
 
 
-def test_the_best_of_two_stages_is_of_the_second(settings_of_run):
-    config = settings_of_run(
+def test_the_best_of_two_stages_is_of_the_second(run_config):
+    config = run_config(
         phases=("objective=mlm", "objective=frozen-rtd"), sharing="none", evaluate_every=5, learning_rate=1e-4
     )
     pretrain(config)
@@ -184,9 +184,9 @@ def test_the_best_of_two_stages_is_of_the_second(settings_of_run):
     assert "phases objective=mlm objective=frozen-rtd" in run.departures
 
 
-def test_the_best_of_two_phases_is_of_the_second_whose_masks_are_others(settings_of_run):
+def test_the_best_of_two_phases_is_of_the_second_whose_masks_are_others(run_config):
     phases = ("mask-fraction=0.05", "mask-fraction=0.5")
-    config = settings_of_run(phases=phases, steps=40, evaluate_every=20, learning_rate=5e-3)
+    config = run_config(phases=phases, steps=40, evaluate_every=20, learning_rate=5e-3)
     pretrain(config)
     [run] = report(ReportConfig(runs=(config.output,))).runs.values()
     first, second = (point.measures["loss"] for point in run.points)
@@ -195,16 +195,16 @@ def test_the_best_of_two_phases_is_of_the_second_whose_masks_are_others(settings
     assert drawn == [first, pytest.approx(nan, nan_ok=True), second]
 
 
-def test_runs_that_were_measured_on_other_text_are_told_apart(runs, settings_of_run):
-    config = settings_of_run("few", evaluation_rows=32)
+def test_runs_that_were_measured_on_other_text_are_told_apart(runs, run_config):
+    config = run_config("few", evaluation_rows=32)
     pretrain(config)
     [note] = [note for note in report(ReportConfig(runs=(*runs, config.output))).notes if "different text" in note]
     assert note.endswith("few: up to 32 rows of 16 tokens")
     assert "64 rows of 16 tokens" in note
 
 
-def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their_own(runs, settings_of_run):
-    config = settings_of_run("c", objective="replace-mlm", generator_kind="uniform", generator_width=None)
+def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their_own(runs, run_config):
+    config = run_config("c", objective="replace-mlm", generator="uniform", generator_width=None)
     pretrain(config)
     result = report(ReportConfig(runs=(runs[0], config.output)))
     assert "| replace mlm loss |" in str(result)
@@ -216,15 +216,13 @@ def test_a_corrector_shows_its_loss_and_losses_of_two_kinds_have_panels_of_their
     assert [list(lines) for lines in panels("mlm_loss", result.runs).values()] == [["a", "c"]]
 
 
-def test_phases_cost_what_each_of_them_does(settings_of_run):
-    stages = {"phases": ("share=0.25,objective=mlm", "objective=rtd,length=24"), "evaluate_every": 5}
-    config = settings_of_run("stages", **stages)
+def test_phases_cost_what_each_of_them_does(run_config):
+    stages = {"phases": ("fraction=0.25,objective=mlm", "objective=rtd,length=24"), "evaluate_every": 5}
+    config = run_config("stages", **stages)
     pretrain(config)
     [run] = report(ReportConfig(runs=(config.output,))).runs.values()
-    whole = pretrain(settings_of_run("dry", dry_run=True, **stages))
-    alone = pretrain(
-        settings_of_run("dry", dry_run=True, **stages | {"phases": ("objective=rtd,length=24",), "steps": 15})
-    )
+    whole = pretrain(run_config("dry", dry_run=True, **stages))
+    alone = pretrain(run_config("dry", dry_run=True, **stages | {"phases": ("objective=rtd,length=24",), "steps": 15}))
     assert (run.objective, run.parameters, run.tokens) == ("mlm, rtd", whole.parameters, whole.tokens)
     assert [point.step for point in run.points] == [5, 10, 15, 20]
     assert run.points[0].flops == pytest.approx(whole.flops - alone.flops)
@@ -235,8 +233,8 @@ def test_phases_cost_what_each_of_them_does(settings_of_run):
         report(ReportConfig(runs=(config.output,)))
 
 
-def test_phases_of_minutes_end_where_the_clock_says(settings_of_run, shards):
-    config = settings_of_run(steps=None, minutes=2.0, phases=("share=0.75", "objective=replace-mlm"))
+def test_phases_of_minutes_end_where_the_clock_says(run_config, shards):
+    config = run_config(steps=None, minutes=2.0, phases=("fraction=0.75", "objective=replace-mlm"))
     phases = plan(config, open_shards(shards))
     clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
     ends = ends_of(phases, TrainState(step=21, seconds=121.0), clock)
@@ -319,10 +317,10 @@ def test_nothing_to_report_is_a_mistake(tmp_path, monkeypatch, capsys, flags, se
     assert capsys.readouterr().err.startswith(f"electra: {sentence}")
 
 
-def test_a_branch_costs_what_its_trunk_did_too(settings_of_run):
-    trunk = settings_of_run("trunk", schedule="wsd", decay=0.0, steps=20)
+def test_a_branch_costs_what_its_trunk_did_too(run_config):
+    trunk = run_config("trunk", schedule="wsd", decay=0.0, steps=20)
     pretrain(trunk)
-    branch = settings_of_run("branch", schedule="decay", steps=10, branch_from=trunk.output)
+    branch = run_config("branch", schedule="decay", steps=10, branch_from=trunk.output)
     pretrain(branch)
     runs = report(ReportConfig(runs=(trunk.output, branch.output))).runs
     assert [run.steps for run in runs.values()] == [20, 30]

@@ -21,8 +21,8 @@ from electra.training.hardware import commit
 
 
 @pytest.fixture
-def run(settings_of_run):
-    config = settings_of_run()
+def run(run_config):
+    config = run_config()
     pretrain(config)
     return config.output
 

@@ -22,8 +22,8 @@ from electra.kernels.master_weights import WorkingCopy
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
-from electra.pretraining.branch import longest_row
 from electra.pretraining.curves import Panels, draw_curves
+from electra.pretraining.phases import longest_row
 from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
 from electra.training.hardware import Device, Precision, choose_device, choose_precision

@@ -19,10 +19,10 @@ from electra.model.flops import (
 )
 from electra.objectives.masking import MaskedShare, slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
-from electra.pretraining.config import compared, model_of
-from electra.pretraining.recipes import settings_for
+from electra.pretraining.config import recipe_settings
+from electra.pretraining.phases import model_for_objective, pair_for_objectives
 
-PAPER = settings_for("faithful", ModelConfig.size)
+PAPER = recipe_settings("faithful", ModelConfig.size)
 TRAINING_ONLY = ("mask_fraction", "batch_size", "steps")
 TAKEN = ("length", *TRAINING_ONLY)  # from the paper's settings of a size
 
@@ -73,7 +73,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
     @classmethod
     def preset(cls, given: dict[str, Any]) -> dict[str, Any]:
         """The paper's settings of the size among the flags that were given; texts are read at the default length."""
-        settings = settings_for("faithful", given.get("size", cls.size))
+        settings = recipe_settings("faithful", given.get("size", cls.size))
         if not given.get("inference"):
             return {name: settings[name] for name in TAKEN}
         refuse_training(given)
@@ -85,7 +85,7 @@ class FlopsConfig(MaskedShare, ModelConfig):
         pair = replace(self, sharing=shared).electra_config(self.vocabulary)
         if self.inference:
             return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
-        return model_of(compared(pair, [self.objective]), self.objective)
+        return model_for_objective(pair_for_objectives(pair, [self.objective]), self.objective)
 
 
 def refuse_training(given: dict[str, Any]) -> None:

@@ -2,20 +2,21 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from electra.config import construct, convert, flat_defaults, flat_fields
 from electra.errors import DataError
 from electra.finetuning.glue import LEFT_OUT, TABLE
 from electra.finetuning.jobs import is_fine_tuning
 from electra.model.storage import CONFIG, read_model_config
-from electra.pretraining.command import held_out_loader, most_rows, phase_of
-from electra.pretraining.config import BUDGETS, Phase, PretrainConfig, phases_of
-from electra.pretraining.recipes import settings_for
+from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
+from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
+from electra.pretraining.task import held_out_loader, max_held_out_rows
 from electra.report.costs import stored
 from electra.runfolder import read_json
 from electra.training.checkpoint import STATE, checkpoint_folders
@@ -24,8 +25,8 @@ from electra.training.trainer import TrainState
 
 LOWER = ("loss",)  # how measures end that are better when they are lower
 HIGHER = ("accuracy", "precision", "recall", "auc")
-SPOKEN = ("recipe", "style", "generator_kind", "optimizer")  # settings whose values say what they are values of
-UNTOLD = PretrainConfig.FREE | {"size", "objective", *BUDGETS}  # settings with a column of their own, or of no weight
+SPOKEN = ("recipe", "style", "generator", "optimizer")  # settings whose values say what they are values of
+UNTOLD = CHANGEABLE | {"size", "objective", *BUDGETS}  # settings with a column of their own, or of no weight
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def read_run(folder: Path, table: Path | None) -> Run:
 def summed_up(folder: Path, table: Path | None) -> Run:
     """The run in a folder."""
     settings, pair, lines = recorded_settings(folder), read_model_config(folder), read_lines(folder / METRICS)
-    phases = phases_of(settings, pair)
+    phases = plan_phases(settings, pair)
     place, last = last_place(folder, phases), phases[-1].config
     ends = ends_of(phases, place, lines)
     flops_until = partial(flops_of, phases, ends)
@@ -92,9 +93,9 @@ def summed_up(folder: Path, table: Path | None) -> Run:
         raise DataError(f"damaged: {METRICS} has no measures of its last step, {place.step:,}")
     return Run(
         folder=str(folder),
-        size=settings.size,
-        objective=", ".join(dict.fromkeys(phase.config.objective for phase in phases)),
-        held_out=f"up to {most_rows(last)} rows of {held_out_loader(last).length} tokens",
+        size=settings.model.size,
+        objective=", ".join(dict.fromkeys(phase.config.objective.name for phase in phases)),
+        held_out=f"up to {max_held_out_rows(last)} rows of {held_out_loader(last).length} tokens",
         departures=departures_of(settings),
         parameters=stored(pair),
         steps=place.step,
@@ -110,14 +111,12 @@ def summed_up(folder: Path, table: Path | None) -> Run:
 
 
 def recorded_settings(folder: Path) -> PretrainConfig:
-    """The settings a run was begun with; those of other versions that this one does not know are passed over."""
+    """The settings of a run."""
     require_run(folder)
     record = read_json(folder / CONFIG).get("pretraining")
     if record is None:
         raise DataError("no run of electra pretrain")
-    known = {field.name for field in fields(PretrainConfig)}
-    settings = {name: value for name, value in record.items() if name in known}
-    return PretrainConfig(**settings | {"phases": tuple(settings.get("phases", ()))})
+    return construct(PretrainConfig, convert(PretrainConfig, record))
 
 
 def require_run(folder: Path) -> None:
@@ -134,13 +133,12 @@ def require_run(folder: Path) -> None:
 
 def departures_of(settings: PretrainConfig) -> str:
     """How a run departs from the defaults of its recipe and size, in the words of flags."""
-    usual = settings_for(settings.recipe, settings.size, settings.style)
-    told = []
-    for field in sorted(fields(settings), key=lambda field: field.name not in SPOKEN):
-        value = getattr(settings, field.name)
-        if field.name not in UNTOLD and value != usual.get(field.name, field.default):
-            told.append(in_words(field.name, value))
-    return ", ".join(told)
+    defaults = flat_defaults(PretrainConfig)
+    defaults |= recipe_settings(settings.recipe, settings.model.size, settings.model.style)
+    changed = [
+        (name, value) for name, value in flat_fields(settings).items() if name not in UNTOLD and value != defaults[name]
+    ]
+    return ", ".join(in_words(*setting) for setting in sorted(changed, key=lambda setting: setting[0] not in SPOKEN))
 
 
 def in_words(name: str, value: Any) -> str:
@@ -159,9 +157,9 @@ def last_place(folder: Path, phases: list[Phase]) -> TrainState:
     if not found:
         raise DataError("unfinished: it has no checkpoint yet")
     place = TrainState(**read_json(found[-1] / STATE)["place"])
-    if (number := phase_of(found[-1]) + 1) < len(phases):
+    if (number := checkpoint_phase(found[-1]) + 1) < len(phases):
         raise DataError(f"unfinished: in phase {number} of {len(phases)}; go on with it by electra pretrain --resume")
-    share = phases[-1].stage.share(place.step - place.start_step, place.seconds - place.start_seconds)
+    share = phases[-1].stage_budget.share(place.step - place.start_step, place.seconds - place.start_seconds)
     if share < 1:
         raise DataError(f"unfinished: {share:.0%} of its budget is spent; go on with it by electra pretrain --resume")
     return place
@@ -185,7 +183,7 @@ def flops_of(phases: list[Phase], ends: list[float], step: int) -> float:
 
 def step_flops(phase: Phase) -> int:
     """Operations of a step of training."""
-    return phase.config.batch_size * phase.row_flops()
+    return phase.config.loader.batch_size * phase.flops_per_row()
 
 
 def clock_of(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
