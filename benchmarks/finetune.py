@@ -145,7 +145,7 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
         train.with_swapped_pairs() if task.double_unordered else train, batch_size=config.batch, shuffle=True
     )
     encoder, _ = read_part(config.model)
-    settings, steps = config.trainer(encoder, len(loader)), config.epochs_for(task) * len(loader)
+    settings, steps = config.optimizer(encoder), config.epochs_for(task) * len(loader)
     groups = layer_groups(peer.model, settings.learning_rate, config.decay_for(encoder))
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, eps=settings.epsilon, fused=True)
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)

@@ -54,7 +54,7 @@ from electra.pretraining.command import plan
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.initialize import build_pair
 from electra.pretraining.task import PretrainingTask
-from electra.training.logging import Window
+from electra.training.logging import RunningAverages
 from electra.training.trainer import Trainer
 
 WAYS = {"plain": "off", "fast": "on"}  # --compile of `electra pretrain`; on a GPU compiled steps become CUDA graphs
@@ -135,8 +135,8 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     config, shards, device = our_config(setting, ground.shards, "plain"), ground.shards, ground.device
     torch.manual_seed(config.seed)
     pair = Pair(build_pair(config, shards)).to(device).train()
-    decay, count = config.trainer.weight_decay, slots(config.loader.length, config.masking)
-    optimizer = torch.optim.AdamW(pair.parameters(), lr=config.trainer.learning_rate, weight_decay=decay, fused=True)
+    decay, count = config.optimizer.weight_decay, slots(config.loader.length, config.masking)
+    optimizer = torch.optim.AdamW(pair.parameters(), lr=config.optimizer.learning_rate, weight_decay=decay, fused=True)
     losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
     stream, last = iter(BatchLoader(shards, config.loader, seed=config.seed, device=device)), {}
 
@@ -145,7 +145,7 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
             losses = losses_of(pair, next(stream).input_ids, count, shards.tokenizer.vocabulary)
             loss = losses["generator"] + config.objective.discriminator_weight * losses["discriminator"]
         loss.backward()
-        nn.utils.clip_grad_norm_(pair.parameters(), config.trainer.clip)
+        nn.utils.clip_grad_norm_(pair.parameters(), config.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         last.update({name: loss.detach() for name, loss in losses.items()})
@@ -161,20 +161,21 @@ def our_side(setting: Setting, ground: Ground, way: str, **departures: Any) -> S
     lesson = PretrainingTask(phase, ground.shards, ground.device)
     trainer = Trainer(
         lesson,
+        config.optimizer,
         config.trainer,
         phase.stage_budget,
         config.output,
-        config.seed,
-        records=lesson.captures_graph,
-        end=phase.stage_end,
+        seed=config.seed,
+        cuda_graphs=lesson.captures_graph,
+        stop_at=phase.stage_end,
     )
-    trainer.step = trainer.recorded_step() if lesson.captures_graph else trainer.compute
+    trainer.run_step = trainer.graphed_step() if lesson.captures_graph else trainer.compute_step
 
     def step() -> None:
-        trainer.window = Window()
-        trainer.take_step()
+        trainer.averages = RunningAverages()
+        trainer.step()
 
-    return Side(lesson.model, step, lambda: trainer.window.means())
+    return Side(lesson.model, step, lambda: trainer.averages.means())
 
 
 def our_config(setting: Setting, shards: Shards, way: str, **departures: Any) -> PretrainConfig:

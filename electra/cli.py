@@ -34,6 +34,7 @@ from electra.config import (
     construct,
     convert,
     defaults_for,
+    flat_fields,
     missing_settings,
 )
 from electra.config import settings as settings_of
@@ -97,7 +98,7 @@ def run(arguments: list[str]) -> None:
             function = command.run()
         result = function(config)
     if result is not None:
-        is_json = getattr(config, "json", False)
+        is_json = flat_fields(config).get("json")
         print(dump_json(asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)

@@ -44,7 +44,7 @@ def import_object(reference: str) -> Any:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("demo", "demo:DemoConfig", "demo:demonstrate", "train a tiny model on text found on this computer"),
+        Command("demo", "demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
         Command(
             "tokenizer",
             "data.tokenizer:TokenizerConfig",
@@ -78,12 +78,10 @@ COMMANDS = {
             "finetuning.predict:predict",
             "predict labels for a file with a fine-tuned model",
         ),
-        Command("detect", "serve.command:DetectConfig", "serve.command:detect", "mark the replaced tokens of a text"),
-        Command("fill", "serve.command:FillConfig", "serve.command:fill", "predict the [MASK] tokens of a text"),
-        Command("embed", "serve.command:EmbedConfig", "serve.command:embed", "compute the embedding of a text"),
-        Command(
-            "doctor", "serve.doctor:DoctorConfig", "serve.doctor:examine", "show the hardware and libraries in use"
-        ),
+        Command("detect", "serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
+        Command("fill", "serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
+        Command("embed", "serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
+        Command("doctor", "doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
         Command(
             "flops", "report.costs:FlopsConfig", "report.costs:count_costs", "count parameters and FLOPs of a model"
         ),

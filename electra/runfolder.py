@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -42,7 +42,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 @contextmanager
-def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[Any]:
     """Open a file for writing; it appears under its name when the block ends without an error."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:

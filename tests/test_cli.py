@@ -23,7 +23,7 @@ from electra.model.storage import save_model
 from electra.pretraining.config import PretrainConfig
 from electra.report.costs import FlopsConfig
 from electra.report.overview import ReportConfig
-from electra.serve.command import DetectConfig
+from electra.serve.config import DetectConfig
 
 
 def run_command(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -152,7 +152,7 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
         "except KeyboardInterrupt:\n    raise RuntimeError from None\n"
     )
     program = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += "sys.argv = ['electra', 'doctor']; runpy.run_module('electra', run_name='__main__')"
+    program += "sys.argv = ['electra', 'flops']; runpy.run_module('electra', run_name='__main__')"
     paths = os.pathsep.join(map(str, (tmp_path, Path(electra.__file__).parent.parent)))
     ended = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
@@ -234,7 +234,7 @@ def test_optional_switches_and_positional_values_from_a_config_file(tmp_path):
     assert parse("tokenizer", TokenizerConfig, ["--config", str(file)]).strip_accents is True
     file.write_text('{"model": "runs/x", "text": "-The chef"}')
     for texts, expected in (([], "-The chef"), (["The cook"], "The cook"), (["--", "-The cook"], "-The cook")):
-        assert parse("detect", DetectConfig, ["--config", str(file), *texts]).text == expected
+        assert parse("detect", DetectConfig, ["--config", str(file), *texts]).input.text == expected
     file.write_text('{"runs": ["a", "b"]}')
     assert parse("report", ReportConfig, ["--config", str(file)]).runs == (Path("a"), Path("b"))
     assert parse("report", ReportConfig, ["c", "--config", str(file)]).runs == (Path("c"),)

@@ -62,8 +62,9 @@ def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
     config = TuningConfig(model=encoder_folder, output=tmp_path, batch=4, epochs=2, dropout=0.0, length=32)
     lesson = FinetuningTask(config, task, seed=3, cache=tmp_path / "tokens")
     twin = FinetuningTask(config, task, seed=3, cache=tmp_path / "tokens")
-    settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
-    trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path, seed=3, is_quiet=True)
+    optimizer_config = config.optimizer(lesson.model.encoder.config)
+    trainer_config = config.trainer(lesson.steps_an_epoch())
+    trainer = Trainer(lesson, optimizer_config, trainer_config, Budget(steps=10), tmp_path, seed=3, quiet=True)
     trainer.train()
 
     share = {"head": 1.0, "encoder.layers.1": 0.8, "encoder.layers.0": 0.64, "encoder.": 0.8**3}
@@ -102,21 +103,21 @@ def test_layers_learn_more_slowly_the_deeper_they_lie(encoder_folder, tmp_path, 
     )
     config = TuningConfig(model=encoder_folder, output=tmp_path, length=32, faithful=is_faithful)
     lesson = FinetuningTask(config, task, seed=1, cache=tmp_path / "tokens")
-    assert lesson.rate_share("head.weight") == 1
-    assert lesson.rate_share("encoder.layers.1.attention.qkv.weight") == pytest.approx(top)
-    assert lesson.rate_share("encoder.embeddings.token.weight") == pytest.approx(table)
-    assert lesson.rate_share("encoder.project.weight") == pytest.approx(table)
+    assert lesson.lr_scale("head.weight") == 1
+    assert lesson.lr_scale("encoder.layers.1.attention.qkv.weight") == pytest.approx(top)
+    assert lesson.lr_scale("encoder.embeddings.token.weight") == pytest.approx(table)
+    assert lesson.lr_scale("encoder.project.weight") == pytest.approx(table)
 
 
 def test_settings_of_the_paper_by_size(tmp_path):
     from electra.model.config import BASE, LARGE, SMALL
 
     config = TuningConfig(model=tmp_path, output=tmp_path)
-    rates = [config.trainer(size, 10).learning_rate for size in (SMALL, BASE, LARGE)]
+    rates = [config.optimizer(size).learning_rate for size in (SMALL, BASE, LARGE)]
     assert rates == [3e-4, 1e-4, 5e-5]
     assert [config.decay_for(size) for size in (SMALL, BASE, LARGE)] == [0.8, 0.8, 0.9]
-    assert config.trainer(SMALL, 10).weight_decay == 0
-    faithful = TuningConfig(model=tmp_path, output=tmp_path, faithful=True).trainer(SMALL, 10)
+    assert config.optimizer(SMALL).weight_decay == 0
+    faithful = TuningConfig(model=tmp_path, output=tmp_path, faithful=True).optimizer(SMALL)
     assert (faithful.optimizer, faithful.schedule, faithful.weight_decay) == ("adam", "released", 0.01)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from electra.data.loader import Batch, compute_cu_seqlens
+from electra.errors import TrainingError
 from electra.finetuning import job as tuning
 from electra.finetuning.command import FinetuneConfig, finetune
 from electra.model import encoder as encoder_module
@@ -24,8 +25,7 @@ from electra.objectives.objectives import SAMPLING, Settings, mlm_loss, replaced
 from electra.pretraining.command import pretrain
 from electra.random import row_keys
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.logging import MetricsLogger
-from electra.training.trainer import Budget, Trainer
+from electra.training.trainer import Budget, Trainer, TrainerConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 COMPILED = pytest.mark.filterwarnings(  # the compiler advises TF32, and looks at gradients that are not kept
@@ -364,7 +364,9 @@ def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dro
         config = FinetuneConfig(model=encoder_folder, train=train, output=output, device="cuda", **settings)
         with monkeypatch.context() as patched:
             if not is_recorded:
-                patched.setattr(tuning, "Trainer", lambda *given: Trainer(*given[:5], False, *given[6:]))
+                patched.setattr(
+                    tuning, "Trainer", lambda *args, **options: Trainer(*args, **options | {"cuda_graphs": False})
+                )
             finetune(config)
         outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
     assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5
@@ -374,15 +376,18 @@ def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_pa
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
     config = FinetuneConfig(model=encoder_folder, train=train, output=tmp_path, device="cuda", batch=8, length=32)
     lesson = tuning.FinetuningTask(config, config.the_task(), 1, tmp_path / "tokens")
-    settings = replace(config.trainer(lesson.model.encoder.config, 8), max_nonfinite_steps=3, log_every=1)
-    trainer = Trainer(lesson, settings, Budget(steps=100), tmp_path / "run", records=True, is_quiet=True)
-    (tmp_path / "run").mkdir()
-    trainer.journal, trainer.step = MetricsLogger(tmp_path / "run", 0), trainer.recorded_step()
+    optimizer, settings = config.optimizer(lesson.model.encoder.config), TrainerConfig(max_nonfinite_steps=2)
+    trainer = Trainer(lesson, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True)
+    trainer.run_step = trainer.graphed_step()
     for _ in range(4):
-        trainer.take_step()
+        trainer.step()
     with torch.no_grad():
         lesson.model.head.bias.fill_(float("nan"))
     before = lesson.model.encoder.layers[0].attention.qkv.weight.clone()
-    trainer.take_step()
+    trainer.step()
     assert torch.equal(lesson.model.encoder.layers[0].attention.qkv.weight, before)
-    assert trainer.window.skipped() == 1
+    assert trainer.averages.nonfinite_steps() == 1
+    trainer.check_finite()
+    trainer.step()
+    with pytest.raises(TrainingError, match="2 consecutive steps"):
+        trainer.check_finite()

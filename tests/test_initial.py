@@ -21,7 +21,7 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import recipe_settings
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.logging import read_lines
+from electra.training.logging import read_metrics
 
 ENTRIES = 22  # of the vocabulary of simple text
 SIZE_OF_INIT = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
@@ -180,10 +180,10 @@ def test_two_stages_begin_with_a_masked_language_model(shards, tmp_path, start):
 
 def test_it_goes_on_where_the_other_run_stood(run_config):
     first = run_config("first", steps=150, learning_rate=5e-3, save_every=150, evaluate_every=150)
-    reached = pretrain(first).measures
+    reached = pretrain(first).metrics
     second = run_config("second", init=first.output, log_every=1, **SIZE_OF_INIT)
-    assert pretrain(second).measures["mlm_loss"] < reached["mlm_loss"] + 0.1
-    beginnings = [read_lines(run / "metrics.jsonl")[0]["generator"] for run in (first.output, second.output)]
+    assert pretrain(second).metrics["mlm_loss"] < reached["mlm_loss"] + 0.1
+    beginnings = [read_metrics(run / "metrics.jsonl")[0]["generator"] for run in (first.output, second.output)]
     assert beginnings[1] < beginnings[0] - 0.2
     record = json.loads((second.output / "config.json").read_text())
     assert record["pretraining"]["init"] == str(first.output)

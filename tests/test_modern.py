@@ -27,7 +27,7 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.serve.inference import load
 from electra.training.checkpoint import model_folder
-from electra.training.logging import read_lines
+from electra.training.logging import read_metrics
 
 SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
 QUICK = "--batch-size 8 --log-every 5 --evaluation-rows 8 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
@@ -55,7 +55,7 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
         capsys,
     )
     assert "finished: 80 steps" in out
-    losses = [line["generator"] for line in read_lines(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
+    losses = [line["generator"] for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -75,7 +75,7 @@ def test_every_setting_lowers_the_loss(run_config, departures):
     often = {"steps": 80, "learning_rate": 5e-3, "save_every": 80, "evaluate_every": 80}
     config = run_config(**modern | often | departures)
     pretrain(config)
-    losses = [line["generator"] for line in read_lines(config.output / "metrics.jsonl") if line["kind"] == "train"]
+    losses = [line["generator"] for line in read_metrics(config.output / "metrics.jsonl") if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -228,9 +228,7 @@ def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path)
         train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
     )
     lesson = FinetuningTask(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
-    shares = [
-        lesson.rate_share(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")
-    ]
+    shares = [lesson.lr_scale(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")]
     assert shares == [0.8, 0.8]
 
 

@@ -20,7 +20,7 @@ from electra.pretraining.config import PretrainConfig
 from electra.pretraining.phases import parse_phases
 from electra.serve.inference import load
 from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.logging import read_lines
+from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"}
@@ -29,7 +29,7 @@ SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 
 
 
 def lines(run: Path, kind: str) -> list[dict]:
-    return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == kind]
+    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == kind]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_objectives_generators_and_phases_run_from_the_command_line_and_lower_th
 
 def test_what_does_not_exist_is_not_measured(run_config):
     def measured(name: str, **departures) -> set[str]:
-        return set(pretrain(run_config(name, **{"steps": 2} | departures)).measures)
+        return set(pretrain(run_config(name, **{"steps": 2} | departures)).metrics)
 
     generator = {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy"}
     frozen, joint = (
@@ -100,14 +100,14 @@ def phase_weights(config: PretrainConfig, step: int) -> dict[str, torch.Tensor]:
 def test_two_stage_hands_over_the_encoder_and_freezes_the_generator(run_config, monkeypatch):
     config = run_config(**TWO_STAGE, steps=20)
     first = []
-    take_step = Trainer.take_step
+    take_step = Trainer.step
 
     def look_then_step(self):
-        if self.place.step == 10:
+        if self.state.step == 10:
             first.append({name: weight.detach().clone() for name, weight in self.lesson.model.named_parameters()})
         take_step(self)
 
-    monkeypatch.setattr(Trainer, "take_step", look_then_step)
+    monkeypatch.setattr(Trainer, "step", look_then_step)
     pretrain(config)
     [start], before, after = first, phase_weights(config, 10), phase_weights(config, 20)
     assert {name.split(".")[0] for name in before} == {"generator"}
@@ -156,14 +156,14 @@ def test_stopped_in_any_phase_a_run_ends_with_the_same_bytes(run_config, monkeyp
     } | departures
     whole, part = run_config("whole", **settings), run_config("part", resume=True, **settings)
     pretrain(whole)
-    take_step = Trainer.take_step
+    take_step = Trainer.step
 
     def step_then_signal(self):
         take_step(self)
-        if self.place.step in (3, 10, 13):  # in the first phase, where it ends, and in the last
+        if self.state.step in (3, 10, 13):  # in the first phase, where it ends, and in the last
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    monkeypatch.setattr(Trainer, "step", step_then_signal)
     assert [pretrain(part).step for _ in range(4)] == [3, 10, 13, 20]
     ours, theirs = (model_folder(config.output) / "model.safetensors" for config in (whole, part))
     assert ours.read_bytes() == theirs.read_bytes()
@@ -175,7 +175,7 @@ def test_one_schedule_runs_over_phases_of_one_objective_and_starts_again_with_an
     for name in ("two-stage", "lengths"):
         config = run_config(name, **settings | PLANS[name])
         pretrain(config)
-        rates[name] = [line["learning_rate"] / config.trainer.learning_rate for line in lines(config.output, "train")]
+        rates[name] = [line["learning_rate"] / config.optimizer.learning_rate for line in lines(config.output, "train")]
     assert rates["lengths"] == pytest.approx([1 - (step + 0.5) / 20 for step in range(20)])
     assert rates["two-stage"] == pytest.approx(2 * [1 - (step + 0.5) / 10 for step in range(10)])
 
@@ -351,7 +351,7 @@ def test_a_phase_of_one_step_is_a_phase(run_config, shards):
 
 def test_each_phase_has_a_best_of_its_own(run_config):
     phases = ("fraction=0.5,mask-fraction=0.1", "fraction=0.5,mask-fraction=0.6")  # the second's loss is far higher
-    config = run_config(steps=4, phases=phases, save_every=1, evaluate_every=1, keep=1)
+    config = run_config(steps=4, phases=phases, save_every=1, evaluate_every=1, keep_checkpoints=1)
     pretrain(config)
     assert "step-000000002" not in [folder.name for folder in checkpoint_folders(config.output)]
 

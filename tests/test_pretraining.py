@@ -22,15 +22,15 @@ from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.huggingface.convert import merge_embedding_delta
-from electra.model.storage import load_model, read_tensors, save_model, write_tensors
+from electra.model.storage import load_model, save_model
 from electra.pretraining.command import plan, pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, recipe_settings
 from electra.pretraining.curves import PRETRAINING, series, whole_loss, with_losses
 from electra.pretraining.initialize import sinusoids
 from electra.pretraining.task import PretrainingTask, held_out_batches, unigram_frequencies
 from electra.training import trainer
-from electra.training.checkpoint import TRAINING, checkpoint_folders, model_folder
-from electra.training.logging import read_lines
+from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.logging import read_metrics
 from electra.training.trainer import Budget, Trainer
 
 
@@ -39,7 +39,7 @@ def weights(run: Path) -> bytes:
 
 
 def lines(run: Path, kind: str) -> list[dict]:
-    return [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == kind]
+    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == kind]
 
 
 def test_the_last_steps_are_written_down_too(run_config):
@@ -78,7 +78,7 @@ def test_a_run_leaves_config_metrics_curves_samples_and_checkpoints(run_config):
 def test_the_held_out_loss_lies_beside_the_loss_that_is_trained(run_config, departures):
     budget = {"steps": 100, "log_every": 20, "save_every": 100, "evaluate_every": 100}
     config = run_config(**budget, learning_rate=5e-3, batch_size=32, **departures)
-    held_out = pretrain(config).measures["loss"]
+    held_out = pretrain(config).metrics["loss"]
     trained = whole_loss(lines(config.output, "train")[-1], config.objective.discriminator_weight)
     assert held_out == pytest.approx(trained, rel=0.1)
 
@@ -86,7 +86,7 @@ def test_the_held_out_loss_lies_beside_the_loss_that_is_trained(run_config, depa
 def test_curves_of_training_and_held_out_text_share_a_panel_only_if_they_are_of_one_loss(run_config):
     config = run_config(discriminator_weight=3.0)
     pretrain(config)
-    drawn = with_losses(config.output, read_lines(config.output / "metrics.jsonl"))
+    drawn = with_losses(config.output, read_metrics(config.output / "metrics.jsonl"))
     train = lines(config.output, "train")
     expected = [(line["step"], line["generator"] + 3 * line["discriminator"]) for line in train]
     assert series(drawn, "train", "loss") == [(step, pytest.approx(loss)) for step, loss in expected]
@@ -121,7 +121,7 @@ def test_samples_show_fills_and_only_what_is_said_of_them(run_config, departures
 def test_the_best_checkpoint_is_kept_beside_the_last_and_no_number_is_not_best(run_config, monkeypatch):
     losses = iter([float("nan"), 1.0, 2.0, 3.0])
     monkeypatch.setattr(PretrainingTask, "evaluate", lambda lesson: {"loss": next(losses)})
-    config = run_config(steps=40, evaluate_every=10, save_every=10, keep=1)
+    config = run_config(steps=40, evaluate_every=10, save_every=10, keep_checkpoints=1)
     pretrain(config)
     assert [folder.name for folder in checkpoint_folders(config.output)] == ["step-000000020", "step-000000040"]
 
@@ -131,8 +131,8 @@ def test_it_learns_the_grammar(run_config):
     outcome = pretrain(run_config(**departures))
     frequencies = unigram_frequencies(open_shards(run_config().data), torch.device("cpu"))
     entropy = -(frequencies * frequencies.clamp(min=1e-9).log()).sum().item()
-    assert outcome.measures["mlm_loss"] < entropy - 0.2
-    assert outcome.measures["unigram_rtd_auc"] > 0.6
+    assert outcome.metrics["mlm_loss"] < entropy - 0.2
+    assert outcome.metrics["unigram_rtd_auc"] > 0.6
 
 
 @pytest.mark.parametrize(
@@ -227,18 +227,6 @@ def test_resumed_equals_unbroken_whatever_the_optimizer(run_config):
         assert weights(part.output) == weights(whole.output)
 
 
-def test_runs_from_before_released_adam_counted_steps_go_on(run_config):
-    unbroken, broken = (run_config(name, optimizer="adam", steps=20) for name in ("unbroken", "broken"))
-    for run in (unbroken, broken):
-        pretrain(run)
-    first, last = checkpoint_folders(broken.output)
-    shutil.rmtree(last)
-    kept = {name: it for name, it in read_tensors(first / TRAINING).items() if not name.endswith("/step")}
-    write_tensors(first / TRAINING, kept)
-    pretrain(replace(broken, resume=True))
-    assert weights(broken.output) == weights(unbroken.output)
-
-
 @pytest.mark.parametrize(("objective", "who"), [("rtd", "generator"), ("replace-mlm", "replace_mlm")])
 def test_whoever_guesses_tokens_may_start_at_their_frequencies(run_config, objective, who):
     losses = []
@@ -297,19 +285,19 @@ def test_micro_batches_do_not_change_what_is_learnt(run_config):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_says_where_and_exits(run_config, monkeypatch, capfd, number):
-    take_step = Trainer.take_step
+    take_step = Trainer.step
 
     def step_then_signal(self):
         take_step(self)
-        if self.place.step == 7:
+        if self.state.step == 7:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    monkeypatch.setattr(Trainer, "step", step_then_signal)
     outcome = pretrain(run_config())
     assert (outcome.step, outcome.signal, outcome.exit_code) == (7, number, 128 + number)
     assert outcome.checkpoint.endswith("step-000000007")
     assert "stopping after this step" in capfd.readouterr().err
-    assert f"stopped by {signal.Signals(number).name}, go on with --resume" in str(outcome)
+    assert f"stopped by {signal.Signals(number).name}, continue with --resume" in str(outcome)
     monkeypatch.undo()
     assert pretrain(run_config(resume=True)).step == 20
 
@@ -330,15 +318,17 @@ def poison(monkeypatch, steps: set[int]) -> None:
 def test_a_step_whose_loss_is_not_finite_is_skipped_and_counted(run_config, monkeypatch):
     poison(monkeypatch, {3, 8})
     outcome = pretrain(run_config())
-    assert (outcome.step, outcome.skipped) == (20, 2)
-    assert "2 steps were skipped" in str(outcome)
+    assert (outcome.step, outcome.nonfinite_steps) == (20, 2)
+    assert "2 steps skipped" in str(outcome)
     assert all(parameter.isfinite().all() for parameter in load_model(model_folder(Path(outcome.run))).parameters())
 
 
 def test_too_many_skipped_steps_end_the_run_with_the_last_checkpoint_whole(run_config, monkeypatch):
     poison(monkeypatch, set(range(12, 100)))
     config = run_config(max_nonfinite_steps=4)
-    with pytest.raises(TrainingError, match=r"step 15: loss or gradient not finite, 4 times .*step-000000010"):
+    with pytest.raises(
+        TrainingError, match=r"step 16: loss or gradient not finite in 4 consecutive steps; .*step-000000010"
+    ):
         pretrain(config)
     load_model(model_folder(config.output))
 
@@ -364,7 +354,7 @@ def test_a_run_that_ends_without_a_loss_is_not_called_finished(shards, tmp_path,
 def test_the_last_checkpoints_and_the_best_are_kept(run_config, monkeypatch):
     measured = iter([5.0, 1.0, 4.0, 3.0, 2.0, 2.5])
     monkeypatch.setattr(PretrainingTask, "evaluate", lambda self: {"loss": next(measured)})
-    config = run_config(steps=60, save_every=10, evaluate_every=10, keep=2)
+    config = run_config(steps=60, save_every=10, evaluate_every=10, keep_checkpoints=2)
     pretrain(config)
     names = [folder.name for folder in checkpoint_folders(config.output)]
     assert names == ["step-000000020", "step-000000050", "step-000000060"]
@@ -373,10 +363,10 @@ def test_the_last_checkpoints_and_the_best_are_kept(run_config, monkeypatch):
 def test_slow_steps_are_saved_by_the_clock(run_config, monkeypatch):
     seconds = itertools.count()  # a step takes one, but the first none
     monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(seconds)))
-    monkeypatch.setattr(trainer, "SAVED_EVERY", 2.0)
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: steps_measured.append(saved_steps(self.run)))
+    monkeypatch.setattr(trainer, "SAVE_SECONDS", 2.0)
+    monkeypatch.setattr(Trainer, "evaluate", lambda self: steps_measured.append(saved_steps(self.folder)))
     steps_measured: list[list[int]] = []
-    config = run_config(steps=9, save_every=100, evaluate_every=100, keep=9)
+    config = run_config(steps=9, save_every=100, evaluate_every=100, keep_checkpoints=9)
     pretrain(config)
     assert saved_steps(config.output) == [3, 5, 7, 9]
     assert steps_measured == [[3, 5, 7]]  # the last step is measured before it is saved
@@ -388,7 +378,7 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def test_a_trunk_grows_branches_that_decay(run_config):
-    trunk = run_config("trunk", schedule="wsd", decay=0.0, steps=20)
+    trunk = run_config("trunk", schedule="wsd", decay_fraction=0.0, steps=20)
     pretrain(trunk)
     branch = run_config("branch", schedule="decay", steps=10, branch_from=trunk.output)
     outcome = pretrain(branch)
@@ -408,9 +398,9 @@ def test_a_budget_of_minutes_ends_and_its_schedule_with_it(run_config):
 
 
 def test_a_warm_up_in_steps_goes_with_a_budget_of_minutes(run_config):
-    config = run_config(steps=None, minutes=0.01, log_every=1, warmup=20, schedule="wsd", decay=0.0)
+    config = run_config(steps=None, minutes=0.01, log_every=1, warmup=20, schedule="wsd", decay_fraction=0.0)
     pretrain(config)
-    rates = [line["learning_rate"] / config.trainer.learning_rate for line in lines(config.output, "train")]
+    rates = [line["learning_rate"] / config.optimizer.learning_rate for line in lines(config.output, "train")]
     assert rates[:3] == pytest.approx([0.5 / 20, 1.5 / 20, 2.5 / 20])
     assert rates[20:] == pytest.approx([1.0] * len(rates[20:]))
 
@@ -487,14 +477,14 @@ def stopped_run(shards, tmp_path, monkeypatch) -> Path:
     """A run of six steps that was stopped at the second; most of its settings are not its size's."""
     size = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --generator-width 16"
     rows = "--batch-size 4 --length 16 --evaluation-rows 8 --phases fraction=0.5 fraction=0.5,length=8"
-    take_step = Trainer.take_step
+    take_step = Trainer.step
 
     def step_then_signal(self):
         take_step(self)
-        if self.place.step == 2:
+        if self.state.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Trainer, "take_step", step_then_signal)
+    monkeypatch.setattr(Trainer, "step", step_then_signal)
     with pytest.raises(SystemExit):
         main(f"pretrain --data {shards} --output {tmp_path}/run --steps 6 --device cpu --json {size} {rows}".split())
     monkeypatch.undo()
@@ -578,14 +568,14 @@ def test_without_a_terminal_progress_is_a_line_every_ten_seconds(run_config, mon
 
 
 def test_in_a_run_of_minutes_the_budget_says_how_many_are_left():
-    assert Budget(seconds=600).minutes_left(steps=50, seconds=120, pace=1.0) == 8
-    assert Budget(steps=110).minutes_left(steps=50, seconds=120, pace=2.0) == 2
+    assert Budget(seconds=600).minutes_left(steps=50, seconds=120, seconds_per_step=1.0) == 8
+    assert Budget(steps=110).minutes_left(steps=50, seconds=120, seconds_per_step=2.0) == 2
 
 
 def test_the_last_measures_are_said_once(run_config, capsys):
     pretrain(run_config(evaluate_every=10))
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "mlm_loss" in line] == [
-        "step 10, measured"
+        "step 10, evaluation"
     ]
 
 

@@ -318,7 +318,7 @@ def test_nothing_to_report_is_a_mistake(tmp_path, monkeypatch, capsys, flags, se
 
 
 def test_a_branch_costs_what_its_trunk_did_too(run_config):
-    trunk = run_config("trunk", schedule="wsd", decay=0.0, steps=20)
+    trunk = run_config("trunk", schedule="wsd", decay_fraction=0.0, steps=20)
     pretrain(trunk)
     branch = run_config("branch", schedule="decay", steps=10, branch_from=trunk.output)
     pretrain(branch)

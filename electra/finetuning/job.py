@@ -27,6 +27,7 @@ from electra.pretraining.phases import longest_row
 from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
 from electra.training.hardware import Device, Precision, choose_device, choose_precision
+from electra.training.optimizer import OptimizerConfig
 from electra.training.trainer import Budget, Trainer, TrainerConfig
 
 RESULT = "result.json"
@@ -101,21 +102,26 @@ class TuningConfig:
         if self.ensemble and self.seeds == 1:
             raise ConfigError(f"{ONE_TOGETHER}; give --seeds 2 or more, or leave --ensemble out")
 
-    def trainer(self, encoder: EncoderConfig, steps_an_epoch: int) -> TrainerConfig:
-        """How the trainer goes about it."""
+    def optimizer(self, encoder: EncoderConfig) -> OptimizerConfig:
+        """The optimizer and its schedule."""
         usual = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
         decay = self.weight_decay if self.weight_decay is not None else 0.01 if self.faithful else 0.0
-        return TrainerConfig(
-            optimizer="adam" if self.faithful else "adamw",
+        return OptimizerConfig(
+            name="adam" if self.faithful else "adamw",
             schedule="released" if self.faithful else "linear",
             learning_rate=usual if self.learning_rate is None else self.learning_rate,
             warmup=self.warmup,
             weight_decay=decay,
+        )
+
+    def trainer(self, steps_an_epoch: int) -> TrainerConfig:
+        """The intervals of logging, evaluation and checkpoints."""
+        return TrainerConfig(
             micro_batches=self.micro_batches,
             log_every=max(1, min(50, steps_an_epoch // 4)),
             evaluate_every=steps_an_epoch,
             save_every=OFTEN_SAVED,
-            keep=1,
+            keep_checkpoints=1,
         )
 
     def epochs_for(self, task: Task) -> int:
@@ -187,7 +193,7 @@ class FinetuningTask:
         """What is about to be done, in words."""
         config, encoder = self.config, self.model.encoder.config
         read = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
-        rate, decay = config.trainer(encoder, self.steps_an_epoch()).learning_rate, config.decay_for(encoder)
+        rate, decay = config.optimizer(encoder).learning_rate, config.decay_for(encoder)
         seen, untrained = longest_row(self.folder), []
         if seen is not None and seen < config.length and not encoder.is_modern():
             untrained = [
@@ -242,7 +248,7 @@ class FinetuningTask:
     def counts(self, batch: BatchIndices) -> Counts:
         return {"loss": batch.weights.sum()}
 
-    def rate_share(self, name: str) -> float:
+    def lr_scale(self, name: str) -> float:
         """Layers below learn more slowly: the head at the full rate, each layer at a share of the one above."""
         encoder = self.model.encoder.config
         if name.startswith("head"):
@@ -266,16 +272,16 @@ class FinetuningTask:
         self.model.train()
         return logits
 
-    def rates(self, tokens_per_second: float) -> dict[str, float]:
+    def throughput(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
     def write_model(self, folder: Path) -> None:
         save_finetuned(self.model, self.task, self.config.length, folder, self.folder)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand at the same batch of the same epoch."""
         self.step = state["step"]
         number, place = divmod(self.step, self.steps_an_epoch())
@@ -310,9 +316,18 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
 def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool) -> None:
     """Train from the last checkpoint on, or from the start, and write the result."""
     lesson = FinetuningTask(config, task, seed, cache=folder.parent / "tokens")
-    settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
+    optimizer, settings = config.optimizer(lesson.model.encoder.config), config.trainer(lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
-    trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
+    trainer = Trainer(
+        lesson,
+        optimizer,
+        settings,
+        budget,
+        folder,
+        seed=seed,
+        cuda_graphs=lesson.device.type == "cuda",
+        quiet=is_quiet,
+    )
     remove_partial(folder)
     if not is_quiet:
         print(*lesson.outline(), sep="\n", file=sys.stderr, flush=True)

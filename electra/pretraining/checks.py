@@ -76,7 +76,7 @@ def two_stage_flags(config: PretrainConfig) -> str:
 def check_init(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Check settings that depend on where the initial weights come from."""
     init = config.init
-    if config.trainer.schedule == "decay" and init.model is None and init.branch_from is None:
+    if config.optimizer.schedule == "decay" and init.model is None and init.branch_from is None:
         raise ConfigError("--schedule decay anneals a trained model; give one with --branch-from or --init")
     if init.model is None:
         return
@@ -120,7 +120,7 @@ def check_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) ->
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
     shards.require_tokenizer(load_model_tokenizer(checkpoint))
-    optimizer = config.trainer.optimizer
+    optimizer = config.optimizer.name
     before = trunk_model | {"optimizer": run_settings(checkpoint).get("optimizer", optimizer)}
     now = comparable(model) | {"optimizer": optimizer}
     names = ["parts"] if before["parts"] != now["parts"] else [name for name in before if before[name] != now[name]]

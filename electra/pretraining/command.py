@@ -24,7 +24,7 @@ from electra.pretraining.task import PretrainingTask
 from electra.runfolder import lock_folder, write_json
 from electra.training.checkpoint import checkpoint_folders, model_folder
 from electra.training.hardware import choose_device
-from electra.training.logging import METRICS, read_lines
+from electra.training.logging import METRICS, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
 
@@ -84,12 +84,13 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
     phase, config = task.phase, task.config
     trainer = Trainer(
         task,
+        config.optimizer,
         config.trainer,
         phase.stage_budget,
         config.output,
-        config.seed,
-        records=task.captures_graph,
-        end=phase.stage_end,
+        seed=config.seed,
+        cuda_graphs=task.captures_graph,
+        stop_at=phase.stage_end,
     )
     if checkpoint is not None:
         continue_from(checkpoint, trainer, task)
@@ -99,7 +100,7 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         weights.load_into(task.model)
     if config.init.model is not None:
         task.trains_segments |= has_trained_segments(task.model)
-    if task.is_compiled and not trainer.is_over():
+    if task.is_compiled and not trainer.is_finished():
         print("compiling the first step takes about a minute, less with a warm cache", file=sys.stderr, flush=True)
     return trainer.train()
 
@@ -109,16 +110,16 @@ def continue_from(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> 
     is_previous = checkpoint_phase(checkpoint) < task.phase.index
     if is_previous and task.phase.starts_stage:
         load_previous_phase(task.model, checkpoint, task.config.init)
-        trainer.follow(checkpoint)
+        trainer.start_stage(checkpoint)
     else:
         trainer.resume(checkpoint)
         if is_previous:
-            trainer.place.best_loss = None  # losses of phases are not comparable: masks may differ
+            trainer.state.best_loss = None  # losses of phases are not comparable: masks may differ
 
 
 def check_last_loss(run: Path, result: TrainResult) -> None:
     """Raise a TrainingError if the last evaluation of a finished run had a non-finite loss."""
-    evaluations = [line for line in read_lines(run / METRICS) if line["kind"] == "validation"]
+    evaluations = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
     if evaluations and evaluations[-1]["loss"] is None:  # NaN in JSON
         raise TrainingError(
             f"step {result.step}: training finished, but the held-out loss is not finite; the checkpoint is kept in "

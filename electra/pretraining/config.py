@@ -19,6 +19,7 @@ from electra.objectives.objectives import ObjectiveConfig
 from electra.runfolder import read_json
 from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, model_folder, read_state
 from electra.training.hardware import HardwareConfig
+from electra.training.optimizer import OptimizerConfig
 from electra.training.trainer import Budget, TrainerConfig
 
 Recipe = Literal["faithful", "fast"]
@@ -77,7 +78,7 @@ BUDGETS = ("steps", "tokens", "minutes")
 CHANGEABLE = {  # settings that may differ when a run is resumed: they do not affect the weights
     *("data", "output", "resume", "dry_run", "json"),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches"),
-    *("log_every", "evaluate_every", "save_every", "keep", "max_nonfinite_steps", "evaluation_rows"),
+    *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
 }
 
 
@@ -180,6 +181,7 @@ class PretrainConfig:
     masking: MaskingConfig
     loader: LoaderConfig
     budget: BudgetConfig
+    optimizer: OptimizerConfig
     trainer: TrainerConfig
     init: InitConfig
     hardware: HardwareConfig
@@ -245,7 +247,7 @@ def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:
         return {}
     with suppress(DataError):
         checkpoint = model_folder(Path(given["branch_from"]))
-        stored, state, pair = run_settings(checkpoint), read_state(checkpoint)["lesson"], read_model_config(checkpoint)
+        stored, state, pair = run_settings(checkpoint), read_state(checkpoint)["task"], read_model_config(checkpoint)
         names = ("recipe", "optimizer", "generator")
         settings: dict[str, Any] = {name: stored[name] for name in names if name in stored}
         settings |= {name: state[name] for name in ("objective", *ROW_ORDER)}

@@ -7,7 +7,7 @@ from typing import Any
 from electra.model.storage import CONFIG
 from electra.plotting import empty_figure
 from electra.runfolder import read_json
-from electra.training.logging import METRICS, read_lines
+from electra.training.logging import METRICS, read_metrics
 
 Panels = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]  # a title, and the metrics in it, by kind
 
@@ -36,7 +36,7 @@ def draw_curves(run: Path, panels: Panels = PRETRAINING) -> Path | None:
     figure = empty_figure(12, 3.5 * rows)
     if figure is None:
         return None
-    lines = with_losses(run, read_lines(run / METRICS)) if panels is PRETRAINING else read_lines(run / METRICS)
+    lines = with_losses(run, read_metrics(run / METRICS)) if panels is PRETRAINING else read_metrics(run / METRICS)
     for (title, metrics), axes in zip(panels, figure.subplots(rows, 3).flat, strict=True):
         for kind, name in metrics:
             points = series(lines, kind, name)

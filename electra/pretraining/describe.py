@@ -14,8 +14,8 @@ from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import generator_source, has_head_for
 from electra.pretraining.phases import Phase, initializes_discriminator
 from electra.pretraining.task import held_out_loader
-from electra.training.hardware import choose_precision, measured_flops, memory_bytes
-from electra.training.logging import duration
+from electra.training.hardware import choose_precision, device_memory, measure_flops
+from electra.training.logging import format_duration
 
 HEADS = {
     "rtd": "discriminator",
@@ -91,12 +91,12 @@ def describe_phases(phases: list[Phase]) -> Iterator[str]:
 def describe_phase(phase: Phase) -> str:
     """Objective, budget, batch, masking, optimizer and schedule."""
     config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = duration((seconds or 0) / 60) if steps is None else plural(steps, "step")
+    budget = format_duration((seconds or 0) / 60) if steps is None else plural(steps, "step")
     batch = f"{config.loader.batch_size} × {config.loader.length} tokens per step"
     masked = f"{100 * config.masking.mask_fraction:g} % masked"
-    trainer = config.trainer
-    optimizer = f"{trainer.optimizer}, learning rate {trainer.learning_rate:g}, {trainer.schedule} schedule"
-    return f"{config.objective.name}, {budget}: {batch}, {masked}; {optimizer}"
+    optimizer = config.optimizer
+    schedule = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule} schedule"
+    return f"{config.objective.name}, {budget}: {batch}, {masked}; {schedule}"
 
 
 def describe_new_discriminator(previous: Phase | None, phase: Phase) -> str:
@@ -111,7 +111,7 @@ def warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device
     """Settings that are valid but probably not intended; raises a DataError if there are no held-out rows."""
     yield from held_out_warnings(config, shards)
     for phase in phases:
-        steps, warmup = phase.stage_budget.steps, phase.config.trainer.warmup
+        steps, warmup = phase.stage_budget.steps, phase.config.optimizer.warmup
         if phase.starts_stage and steps is not None and warmup >= max(1, steps):
             yield (
                 f"a warm-up of {warmup:g} steps exceeds the {steps:,} steps of training: the learning rate stays below "
@@ -157,7 +157,7 @@ class Estimate:
             f"steps       {self.steps:,}",
             f"tokens      {self.tokens:,} ({self.epochs:.2f} epochs)",
             f"FLOPs       {self.flops:.3g}",
-            f"time        about {duration(self.minutes)} on this {self.device}",
+            f"time        about {format_duration(self.minutes)} on this {self.device}",
             f"memory      about {self.memory_bytes / 1e9:.1f} of {self.available_bytes / 1e9:.0f} GB",
         ]
         if self.device == "cpu" and self.minutes > 24 * 60:
@@ -184,7 +184,7 @@ def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estima
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Electra(phase.model).parameters())
     flops_per_step = loader.batch_size * phase.flops_per_row()
-    speed = measured_flops(device, choose_precision(hardware.precision, device)) * EFFICIENCY[device.type]
+    speed = measure_flops(device, choose_precision(hardware.precision, device)) * EFFICIENCY[device.type]
     speed /= CHECKPOINTING_TIME if hardware.activation_checkpointing else 1
     steps = phase.budget.steps or max(1, int((phase.budget.seconds or 0) * speed / flops_per_step))
     tokens = steps * loader.batch_size * loader.length
@@ -198,7 +198,7 @@ def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estima
         flops=float(steps * flops_per_step),
         minutes=steps * flops_per_step / speed / 60,
         memory_bytes=BYTES_PER_PARAMETER * parameters + rows * activation_bytes(phase, device),
-        available_bytes=memory_bytes(device),
+        available_bytes=device_memory(device),
         device=device.type,
     )
 

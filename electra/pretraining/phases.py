@@ -119,7 +119,7 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     phases: list[Phase] = []
     for _, stage in groupby(range(len(configs)), key=lambda index: configs[index].objective.name):
         indices = list(stage)
-        ends = list(accumulate((budgets[index] for index in indices), Budget.plus))
+        ends = list(accumulate(budgets[index] for index in indices))
         for index, end in zip(indices, ends, strict=True):
             phase = (configs[index], models[index], budgets[index])
             phases.append(Phase(index, *phase, stage_budget=ends[-1], stage_end=end, starts_stage=index == indices[0]))
@@ -163,7 +163,7 @@ def initializes_discriminator(previous: Phase, phase: Phase) -> bool:
 
 def checkpoint_phase(checkpoint: Path) -> int:
     """The index of the phase in which a checkpoint was saved."""
-    return read_state(checkpoint)["lesson"]["phase"]
+    return read_state(checkpoint)["task"]["phase"]
 
 
 def longest_row(checkpoint: Path) -> int | None:

@@ -88,7 +88,7 @@ class PretrainingTask:
     def counts(self, batch: Batch) -> Counts:
         return self.objective.counts(batch, self.settings)
 
-    def rate_share(self, name: str) -> float:
+    def lr_scale(self, name: str) -> float:
         return 1.0
 
     def evaluate(self) -> dict[str, float]:
@@ -102,7 +102,7 @@ class PretrainingTask:
         self.model.train()
         return {"loss": loss} | metrics
 
-    def rates(self, tokens_per_second: float) -> dict[str, float]:
+    def throughput(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""
         achieved = tokens_per_second * self.phase.flops_per_row() / self.config.loader.length
         peak = peak_flops(self.device)
@@ -113,10 +113,10 @@ class PretrainingTask:
             copy_first_segment(self.model)
         write_model(self.model, folder, self.shards.folder / TOKENIZER)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict() | {"phase": self.phase.index, "objective": self.config.objective.name}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["phase"] == self.phase.index:
             self.loader.load_state_dict(state)
         else:  # rows may have another length: start an epoch

@@ -20,7 +20,7 @@ from electra.pretraining.task import held_out_loader, max_held_out_rows
 from electra.report.costs import stored
 from electra.runfolder import read_json
 from electra.training.checkpoint import STATE, checkpoint_folders
-from electra.training.logging import METRICS, read_lines
+from electra.training.logging import METRICS, read_metrics
 from electra.training.trainer import TrainState
 
 LOWER = ("loss",)  # how measures end that are better when they are lower
@@ -83,7 +83,7 @@ def read_run(folder: Path, table: Path | None) -> Run:
 
 def summed_up(folder: Path, table: Path | None) -> Run:
     """The run in a folder."""
-    settings, pair, lines = recorded_settings(folder), read_model_config(folder), read_lines(folder / METRICS)
+    settings, pair, lines = recorded_settings(folder), read_model_config(folder), read_metrics(folder / METRICS)
     phases = plan_phases(settings, pair)
     place, last = last_place(folder, phases), phases[-1].config
     ends = ends_of(phases, place, lines)
@@ -156,10 +156,10 @@ def last_place(folder: Path, phases: list[Phase]) -> TrainState:
     found = checkpoint_folders(folder)
     if not found:
         raise DataError("unfinished: it has no checkpoint yet")
-    place = TrainState(**read_json(found[-1] / STATE)["place"])
+    place = TrainState(**read_json(found[-1] / STATE)["trainer"])
     if (number := checkpoint_phase(found[-1]) + 1) < len(phases):
         raise DataError(f"unfinished: in phase {number} of {len(phases)}; go on with it by electra pretrain --resume")
-    share = phases[-1].stage_budget.share(place.step - place.start_step, place.seconds - place.start_seconds)
+    share = phases[-1].stage_budget.fraction(place.step - place.start_step, place.seconds - place.start_seconds)
     if share < 1:
         raise DataError(f"unfinished: {share:.0%} of its budget is spent; go on with it by electra pretrain --resume")
     return place
