@@ -17,8 +17,8 @@ class WeightGradientStream:
     """Runs functions on a side stream, each after everything queued on the main stream so far.
 
     The backward pass waits for gradients of hidden states, but not for those of weights: on a stream of their own they
-    use the multiprocessors that the others leave idle. Arguments are kept alive until `join` and must not be overwritten
-    before. Without a GPU (in Triton's interpreter) functions run immediately.
+    use the multiprocessors that the others leave idle. Arguments are kept alive until `join`, and must not be written
+    to before. Without a GPU (in Triton's interpreter) functions run immediately.
     """
 
     enabled = True

@@ -344,7 +344,7 @@ class Encoder(nn.Module):
 
 
 def initialize(module: nn.Module, std: float) -> None:
-    """Initialise as the released ELECTRA: truncated normal, zero biases, Glorot uniform for the embedding projection."""
+    """Initialise as ELECTRA was: truncated normal, zero biases, Glorot uniform for the embedding projection."""
     for name, parameter in module.named_parameters():
         if name == "project.weight":
             nn.init.xavier_uniform_(parameter)

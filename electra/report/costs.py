@@ -6,10 +6,17 @@ from typing import Any
 import torch
 
 from electra.errors import ConfigError
-from electra.model import published
 from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
 from electra.model.electra import Electra
-from electra.model.flops import Item, flops, itemize, parameters, training_flops
+from electra.model.flops import (
+    PUBLISHED_TRAINING_FACTOR,
+    Item,
+    itemize,
+    published_items,
+    total_flops,
+    total_parameters,
+    training_flops,
+)
 from electra.objectives.masking import MaskedShare, slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import recipe_settings
@@ -105,7 +112,7 @@ class Costs:
         lines = [f"{'':<24}{'parameters':>15}{'forward FLOPs a row':>22}"]
         for name, items in self.parts.items():
             lines += [name, *(line(f"  {item.name}", item.parameters, item.flops) for item in items)]
-            lines += [line("  in all", parameters(items), flops(items))]
+            lines += [line("  in all", total_parameters(items), total_flops(items))]
         if self.training_flops_per_row is not None:
             what = "the pair, what is shared counted once" if len(self.parts) > 1 else "the model"
             lines += [f"{what}: {self.parameters:,} parameters"]
@@ -126,7 +133,7 @@ def count_costs(config: FlopsConfig) -> Costs:
         check_length(config.length, part)
     parts, step = count_items(pair, config)
     if config.inference:
-        read = sum(map(flops, parts.values()))
+        read = sum(map(total_flops, parts.values()))
         return Costs(parts, stored(pair), f"reading {config.length} tokens", None, read, note_on(pair))
     purpose = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
     return Costs(parts, stored(pair), purpose, step, step * config.batch_size * config.steps, note_on(pair))
@@ -146,8 +153,8 @@ def note_on(pair: ElectraConfig) -> str | None:
 def count_items(pair: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
     """The items of a pair, honestly or as published, and the operations of a training step over a row."""
     if config.as_published:
-        items = published.published_items(pair, config.length)
-        return items, published.TRAINING * sum(map(flops, items.values()))
+        items = published_items(pair, config.length)
+        return items, PUBLISHED_TRAINING_FACTOR * sum(map(total_flops, items.values()))
     sizes = pair, config.length, slots(config.length, config)
     return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
 
