@@ -110,7 +110,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --config", "--config needs a value: "),
         ("flops --config missing.json", "missing.json does not exist; --config takes a JSON, YAML or TOML file"),
         ("flops --length 0", "length is 0; "),
-        ("flops --width 100 --heads 3", "try width 99"),
+        ("flops --width 100 --heads 3", "not a multiple of 3 heads; try 99"),
         ("export --model nowhere --output x", "nowhere"),
         ("import --from . --output x", "no config.json"),
     ],

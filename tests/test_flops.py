@@ -14,7 +14,7 @@ from electra.config import build
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
-from electra.model.flops import TRAINING, flops, itemize, parameters, training_flops
+from electra.model.flops import TRAINING_FACTOR, itemize, total_flops, total_parameters, training_flops
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, Settings
 from electra.report.flops import FlopsConfig, count_flops
@@ -41,8 +41,8 @@ def test_operations_of_a_training_step_equal_torchs_count(pair):
     with FlopCounterMode(display=False) as counter:
         verdicts = electra.discriminator(text).sum() if electra.discriminator else 0
         (electra.generator(text, at=at).sum() + verdicts).backward()
-    counted = sum(map(flops, itemize(pair, length, masked).values()))
-    assert TRAINING * rows * counted == counter.get_total_flops()
+    counted = sum(map(total_flops, itemize(pair, length, masked).values()))
+    assert TRAINING_FACTOR * rows * counted == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])
@@ -84,7 +84,7 @@ def test_parameters_add_up_to_the_models(size, style):
     with torch.device("meta"):
         electra = Electra(pair)
     for name, items in itemize(pair, 128, 19).items():
-        assert parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
+        assert total_parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
 
 
 @pytest.mark.parametrize(("head", "predicted"), [("mlm", 5), ("copy_mlm", 16)])
@@ -93,7 +93,7 @@ def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predic
     with torch.device("meta"):
         corrector = Electra(pair).discriminator
     items = itemize(pair, length=16, masked=5)["discriminator"]
-    assert parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
+    assert total_parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
     assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
 
 
@@ -142,7 +142,7 @@ def test_the_paper_counts_lookups_and_single_numbers_and_half_of_the_backward_pa
             assert theirs.flops >= ours.flops
     lookup = published.parts["discriminator"][0]
     assert lookup.flops == 128 * (2 * 128 * (30522 + 128 + 2) + 6 * 128)
-    forward = sum(map(flops, published.parts.values()))
+    forward = sum(map(total_flops, published.parts.values()))
     assert published.training_flops_per_row == 2 * forward
 
 

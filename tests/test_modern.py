@@ -112,15 +112,11 @@ def test_a_run_from_before_there_were_styles_goes_on(run_config):
         ),
         (
             "--style classic --global-attention-every 3",
-            "--global-attention-every is 3, but the classic style does not have it",
+            "--global-attention-every is 3, but only --style modern has it",
         ),
-        (
-            "--style modern --local-attention 64",
-            "--local-attention is 64, but every layer sees the whole row; add --global",
-        ),
-        ("--style baroque", "unknown style 'baroque'; choose from classic, modern"),
-        ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
-        ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
+        ("--style baroque", "--style is 'baroque'"),
+        ("--style modern --width 36 --heads 4", "4 heads of width 9, but rotary positions need an even"),
+        ("--style modern --sharing all --generator-width 16", "--sharing is all, which needs the same width"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsys, flags, sentence):

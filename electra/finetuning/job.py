@@ -17,7 +17,7 @@ from electra.finetuning.features import BatchIndices, Features, cached_features,
 from electra.finetuning.metrics import METRICS, confusion_matrix, nan_as_lowest
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
@@ -183,7 +183,7 @@ class FinetuningTask:
         check_length(config.length, encoder)
         self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
         self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
-        self.working = WorkingCopy(self.model, self.precision)
+        self.working = MasterWeights(self.model, self.precision)
         self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
@@ -233,7 +233,7 @@ class FinetuningTask:
             yield batch.to(self.device)
 
     def losses(self, batch: BatchIndices) -> Losses:
-        self.working.refresh()
+        self.working.sync()
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}

@@ -6,10 +6,17 @@ from typing import Any
 import torch
 
 from electra.errors import ConfigError
-from electra.model import published
 from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
 from electra.model.electra import Electra
-from electra.model.flops import Item, flops, itemize, parameters, training_flops
+from electra.model.flops import (
+    PUBLISHED_TRAINING_FACTOR,
+    Item,
+    itemize,
+    published_items,
+    total_flops,
+    total_parameters,
+    training_flops,
+)
 from electra.objectives.masking import Count, MaskingConfig, slots
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import recipe_settings
@@ -91,7 +98,7 @@ class FlopCount:
         lines = [f"{'':<24}{'parameters':>15}{'forward FLOPs per row':>24}"]
         for name, items in self.parts.items():
             lines += [name, *(table_row(f"  {item.name}", item.parameters, item.flops) for item in items)]
-            lines.append(table_row("  total", parameters(items), flops(items)))
+            lines.append(table_row("  total", total_parameters(items), total_flops(items)))
         if self.training_flops_per_row is not None:
             shared = ", shared ones counted once" if len(self.parts) > 1 else ""
             lines.append(f"parameters{shared}: {self.parameters:,}")
@@ -111,21 +118,19 @@ def count_flops(config: FlopsConfig) -> FlopCount:
         check_length(config.length, part)
     parts, training_flops_per_row = count_parts(model, config)
     if config.inference:
-        forward = sum(map(flops, parts.values()))
+        forward = sum(map(total_flops, parts.values()))
         workload = f"forward pass over {config.length} tokens"
         return FlopCount(parts, count_parameters(model), workload, None, forward, attention_note(model))
     workload = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
-    total_flops = training_flops_per_row * config.batch_size * config.steps
-    return FlopCount(
-        parts, count_parameters(model), workload, training_flops_per_row, total_flops, attention_note(model)
-    )
+    total = training_flops_per_row * config.batch_size * config.steps
+    return FlopCount(parts, count_parameters(model), workload, training_flops_per_row, total, attention_note(model))
 
 
 def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
     """The items of each part, and the FLOPs of a training step per row."""
     if config.as_published:
-        items = published.published_items(model, config.length)
-        return items, published.TRAINING * sum(map(flops, items.values()))
+        items = published_items(model, config.length)
+        return items, PUBLISHED_TRAINING_FACTOR * sum(map(total_flops, items.values()))
     masking = MaskingConfig(mask_fraction=config.mask_fraction, mask_count=config.mask_count)
     sizes = model, config.length, slots(config.length, masking)
     return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
