@@ -7,8 +7,8 @@ import pytest
 import torch
 from conftest import WIDE, saved_discriminator
 from made import write_rows
-from peers import peer
 from transformers import BertConfig, BertModel, ElectraModel
+from transformers_models import random_model
 
 from electra.cli import main
 from electra.errors import DataError
@@ -29,7 +29,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [ElectraModel, BertModel])
 def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
-    theirs = peer(kind, **({"config_class": BertConfig, "layout": "base"} if kind is BertModel else {}))
+    theirs = random_model(kind, **({"config_class": BertConfig, "size": "base"} if kind is BertModel else {}))
     theirs.save_pretrained(tmp_path)
     encoder = load_pretrained(tmp_path, dropout=0.0).encoder
     ours = TaskModel(encoder, num_labels=3)

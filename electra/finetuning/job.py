@@ -14,15 +14,14 @@ from torch import nn
 
 from electra.errors import ConfigError
 from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
-from electra.finetuning.metrics import METRICS, nan_as_lowest
+from electra.finetuning.metrics import METRICS, confusion_matrix, nan_as_lowest
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
-from electra.finetuning.plots import draw_confusion
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
-from electra.pretraining.curves import Panels, draw_curves
+from electra.plotting import MetricPanels, plot_confusion, plot_metrics
 from electra.pretraining.phases import longest_row
 from electra.runfolder import (
     CHECKPOINTS,
@@ -35,6 +34,8 @@ from electra.runfolder import (
 )
 from electra.training.config import Budget, Device, OptimizerConfig, Precision, TrainerConfig
 from electra.training.hardware import choose_device, choose_precision
+from electra.training.logging import METRICS as METRICS_FILE
+from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -189,7 +190,7 @@ class FinetuningTask:
         check_length(config.length, encoder)
         self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
         self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
-        self.working = WorkingCopy(self.model, self.precision)
+        self.working = MasterWeights(self.model, self.precision)
         self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
@@ -239,7 +240,7 @@ class FinetuningTask:
             yield batch.to(self.device)
 
     def losses(self, batch: BatchIndices) -> Losses:
-        self.working.refresh()
+        self.working.sync()
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
@@ -356,10 +357,11 @@ def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> 
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a run that was killed just here
     with write_folder(folder / MODEL) as draft:
         lesson.write_model(draft)
-    draw_curves(folder, panels(task))
+    plot_metrics(folder, read_metrics(folder / METRICS_FILE), panels(task))
     if task.kind == "classification":
         dev = splits["dev"].labels.cpu().numpy()
-        draw_confusion(folder / "confusion.png", dev, OUTPUT_TYPES[task.kind].predict(logits["dev"], task), task.labels)
+        predicted = OUTPUT_TYPES[task.kind].predict(logits["dev"], task)
+        plot_confusion(folder / "confusion.png", confusion_matrix(predicted, dev, len(task.labels)), task.labels)
     score = Score(
         task=task.name,
         seed=lesson.seed,
@@ -374,10 +376,10 @@ def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> 
     write_json(folder / RESULT, asdict(score))
 
 
-def panels(task: Task) -> Panels:
-    """What the curves of a fine-tuning show."""
-    return (
-        ("loss", (("train", "loss"), ("validation", "loss"))),
-        ("on dev rows", tuple(("validation", name) for name in task.metrics)),
-        ("learning rate", (("train", "learning_rate"),)),
-    )
+def panels(task: Task) -> MetricPanels:
+    """The panels of curves.png."""
+    return {
+        "loss": [("train", "loss"), ("validation", "loss")],
+        "dev metrics": [("validation", name) for name in task.metrics],
+        "learning rate": [("train", "learning_rate")],
+    }

@@ -18,9 +18,8 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.job import ONE_TOGETHER, Measures
 from electra.finetuning.jobs import best_model, seed_models
-from electra.finetuning.metrics import METRICS
+from electra.finetuning.metrics import METRICS, confusion_matrix
 from electra.finetuning.model import OUTPUT_TYPES, TaskModel, load_finetuned
-from electra.finetuning.plots import confusion
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
 from electra.model.config import check_length
@@ -269,5 +268,5 @@ def evaluate(config: EvaluateConfig) -> Evaluated:
         truncated=answers.truncated,
         measures={name: METRICS[name](predicted, labels) for name in task.metrics},
         labels=list(task.labels),
-        confusion=confusion(labels, predicted, len(task.labels)).tolist() if is_classes else [],
+        confusion=confusion_matrix(predicted, labels, len(task.labels)).tolist() if is_classes else [],
     )

@@ -7,9 +7,9 @@ import torch
 
 from electra.data.shards import Shards, open_shards
 from electra.errors import TrainingError
+from electra.plotting import plot_pretraining
 from electra.pretraining.checks import check_phases, check_settings, check_trunk, find_checkpoint, run_record
 from electra.pretraining.config import PretrainConfig
-from electra.pretraining.curves import draw_curves
 from electra.pretraining.describe import Estimate, estimate_run, summary, warnings
 from electra.pretraining.initialize import (
     InitialWeights,
@@ -72,7 +72,7 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
         checkpoint = Path(result.checkpoint)
         if result.signal:
             break
-    draw_curves(config.output)
+    plot_pretraining(config.output, read_metrics(config.output / METRICS), config.objective.discriminator_weight)
     if not result.signal:
         check_last_loss(config.output, result)
     return result
