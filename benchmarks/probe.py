@@ -27,7 +27,7 @@ from electra.finetuning.jobs import make_jobs, run_jobs, summarize_seeds
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.tasks import Task, glue_task, read_split
 from electra.model.config import Pooling
-from electra.training.hardware import HardwareConfig
+from electra.training.config import HardwareConfig
 
 SEED = 0  # decides which rows are taken
 MOST_HELD_OUT = 0.2  # of the rows of a task

@@ -8,21 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "__version__",
-    "evaluate",
-    "finetune",
-    "glue",
-    "load",
-    "predict",
-    "pretrain",
-    "shard",
-    "train_tokenizer",
-]
-
-COMMANDS = {"train_tokenizer": "tokenizer"} | {
-    name: name for name in ("shard", "pretrain", "finetune", "glue", "evaluate", "predict")
+COMMANDS = {  # functions of the package and their commands; electra.report and the like are subpackages
+    "train_tokenizer": "tokenizer",
+    "shard": "shard",
+    "pretrain": "pretrain",
+    "finetune": "finetune",
+    "glue": "glue",
+    "evaluate": "evaluate",
+    "predict": "predict",
+    "export_model": "export",
+    "import_model": "import",
 }
+__all__ = ["__version__", "load", *COMMANDS]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from electra.config import (
     construct,
     convert,
     defaults_for,
+    flat_fields,
     missing_settings,
 )
 from electra.config import settings as settings_of
@@ -97,7 +98,7 @@ def run(arguments: list[str]) -> None:
             function = command.run()
         result = function(config)
     if result is not None:
-        is_json = getattr(config, "json", False)
+        is_json = flat_fields(config).get("json")
         print(dump_json(asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
@@ -127,10 +128,10 @@ def flags_in_errors(config_class: type) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        for setting in settings_of(config_class).values():
-            if error.field in (setting.name, setting.path[-1]):
-                raise ConfigError(f"{setting.flag} {error.message}") from None
-        raise
+        if error.field not in settings_of(config_class):
+            raise
+        flag = settings_of(config_class)[error.field].flag
+        raise ConfigError(f"{flag} {error.message}") from None
 
 
 def parse(program: str, config_class: type[Config], arguments: list[str]) -> Config:

@@ -44,7 +44,7 @@ def import_object(reference: str) -> Any:
 COMMANDS = {
     command.name: command
     for command in (
-        Command("demo", "demo:DemoConfig", "demo:demonstrate", "train a tiny model on text found on this computer"),
+        Command("demo", "demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
         Command(
             "tokenizer",
             "data.tokenizer:TokenizerConfig",
@@ -78,16 +78,14 @@ COMMANDS = {
             "finetuning.predict:predict",
             "predict labels for a file with a fine-tuned model",
         ),
-        Command("detect", "serve.command:DetectConfig", "serve.command:detect", "mark the replaced tokens of a text"),
-        Command("fill", "serve.command:FillConfig", "serve.command:fill", "predict the [MASK] tokens of a text"),
-        Command("embed", "serve.command:EmbedConfig", "serve.command:embed", "compute the embedding of a text"),
+        Command("detect", "serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
+        Command("fill", "serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
+        Command("embed", "serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
+        Command("doctor", "doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
         Command(
-            "doctor", "serve.doctor:DoctorConfig", "serve.doctor:examine", "show the hardware and libraries in use"
+            "flops", "report.flops:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"
         ),
-        Command(
-            "flops", "report.costs:FlopsConfig", "report.costs:count_costs", "count parameters and FLOPs of a model"
-        ),
-        Command("report", "report.overview:ReportConfig", "report.overview:report", "compare runs in tables and plots"),
+        Command("report", "report.tables:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
         Command("export", "export.command:ExportConfig", "export.command:export", "export a model to Hugging Face"),
         Command(
             "import", "export.command:ImportConfig", "export.command:import_model", "import a model from Hugging Face"

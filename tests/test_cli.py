@@ -21,9 +21,9 @@ from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.pretraining.config import PretrainConfig
-from electra.report.costs import FlopsConfig
-from electra.report.overview import ReportConfig
-from electra.serve.command import DetectConfig
+from electra.report.flops import FlopsConfig
+from electra.report.tables import ReportConfig
+from electra.serve.config import DetectConfig
 
 
 def run_command(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -110,7 +110,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --config", "--config needs a value: "),
         ("flops --config missing.json", "missing.json does not exist; --config takes a JSON, YAML or TOML file"),
         ("flops --length 0", "length is 0; "),
-        ("flops --width 100 --heads 3", "try width 99"),
+        ("flops --width 100 --heads 3", "not a multiple of 3 heads; try 99"),
         ("export --model nowhere --output x", "nowhere"),
         ("import --from . --output x", "no config.json"),
     ],
@@ -152,7 +152,7 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
         "except KeyboardInterrupt:\n    raise RuntimeError from None\n"
     )
     program = "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    program += "sys.argv = ['electra', 'doctor']; runpy.run_module('electra', run_name='__main__')"
+    program += "sys.argv = ['electra', 'flops']; runpy.run_module('electra', run_name='__main__')"
     paths = os.pathsep.join(map(str, (tmp_path, Path(electra.__file__).parent.parent)))
     ended = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
@@ -164,7 +164,7 @@ def test_an_interrupted_command_is_one_line(capsys, monkeypatch):
     def interrupted(config: FlopsConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("electra.report.costs.count_costs", interrupted)
+    monkeypatch.setattr("electra.report.flops.count_flops", interrupted)
     monkeypatch.setattr(sys, "argv", ["electra", "flops"])
     with pytest.raises(SystemExit) as exit:
         electra.__main__.main()
@@ -234,7 +234,7 @@ def test_optional_switches_and_positional_values_from_a_config_file(tmp_path):
     assert parse("tokenizer", TokenizerConfig, ["--config", str(file)]).strip_accents is True
     file.write_text('{"model": "runs/x", "text": "-The chef"}')
     for texts, expected in (([], "-The chef"), (["The cook"], "The cook"), (["--", "-The cook"], "-The cook")):
-        assert parse("detect", DetectConfig, ["--config", str(file), *texts]).text == expected
+        assert parse("detect", DetectConfig, ["--config", str(file), *texts]).input.text == expected
     file.write_text('{"runs": ["a", "b"]}')
     assert parse("report", ReportConfig, ["--config", str(file)]).runs == (Path("a"), Path("b"))
     assert parse("report", ReportConfig, ["c", "--config", str(file)]).runs == (Path("c"),)

@@ -23,7 +23,7 @@ def test_seeds_are_evaluated_alone_and_as_an_ensemble(finetuned):
 
 
 @pytest.fixture
-def short_config(encoder_folder, tmp_path, stub_plots):
+def short_config(encoder_folder, tmp_path):
     """Build the config of one epoch on synthetic rows."""
 
     def build_config(kind: str = "classification", **settings) -> FinetuneConfig:
@@ -77,7 +77,7 @@ def test_errors_in_files_are_one_sentence(encoder_folder, tmp_path, capsys, cont
     assert not list(tmp_path.glob("out/seed-*"))
 
 
-def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, capsys, stub_plots):
+def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("words,label\n" + "the cat sat .,x\nthe dog ran .,y\n" * 10)
     flags = f"--model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out --length 32 --epochs 1"
     run(flags, capsys)

@@ -26,7 +26,6 @@ from electra.finetuning.job import read_result
 from electra.finetuning.predict import EvaluateConfig, evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 
-pytestmark = pytest.mark.usefixtures("stub_plots")
 SHORT = {"epochs": 1, "batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
 
 

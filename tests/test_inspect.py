@@ -40,6 +40,7 @@ def test_rows_are_decoded_as_training_meets_them(folder):
     assert any("the [UNK], the [UNK] sat. [SEP]" in row for row in rows)
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_lengths_are_drawn_as_a_png(folder, tmp_path):
     assert inspect(InspectConfig(shards=folder)).plot == str(folder / "document-lengths.png")
     inspect(InspectConfig(shards=folder, plot=tmp_path / "other.png"))
@@ -47,6 +48,7 @@ def test_lengths_are_drawn_as_a_png(folder, tmp_path):
         assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_without_matplotlib_there_is_everything_but_the_png(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = inspect(InspectConfig(shards=folder))
@@ -54,6 +56,7 @@ def test_without_matplotlib_there_is_everything_but_the_png(folder, monkeypatch)
     assert "not drawn: that takes matplotlib (pip install matplotlib)" in str(found)
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_where_nothing_can_be_written_there_is_everything_but_the_png(folder, tmp_path, monkeypatch):
     def refuse(*given: object, **named: object) -> None:
         raise PermissionError(13, "Permission denied")

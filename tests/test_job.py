@@ -8,12 +8,10 @@ from electra.finetuning.job import FinetuningTask, Job, TuningConfig
 from electra.finetuning.tasks import custom_task
 from electra.model.config import BASE, LARGE, SMALL
 from electra.pretraining.command import pretrain
-from electra.training.hardware import HardwareConfig
-from electra.training.trainer import Budget, Trainer
+from electra.training.config import Budget, HardwareConfig
+from electra.training.trainer import Trainer
 
 QUICK = {"epochs": 15, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
-
-pytestmark = pytest.mark.usefixtures("stub_plots")
 
 
 @pytest.fixture

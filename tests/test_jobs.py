@@ -32,9 +32,8 @@ from electra.finetuning.jobs import (
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.model.storage import write_tensors
 from electra.runfolder import write_json
-from electra.training.hardware import HardwareConfig
+from electra.training.config import HardwareConfig
 
-pytestmark = pytest.mark.usefixtures("stub_plots")
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
 
 

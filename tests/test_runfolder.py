@@ -29,7 +29,7 @@ from electra.runfolder import (
     write_file,
     write_folder,
 )
-from electra.training.hardware import HardwareConfig
+from electra.training.config import HardwareConfig
 
 
 def test_a_second_process_is_refused_and_changes_nothing(run_config):

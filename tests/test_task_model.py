@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import WIDE, saved_discriminator
-from peers import peer
 from synthetic import write_rows
 from transformers import BertConfig, BertModel, ElectraModel
+from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.model import (
@@ -33,7 +33,7 @@ def padded_pairs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [ElectraModel, BertModel])
 def test_logits_equal_a_linear_head_on_the_encoder_of_transformers(tmp_path, kind):
-    theirs = peer(kind, **({"config_class": BertConfig, "layout": "base"} if kind is BertModel else {}))
+    theirs = random_model(kind, **({"config_class": BertConfig, "size": "base"} if kind is BertModel else {}))
     theirs.save_pretrained(tmp_path)
     ours = TaskModel(load_pretrained(tmp_path, dropout=0.0).encoder, num_labels=3)
     input_ids, attention_mask, segment_ids = padded_pairs()

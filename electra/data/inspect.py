@@ -12,8 +12,7 @@ from electra.config import Positional
 from electra.data.packing import PackedRows, Permutation
 from electra.data.shards import SPLITS, Shards, TokenRing, damaged_error, open_shards
 from electra.errors import ConfigError
-from electra.plotting import empty_figure
-from electra.runfolder import open_atomic
+from electra.plotting import plot_document_lengths
 
 BAR = 40
 
@@ -146,23 +145,11 @@ def decoded_rows(shards: Shards, rows: int, length: int) -> list[str]:
 
 def drawn(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
     """The path of the histogram as a PNG; or why there is none, which is an error only where it was asked for."""
+    path = config.plot or config.shards / "document-lengths.png"
     try:
-        plot = draw(lengths, config.plot or config.shards / "document-lengths.png")
+        is_written = plot_document_lengths(path, lengths)
     except OSError as error:
         if config.plot is not None:
             raise
         return None, f"{error.strerror or error} in {config.shards}; --plot takes another file"
-    return plot, None if plot else "that takes matplotlib (pip install matplotlib)"
-
-
-def draw(lengths: NDArray, path: Path) -> str | None:
-    """Write the histogram as a PNG; gives its path, or None if matplotlib is missing."""
-    figure = empty_figure(7, 4)
-    if figure is None:
-        return None
-    axes = figure.subplots()
-    axes.hist(lengths, bins=np.geomspace(1, max(2, lengths.max() + 1), 60).tolist())
-    axes.set(xscale="log", xlabel="tokens in a document", ylabel="documents", title=f"{len(lengths):,} documents")
-    with open_atomic(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    return str(path)
+    return (str(path), None) if is_written else (None, "that takes matplotlib (pip install matplotlib)")

@@ -9,7 +9,7 @@ from electra.finetuning.jobs import JobsConfig, best_model, ensemble_metrics, ma
 from electra.finetuning.metrics import Metrics
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task, custom_task, glue_task
-from electra.training.hardware import HardwareConfig
+from electra.training.config import HardwareConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from electra.finetuning.metrics import Metrics
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
 from electra.runfolder import read_json, write_file, write_json
-from electra.training.hardware import HardwareConfig
+from electra.training.config import HardwareConfig
 
 TABLE = "table.json"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")

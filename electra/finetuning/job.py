@@ -14,21 +14,29 @@ from torch import Tensor
 
 from electra.errors import ConfigError
 from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
-from electra.finetuning.metrics import Metrics, nan_as_lowest
+from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
-from electra.finetuning.plots import draw_confusion
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
-from electra.pretraining.curves import Panels, draw_curves
+from electra.plotting import MetricPanels, plot_confusion, plot_metrics
 from electra.pretraining.phases import longest_row
-from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
-from electra.training.hardware import HardwareConfig, choose_device, choose_precision
-from electra.training.optimizer import OptimizerConfig
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.runfolder import (
+    CHECKPOINTS,
+    checkpoint_folders,
+    lock_folder,
+    read_json,
+    remove_partial,
+    write_folder,
+    write_json,
+)
+from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
+from electra.training.hardware import choose_device, choose_precision
+from electra.training.logging import METRICS as METRICS_FILE
+from electra.training.logging import read_metrics
+from electra.training.trainer import Trainer
 
 RESULT = "result.json"
 LOGITS = "logits.safetensors"
@@ -174,7 +182,7 @@ class FinetuningTask:
         model = build_task_model(pretrained, self.task.num_labels, self.tuning.pooling, seed=job.seed)
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
-        self.master = WorkingCopy(self.model, choose_precision(job.hardware.precision, self.device))
+        self.master = MasterWeights(self.model, choose_precision(job.hardware.precision, self.device))
         self.output_type = OUTPUT_TYPES[self.task.kind]
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
@@ -222,7 +230,7 @@ class FinetuningTask:
         return (batch.to(self.device) for batch in batches)
 
     def losses(self, batch: BatchIndices) -> Losses:
-        self.master.refresh()
+        self.master.sync()
         with self.master.autocast():
             logits = self.master.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
         losses = self.output_type.loss(logits.float(), self.train.labels[batch.rows])  # [B]
@@ -325,10 +333,11 @@ def write_result(finetuning: FinetuningTask, steps: int, seconds: float) -> None
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with write_folder(folder / MODEL) as draft:
         finetuning.write_model(draft)
-    draw_curves(folder, curve_panels(task))
+    plot_metrics(folder, read_metrics(folder / METRICS_FILE), curve_panels(task))
     if task.kind == "classification":
         predicted = finetuning.output_type.predict(logits["dev"], task)
-        draw_confusion(folder / "confusion.png", splits["dev"].labels.cpu().numpy(), predicted, task.labels)
+        counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
+        plot_confusion(folder / "confusion.png", counts, task.labels)
     result = Result(
         task=task.name,
         seed=finetuning.job.seed,
@@ -345,10 +354,10 @@ def write_result(finetuning: FinetuningTask, steps: int, seconds: float) -> None
     write_json(folder / RESULT, asdict(result))
 
 
-def curve_panels(task: Task) -> Panels:
+def curve_panels(task: Task) -> MetricPanels:
     """The panels of curves.png."""
-    return (
-        ("loss", (("train", "loss"), ("validation", "loss"))),
-        ("metrics on the dev split", tuple(("validation", name) for name in task.metrics)),
-        ("learning rate", (("train", "learning_rate"),)),
-    )
+    return {
+        "loss": [("train", "loss"), ("validation", "loss")],
+        "dev metrics": [("validation", name) for name in task.metrics],
+        "learning rate": [("train", "learning_rate")],
+    }

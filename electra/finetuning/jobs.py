@@ -31,11 +31,12 @@ from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, TuningCon
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.huggingface.convert import get_architecture
-from electra.model.storage import CONFIG, WEIGHTS, is_huggingface_folder, read_tensors
-from electra.runfolder import check_same_settings, file_checksum, is_empty, read_json, write_json
+from electra.huggingface.names import get_architecture
+from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
+from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_empty, read_json, write_json
 from electra.training.checkpoint import model_folder
-from electra.training.hardware import HardwareConfig, choose_device
+from electra.training.config import HardwareConfig
+from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
