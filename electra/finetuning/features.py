@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import encoder_for
+from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError
 from electra.finetuning.tasks import Examples, Task
 from electra.model.storage import read_tensors, write_tensors
@@ -106,7 +106,7 @@ def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, leng
 
 def encode(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     """The token ids of each text, without special tokens."""
-    encoder = encoder_for(tokenizer)
+    encoder = create_encoder(tokenizer)
     kind = np.dtype(encoder.type)
     return [np.frombuffer(ids, kind)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
 

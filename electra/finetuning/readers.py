@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from electra.data.corpus import LONGEST
-from electra.data.files import TextFile, named, needs, opened, opened_parquet
+from electra.data.corpus import MAX_DOCUMENT_BYTES
+from electra.data.files import TextFile, import_optional, open_file, open_parquet, require_format
 from electra.errors import ConfigError, DataError
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -37,9 +37,9 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skips_broken: bool = F
     columns, and none of their names.
     `skips_broken` leaves out lines with the wrong number of fields.
     """
-    file = named(path, FORMATS, "tables")
+    file = require_format(path, FORMATS, "tables")
     has_rows = False
-    with opened(file) as (stream, disk):
+    with open_file(file) as (stream, disk):
         for row in rows_of(file, stream, disk, columns, skips_broken):
             has_rows = True
             yield row
@@ -76,7 +76,9 @@ def text_lines(name: str, stream: BinaryIO) -> Iterator[str]:
 
 def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     """The fields of each record of a .csv, and the line it begins on."""
-    csv.field_size_limit(LONGEST)  # the library's own is 128 kB, which one unclosed quotation mark soon reaches
+    csv.field_size_limit(
+        MAX_DOCUMENT_BYTES
+    )  # the library's own is 128 kB, which one unclosed quotation mark soon reaches
     line = 1
     try:
         blank, header = first_line(lines)
@@ -155,7 +157,7 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
 def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Row]:
     """The rows of a .parquet."""
     number = 0
-    with opened_parquet(file, stream, disk) as table:
+    with open_parquet(file, stream, disk) as table:
         refuse_twins(str(file.path), table.schema_arrow.names)
         for batch in table.iter_batches(batch_size=1024):
             for values in batch.to_pylist():
@@ -165,7 +167,7 @@ def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[R
 
 def hub_rows(source: str) -> Iterator[Row]:
     """The rows of `hub:NAME:CONFIG:SPLIT`, which stay in the library's cache for the next time."""
-    datasets = needs("datasets", "reading from the hub")
+    datasets = import_optional("datasets", "reading from the hub")
     if source.count(":") < 3:
         raise ConfigError(f"{source} does not say which rows; name them as hub:NAME:CONFIG:SPLIT")
     name, config, split = source.removeprefix("hub:").rsplit(":", 2)

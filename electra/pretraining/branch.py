@@ -92,7 +92,7 @@ def refuse_other_trunk(trunk: Path, model: ElectraConfig, optimizer: str, shards
     before[MEMORY] = trunk_record(checkpoint).get(MEMORY, optimizer)
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model, not a run to branch from; go on from its weights with --init {trunk}")
-    shards.require_tokenizer(load_model_tokenizer(checkpoint))
+    shards.check_tokenizer(load_model_tokenizer(checkpoint))
     differing = [name for name in before if before[name] != after.get(name)]
     if PARTS in differing:
         differing = [PARTS]

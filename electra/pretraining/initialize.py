@@ -154,7 +154,7 @@ def require_tokenizers(config: InitialConfig, shards: Shards) -> None:
         )
     for path in filter(None, (config.init, source)):
         folder = model_folder(path)
-        shards.require_tokenizer(load_model_tokenizer(folder))
+        shards.check_tokenizer(load_model_tokenizer(folder))
 
 
 @dataclass(frozen=True)
