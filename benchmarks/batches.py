@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import tyro
 
-from electra.data.loader import BatchLoader, LoaderConfig
-from electra.data.packing import Packing
+from electra.cli import parse
+from electra.data.loader import BatchLoader
+from electra.data.packing import LoaderConfig, Packing
 from electra.data.shards import open_shards
 
 
@@ -79,6 +80,6 @@ def speed(settings: Settings, packing: Packing, whole_word_masking: bool = False
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Settings)
+    given = parse("benchmarks/batches.py", Settings, sys.argv[1:])
     found = main(given)
     print(json.dumps(asdict(found)) if given.json else found)

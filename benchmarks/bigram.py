@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from electra.data.loader import LoaderConfig, validation_batches
+from electra.data.loader import validation_batches
+from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards, open_shards
 from electra.objectives.evaluation import SEED, auc, frozen_fills
 from electra.objectives.objectives import Settings
-from electra.pretraining.command import unigram
+from electra.pretraining.task import unigram_frequencies
 
 SMOOTHING = (0.5, 2.0, 10.0, 50.0, 200.0)  # pairs' worth of unigram that each first token is given
 
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     shards = open_shards(arguments.data)
-    frequencies = unigram(shards, torch.device("cpu"))
+    frequencies = unigram_frequencies(shards, torch.device("cpu"))
     settings = Settings(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     counted = pair_counts(shards)
     loader = LoaderConfig(length=arguments.length, batch_size=32)

@@ -30,12 +30,12 @@ from timing import wait
 
 from electra.data.tokenizer import load_tokenizer
 from electra.export.command import ExportConfig, export
-from electra.finetuning.command import FinetuneConfig, finetune, median, spread
-from electra.finetuning.features import labels_of
+from electra.finetuning.command import FinetuneConfig, finetune
+from electra.finetuning.features import make_targets
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import MEASURED_ROWS, RESULT
-from electra.finetuning.metrics import METRICS
-from electra.finetuning.model import READINGS
+from electra.finetuning.metrics import METRICS, median, standard_deviation
+from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
 from electra.huggingface.folders import read_part
 from electra.model.config import ModelConfig
@@ -68,15 +68,15 @@ class Peer:
 
         self.config, self.task, self.device = config, task, torch.device(config.device)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = ElectraForSequenceClassification.from_pretrained(config.model, num_labels=task.outputs)
+        model = ElectraForSequenceClassification.from_pretrained(config.model, num_labels=task.num_labels)
         self.model = model.to(self.device).train()
 
     def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
         """BatchLoader of examples, tokenised beforehand, padded to the longest row."""
         from transformers import DataCollatorWithPadding
 
-        encoded = self.tokenizer(examples.texts, examples.pairs, truncation=True, max_length=self.config.length)
-        columns = dict(encoded) | {"labels": labels_of(self.task, examples).tolist()}
+        encoded = self.tokenizer(examples.texts, examples.texts_b, truncation=True, max_length=self.config.length)
+        columns = dict(encoded) | {"labels": make_targets(self.task, examples.labels).tolist()}
         rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
         return torch.utils.data.DataLoader(rows, collate_fn=DataCollatorWithPadding(self.tokenizer), **settings)
 
@@ -106,7 +106,7 @@ def peer_step(config: FinetuneConfig, task: Task, steps: int) -> float:
     """Seconds a step of the plain loop."""
     peer, examples = Peer(config, task), read_examples(task, "train")
     kept = range(min(len(examples), config.batch * (steps + 20)))
-    loader = peer.loader(examples.take(kept), batch_size=config.batch, shuffle=True, drop_last=True)
+    loader = peer.loader(examples.select(kept), batch_size=config.batch, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(peer.model.parameters(), lr=3e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10_000))
     taken, began = 0, 0.0
@@ -141,9 +141,11 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
 
     torch.manual_seed(seed)
     peer, train = Peer(config, task), read_examples(task, "train")
-    loader = peer.loader(train.doubled() if task.doubles else train, batch_size=config.batch, shuffle=True)
+    loader = peer.loader(
+        train.with_swapped_pairs() if task.double_unordered else train, batch_size=config.batch, shuffle=True
+    )
     encoder, _ = read_part(config.model)
-    settings, steps = config.trainer(encoder, len(loader)), config.epochs_for(task) * len(loader)
+    settings, steps = config.optimizer(encoder), config.epochs_for(task) * len(loader)
     groups = layer_groups(peer.model, settings.learning_rate, config.decay_for(encoder))
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, eps=settings.epsilon, fused=True)
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
@@ -169,7 +171,7 @@ def measured(peer: Peer, examples: Examples) -> float:
     peer.model.eval()
     loader = peer.loader(examples, batch_size=MEASURED_ROWS)
     logits = torch.cat([peer.said(batch).logits.float().cpu() for batch in loader]).numpy()
-    answers = READINGS[peer.task.kind].answer(logits, peer.task)
+    answers = OUTPUT_TYPES[peer.task.kind].predict(logits, peer.task)
     return METRICS[peer.task.metrics[0]](answers, examples.labels)
 
 
@@ -185,7 +187,7 @@ def scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
 
 def over_seeds(found: list[float]) -> dict[str, Any]:
     """Median, standard deviation and each seed."""
-    return {"median": median(found), "spread": spread(found), "seeds": found}
+    return {"median": median(found), "spread": standard_deviation(found), "seeds": found}
 
 
 def told_scores(found: dict[str, Any]) -> str:

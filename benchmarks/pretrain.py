@@ -4,7 +4,7 @@
     python benchmarks/pretrain.py --follow 200 [--data shards/] [--settings small:128x128]
 
 A step is forward, backward, clipping and the optimizer, over batches that come from shards; without --data, of made-up
-words. Ours is the trainer of `electra pretrain`: with --plain, and fast (on a CPU: with --compile). The peers are
+words. Ours is the trainer of `electra pretrain`: with --compile off, and fast (--compile on). The peers are
 ElectraForMaskedLM and ElectraForPreTraining with one set of embeddings, autocast and fused AdamW: `eager` as people
 write it (vocabulary logits of every token, a mask of ones), `compiled` the fastest of its kind (torch.compile, logits
 of masked rows only, no mask). Ours also keeps attention within the documents of a row, which the peers do not; with
@@ -40,21 +40,24 @@ from torch import nn
 from transformers import ElectraForPreTraining
 from transformers_pair import Pair, eager_losses, lean_losses, their_config
 
+from electra.config import construct
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import ARCHITECTURES, to_huggingface
+from electra.huggingface.convert import to_huggingface
+from electra.huggingface.names import ARCHITECTURES
 from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops
 from electra.objectives.masking import slots
-from electra.pretraining.command import PretrainingTask, batches_config
-from electra.pretraining.config import PretrainConfig, plan
-from electra.pretraining.recipes import settings_for
-from electra.training.logging import Window
+from electra.pretraining.command import plan
+from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.pretraining.initialize import build_pair
+from electra.pretraining.task import PretrainingTask
+from electra.training.logging import RunningAverages
 from electra.training.trainer import Trainer
 
-WAYS = {"plain": ("plain",), "fast": ("compile",)}  # flags of `electra pretrain`; a GPU also records what it compiles
+WAYS = {"plain": "off", "fast": "on"}  # --compile of `electra pretrain`; on a GPU compiled steps become CUDA graphs
 PEERS = {"eager": eager_losses, "compiled": lean_losses}
 LOSSES = ("generator", "discriminator")
 WARMUPS = 5  # steps after the first, before time is taken: recording takes place in them
@@ -131,18 +134,18 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     """Transformers' models in a plain loop."""
     config, shards, device = our_config(setting, ground.shards, "plain"), ground.shards, ground.device
     torch.manual_seed(config.seed)
-    pair = Pair(config.pair(shards)).to(device).train()
-    decay, count = config.weight_decay, slots(config.length, config)
-    optimizer = torch.optim.AdamW(pair.parameters(), lr=config.learning_rate, weight_decay=decay, fused=True)
+    pair = Pair(build_pair(config, shards)).to(device).train()
+    decay, count = config.optimizer.weight_decay, slots(config.loader.length, config.masking)
+    optimizer = torch.optim.AdamW(pair.parameters(), lr=config.optimizer.learning_rate, weight_decay=decay, fused=True)
     losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
-    stream, last = iter(BatchLoader(shards, batches_config(config), seed=config.seed, device=device)), {}
+    stream, last = iter(BatchLoader(shards, config.loader, seed=config.seed, device=device)), {}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             losses = losses_of(pair, next(stream).input_ids, count, shards.tokenizer.vocabulary)
-            loss = losses["generator"] + config.discriminator_weight * losses["discriminator"]
+            loss = losses["generator"] + config.objective.discriminator_weight * losses["discriminator"]
         loss.backward()
-        nn.utils.clip_grad_norm_(pair.parameters(), config.clip)
+        nn.utils.clip_grad_norm_(pair.parameters(), config.optimizer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         last.update({name: loss.detach() for name, loss in losses.items()})
@@ -156,23 +159,33 @@ def our_side(setting: Setting, ground: Ground, way: str, **departures: Any) -> S
     torch.manual_seed(config.seed)
     [phase] = plan(config, ground.shards)
     lesson = PretrainingTask(phase, ground.shards, ground.device)
-    trainer = Trainer(lesson, config, phase.stage, config.output, config.seed, records=lesson.is_fast, end=phase.end)
-    trainer.step = trainer.recorded_step() if lesson.is_fast else trainer.compute
+    trainer = Trainer(
+        lesson,
+        config.optimizer,
+        config.trainer,
+        phase.stage_budget,
+        config.output,
+        seed=config.seed,
+        cuda_graphs=lesson.captures_graph,
+        stop_at=phase.stage_end,
+    )
+    trainer.run_step = trainer.graphed_step() if lesson.captures_graph else trainer.compute_step
 
     def step() -> None:
-        trainer.window = Window()
-        trainer.take_step()
+        trainer.averages = RunningAverages()
+        trainer.step()
 
-    return Side(lesson.model, step, lambda: trainer.window.means())
+    return Side(lesson.model, step, lambda: trainer.averages.means())
 
 
 def our_config(setting: Setting, shards: Shards, way: str, **departures: Any) -> PretrainConfig:
     """The settings of our run, which the peers' are read from; weights start as transformers' do."""
-    usual = settings_for("faithful", setting.size)
-    settings = {name: usual[name] for name in ("learning_rate", "mask_fraction")} | dict.fromkeys(WAYS[way], True)
+    usual = recipe_settings("faithful", setting.size)
+    settings = {name: usual[name] for name in ("learning_rate", "mask_fraction")} | {"compile": WAYS[way]}
     settings |= {"size": setting.size, "length": setting.length, "batch_size": setting.rows, "steps": 10_000}
     settings |= {"dropout": setting.dropout, "evaluation_rows": 32}
-    return PretrainConfig(data=shards.folder, output=shards.folder / "never-written", **settings | departures)
+    values = {"data": shards.folder, "output": shards.folder / "never-written"} | settings | departures
+    return construct(PretrainConfig, values)
 
 
 def timed(build: Callable[[], Side], setting: Setting, ground: Ground, arguments: argparse.Namespace) -> Report:
@@ -202,7 +215,9 @@ def timed(build: Callable[[], Side], setting: Setting, ground: Ground, arguments
 def step_flops(setting: Setting, shards: Shards) -> float:
     """Operations of a step with vocabulary logits of masked rows only."""
     config = our_config(setting, shards, "plain")
-    return setting.rows * training_flops(config.pair(shards), config.length, slots(config.length, config))
+    return setting.rows * training_flops(
+        build_pair(config, shards), config.loader.length, slots(config.loader.length, config.masking)
+    )
 
 
 def sides(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Side]]]:

@@ -26,7 +26,7 @@ from electra.finetuning.glue import markdown
 from electra.finetuning.job import TuningConfig
 from electra.finetuning.jobs import Job, jobs_of, run_jobs
 from electra.finetuning.model import load_pretrained
-from electra.finetuning.tasks import Task, glue_task, split_rows
+from electra.finetuning.tasks import Task, glue_task, read_split
 from electra.model.config import Pooling
 
 SEED = 0  # decides which rows are taken
@@ -37,7 +37,7 @@ Found = dict[str, float]  # "median" and "spread" over seeds
 
 def sliced(task: Task, rows: int, held_out: int, folder: Path) -> Task:
     """The task with some of its training rows to learn from and others to measure on, the same ones every time."""
-    found = [row.values for row in split_rows(task, "train")]
+    found = [row.values for row in read_split(task, "train")]
     order = np.random.default_rng(SEED).permutation(len(found))
     dev = min(held_out, int(MOST_HELD_OUT * len(found)))
     files = {}

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tyro
-
+from electra.cli import parse
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 
 BARE = """
@@ -212,6 +211,6 @@ def resident(process: int) -> float:
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Settings)
+    given = parse("benchmarks/shard.py", Settings, sys.argv[1:])
     found = main(given)
     print(json.dumps(asdict(found)) if given.json else found)

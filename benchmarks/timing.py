@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from electra.training.hardware import measured_flops
+from electra.training.hardware import measure_flops
 
 CHUNK = 5  # repeats that are timed together
 
@@ -57,7 +57,7 @@ def wait(device: torch.device) -> None:
 def ceiling(device: torch.device) -> float:
     """Operations a second of large matrix products, in the precision of training."""
     if device.type == "cpu":
-        return measured_flops(device, torch.float32)
+        return measure_flops(device, torch.float32)
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     seconds_of(lambda: left @ right, 20, device)
     return 2 * 8192**3 / min(seconds_of(lambda: left @ right, 20, device) for _ in range(5))

@@ -1,93 +1,185 @@
-"""Nested configuration dataclasses addressed by flat names: `config.optimizer.learning_rate` is `learning_rate`.
+"""Nested config dataclasses by flat names: `config.optimizer.learning_rate` is `learning_rate`, `--learning-rate`.
 
-Flat names are those of the command line's flags and are unique within a configuration: a field's own name, or the one
-its `Annotated[..., Parameter(name=...)]` gives it. The names of nested configurations do not occur in them.
+Flat names are shared by flags, `--config` files and the keyword arguments of `electra.pretrain(...)`. They are unique
+within a config: a field's own name, or the one its `Annotated[..., Parameter(name=...)]` gives it.
 """
 
+import ast
+import inspect
+import math
+import textwrap
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
 
 from electra.errors import ConfigError
 
 Config = TypeVar("Config")
+Value = TypeVar("Value")
+
+POSITIONAL = "positional"
+Positional = Annotated[Value, POSITIONAL]
+"""`shards: Positional[Path]` is given on the command line without a flag."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a config, or of a config nested in it."""
+
+    name: str  # flat
+    path: tuple[str, ...]  # ("optimizer", "learning_rate")
+    type: Any
+    default: Any  # MISSING if the setting is required
+    help: str
+    config_class: type[Any]  # the one that declares the field
+    is_positional: bool
+
+    @property
+    def flag(self) -> str:
+        """The setting as the command line shows it."""
+        return self.name if self.is_positional else f"--{self.name.replace('_', '-')}"
 
 
 @cache
-def field_paths(config_class: type) -> dict[str, tuple[str, ...]]:
-    """The attribute path of each setting by its flat name: learning_rate → ("optimizer", "learning_rate")."""
-    paths: dict[str, tuple[str, ...]] = {}
-    for field_name, annotation in annotations(config_class).items():
+def settings(config_class: type) -> dict[str, Setting]:
+    """All settings of a config class by their flat names."""
+    found: dict[str, Setting] = {}
+    for field in fields(config_class):
+        annotation = annotations(config_class)[field.name]
         nested_class = nested_config(annotation)
         if nested_class is not None:
-            nested = {name: (field_name, *path) for name, path in field_paths(nested_class).items()}
+            nested = [(each, (field.name, *each.path)) for each in settings(nested_class).values()]
+            declared = [Setting(**(vars(each) | {"path": path})) for each, path in nested]
         else:
-            nested = {flat_name(field_name, annotation): (field_name,)}
-        duplicates = paths.keys() & nested.keys()
-        assert not duplicates, f"{config_class.__name__} declares {', '.join(sorted(duplicates))} twice"
-        paths |= nested
-    return paths
+            declared = [declared_setting(config_class, field, annotation)]
+        for setting in declared:
+            assert setting.name not in found, f"{config_class.__name__} declares {setting.name} twice"
+            found[setting.name] = setting
+    return found
+
+
+def declared_setting(config_class: type, field: Field[Any], annotation: Any) -> Setting:
+    """The setting of a field that holds a plain value."""
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    owner = next(part for part in config_class.__mro__ if field.name in inspect.get_annotations(part))
+    return Setting(
+        name=flat_name(field.name, annotation),
+        path=(field.name,),
+        type=annotation.__origin__ if get_origin(annotation) is Annotated else annotation,
+        default=default,
+        help=field_docstrings(owner).get(field.name, ""),
+        config_class=owner,
+        is_positional=POSITIONAL in getattr(annotation, "__metadata__", ()),
+    )
+
+
+def field_paths(config_class: type) -> dict[str, tuple[str, ...]]:
+    """The attribute path of each setting by its flat name: learning_rate → ("optimizer", "learning_rate")."""
+    return {name: setting.path for name, setting in settings(config_class).items()}
 
 
 def flat_fields(config: Any) -> dict[str, Any]:
-    """The settings of a configuration by their flat names."""
+    """The values of a config's settings by their flat names."""
     return {name: value_at(config, path) for name, path in field_paths(type(config)).items()}
 
 
 def flat_defaults(config_class: type) -> dict[str, Any]:
-    """The defaults of a configuration's settings by their flat names; required settings are left out."""
-    defaults: dict[str, Any] = {}
-    hints = annotations(config_class)
-    for field in fields(config_class):
-        nested_class = nested_config(hints[field.name])
-        if nested_class is not None:
-            defaults |= flat_defaults(nested_class)
-        elif field.default is not MISSING:
-            defaults[flat_name(field.name, hints[field.name])] = field.default
-        elif field.default_factory is not MISSING:
-            defaults[flat_name(field.name, hints[field.name])] = field.default_factory()
-    return defaults
+    """The defaults of a config's settings by their flat names; required settings are left out."""
+    return {name: each.default for name, each in settings(config_class).items() if each.default is not MISSING}
 
 
-def build(config_class: type[Config], **settings: Any) -> Config:
-    """A configuration from flat settings; `config_class.defaults_for(settings)`, where defined, supplies the others."""
-    check_names(config_class, settings)
-    if hasattr(config_class, "defaults_for"):
-        settings = config_class.defaults_for(settings) | settings
-    missing = field_paths(config_class).keys() - settings.keys() - flat_defaults(config_class).keys()
-    if missing:
-        raise ConfigError(f"{config_class.__name__} needs a value for {', '.join(sorted(missing))}")
-    return construct(config_class, settings)
+def defaults_for(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The defaults beside some given values: those of the class, and those that its `defaults_for(values)` returns."""
+    method = getattr(config_class, "defaults_for", None) or getattr(config_class, "preset", None)
+    return flat_defaults(config_class) | (method(values) if method else {})
 
 
-def replace_fields(config: Config, **settings: Any) -> Config:
-    """A copy of a configuration with some of its settings, nested ones included, replaced."""
-    check_names(type(config), settings)
-    return construct(type(config), flat_fields(config) | settings)
+def missing_settings(config_class: type, values: Iterable[str]) -> list[Setting]:
+    """The required settings that have no value."""
+    return [each for name, each in settings(config_class).items() if each.default is MISSING and name not in values]
 
 
-def construct(config_class: type[Config], settings: dict[str, Any]) -> Config:
-    """An instance of a configuration class, and of those nested in it, from those settings that are theirs."""
+def build(config_class: type[Config], **values: Any) -> Config:
+    """A config from flat values; `config_class.defaults_for(values)`, where defined, supplies the others."""
+    values = convert(config_class, values)
+    values = defaults_for(config_class, values) | values
+    if missing := missing_settings(config_class, values):
+        raise ConfigError(f"{config_class.__name__} needs a value for {', '.join(each.name for each in missing)}")
+    return construct(config_class, values)
+
+
+def replace_fields(config: Config, **values: Any) -> Config:
+    """A copy of a config with some of its settings, nested ones included, replaced."""
+    check_names(type(config), values)
+    return construct(type(config), flat_fields(config) | values)
+
+
+def construct(config_class: type[Config], values: dict[str, Any]) -> Config:
+    """An instance of a config class, and of those nested in it, from those values that are theirs."""
     arguments: dict[str, Any] = {}
     for field_name, annotation in annotations(config_class).items():
         nested_class = nested_config(annotation)
         if nested_class is not None:
-            arguments[field_name] = construct(nested_class, settings)
-        elif (name := flat_name(field_name, annotation)) in settings:
-            arguments[field_name] = settings[name]
+            arguments[field_name] = construct(nested_class, values)
+        elif (name := flat_name(field_name, annotation)) in values:
+            arguments[field_name] = values[name]
     return config_class(**arguments)
 
 
 def check_names(config_class: type, names: Iterable[str]) -> None:
-    """Raise a ConfigError for a name that is not a setting of the configuration."""
-    known = field_paths(config_class)
+    """Raise a ConfigError for a name that is not a setting of the config."""
+    known = settings(config_class)
     for name in names:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
+            close = get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"its settings are {', '.join(known)}"
             raise ConfigError(f"{config_class.__name__} has no setting {name!r}; {hint}")
+
+
+def convert(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Values from Python or a file with the types of their settings: a path may be a string, a tuple a list."""
+    check_names(config_class, values)
+    return {name: converted(settings(config_class)[name], value) for name, value in values.items()}
+
+
+def converted(setting: Setting, value: Any) -> Any:
+    """A value with the type of its setting."""
+    for kind in alternatives(setting.type):
+        try:
+            result = msgspec.convert(value, kind, strict=False, dec_hook=lambda custom, plain: custom(plain))
+        except msgspec.ValidationError:
+            continue
+        if isinstance(result, float) and not math.isfinite(result):
+            raise ConfigError(f"is {value}; it must be a finite number", field=setting.name)
+        return result
+    raise ConfigError(f"is {value!r}; it must be {allowed_values(setting.type)}", field=setting.name)
+
+
+def allowed_values(field_type: Any) -> str:
+    """What a value of this type may be, for an error message."""
+    names = {int: "an integer, such as 10000", float: "a number, such as 0.5 or 1e-4", bool: "true or false"}
+    names |= {Path: "a path", str: "a text"}
+    described = []
+    for kind in alternatives(field_type):
+        if get_origin(kind) is Literal:
+            described.append(f"one of {', '.join(map(str, get_args(kind)))}")
+        elif get_origin(kind) is tuple:
+            described.append("a list")
+        elif kind is not NoneType:
+            described.append(names.get(kind, getattr(kind, "__name__", str(kind))))
+    return " or ".join(described)
+
+
+def alternatives(field_type: Any) -> tuple[Any, ...]:
+    """The types in a union, in order; a single type alone."""
+    return get_args(field_type) if get_origin(field_type) in (Union, UnionType) else (field_type,)
 
 
 def annotations(config_class: type) -> dict[str, Any]:
@@ -97,7 +189,7 @@ def annotations(config_class: type) -> dict[str, Any]:
 
 
 def nested_config(annotation: Any) -> type | None:
-    """The configuration class that a field holds; None if it holds a plain value."""
+    """The config class that a field holds; None if it holds a plain value."""
     field_type = getattr(annotation, "__origin__", annotation)  # of Annotated
     return field_type if is_dataclass(field_type) and isinstance(field_type, type) else None
 
@@ -108,8 +200,22 @@ def flat_name(field_name: str, annotation: Any) -> str:
         names = getattr(metadata, "name", None)
         if names:
             name = names if isinstance(names, str) else names[0]
-            return name.removeprefix("--").replace("-", "_")
+            if name != "*":
+                return name.removeprefix("--").replace("-", "_")
     return field_name
+
+
+@cache
+def field_docstrings(config_class: type) -> dict[str, str]:
+    """The docstring below each field of a class, on one line; Python does not keep them."""
+    [source] = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
+    assert isinstance(source, ast.ClassDef)
+    docstrings = {}
+    for field, below in pairwise(source.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docstrings[name] = " ".join(text.split())
+    return docstrings
 
 
 def value_at(config: Any, path: tuple[str, ...]) -> Any:

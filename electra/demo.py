@@ -1,6 +1,6 @@
-"""`electra demo`: the whole way in minutes, on prose that every Python installation carries.
+"""`electra demo`: the whole pipeline in minutes on a CPU, on text that every Python installation contains.
 
-Text → vocabulary → shards → a tiny pair → curves → a held-out sentence with suspicious tokens marked → Hugging Face.
+Text → vocabulary → shards → pre-training → a marked held-out sentence → Hugging Face folder.
 """
 
 import ast
@@ -13,151 +13,124 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
 
 import numpy
 
-from electra.data.prepare import ShardConfig, shard
+import electra
 from electra.data.shards import open_shards
-from electra.data.tokenizer import TokenizerConfig, train_tokenizer
-from electra.export.command import ExportConfig, export
-from electra.pretraining.command import PretrainConfig, pretrain
-from electra.pretraining.recipes import settings_for
-from electra.serve.command import colored
-from electra.serve.inference import Model, load
-from electra.training.trainer import TrainResult
 
-INTRUDERS = ("dictionary", "should")  # words that the sentence shown at the end did not have
+if TYPE_CHECKING:
+    from electra.serve.inference import Model
 
-
-# A CPU sees few tokens in minutes; a narrow model over a small vocabulary makes the most of them.
-VOCABULARY = 1000
-SIZE = {"layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64, "generator_width": 64}
-ROWS = {"length": 32, "batch_size": 128, "mask_fraction": 0.3, "learning_rate": 6e-3}
+VOCAB_SIZE = 1000
+REPLACEMENTS = {0.35: "dictionary", 0.75: "should"}  # words put into the sentence, by their relative position
+# A CPU processes few tokens in minutes: a narrow model over a small vocabulary learns the most from them.
+MODEL = {"size": "tiny", "layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64}
+BATCHES = {"length": 32, "batch_size": 128, "mask_fraction": 0.3, "learning_rate": 6e-3}
+INTERVALS = {"log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """From prose found on this computer to an exported encoder in minutes, on the CPU and without a network."""
+    """Train a tiny model on text found on this computer and export it: minutes on a CPU, without a network."""
 
     output: Path = Path("electra-demo")
-    """The folder to write; a number is added where it exists."""
+    """The folder to write; a number is appended if it exists."""
     quick: bool = False
-    """Under 45 seconds: less text, less training. It shows the way, not the quality."""
+    """Finish in under 45 seconds, with less text and less training."""
     minutes: float | None = None
-    """Minutes of training; 2.5 unless given, 0.15 with --quick."""
+    """Minutes of pre-training; by default 2.5, with --quick 0.15."""
     json: bool = False
     """Print the result as JSON."""
 
 
 @dataclass(frozen=True)
-class Demonstrated:
-    """What was made, and what was measured."""
-
+class DemoResult:
     output: str
     documents: int
     tokens: int
     seconds: float
-    measures: dict[str, float]
+    metrics: dict[str, float]
     sentence: str
-    verdicts: str
-
-    def shown(self) -> list[str]:
-        """The files of the run that are there to look at; curves need matplotlib."""
-        return [name for name in ("curves.png", "samples.md") if (Path(self.output) / "run" / name).exists()]
+    marked_sentence: str
 
     def __str__(self) -> str:
-        size = f"{self.documents:,} documents, {self.tokens:,} tokens trained on"
+        run = Path(self.output) / "run"
+        pages = " and ".join(str(run / name) for name in ("curves.png", "samples.md") if (run / name).exists())
         return "\n".join(
             [
-                f"From text to a trained pair in {self.seconds:.0f} seconds: {size}.",
-                "On held-out text the discriminator ranks a token replaced at random above an original one",
-                f"{self.measures['unigram_rtd_auc']:.0%} of the time (50% is guessing).",
+                f"From text to a trained model in {self.seconds:.0f} seconds: {self.documents:,} documents, "
+                f"trained on {self.tokens:,} tokens.",
+                "On held-out text the discriminator ranks a randomly replaced token above an original one",
+                f"{self.metrics['unigram_rtd_auc']:.0%} of the time (50% is chance).",
                 "",
-                f"A held-out sentence with words that do not belong ({', '.join(INTRUDERS)}):",
+                f"A held-out sentence with two replaced words ({', '.join(REPLACEMENTS.values())}):",
                 f"  {self.sentence}",
-                "What the discriminator says of each token (with its verdict: the three that look replaced most):",
-                textwrap.indent(self.verdicts, "  "),
+                "The three tokens most likely replaced, with the discriminator's probability:",
+                textwrap.indent(self.marked_sentence, "  "),
                 "",
-                f"Look at  {' and '.join(f'{self.output}/run/{name}' for name in self.shown())}",
-                f'Try      electra detect --model {self.output}/run "your sentence"',
-                f'         electra fill --model {self.output}/run "your [MASK]"',
+                f"See      {pages}",
+                f'Try      electra detect --model {run} "your sentence"',
+                f'         electra fill --model {run} "your [MASK]"',
                 f'Use      transformers.AutoModel.from_pretrained("{self.output}/huggingface")',
                 "Next     your own text: electra tokenizer, electra shard, electra pretrain (each has --help)",
             ]
         )
 
 
-def demonstrate(config: DemoConfig) -> Demonstrated:
-    """Gather text and take it all the way."""
-    began = time.monotonic()
-    folder = free_folder(config.output)
+def run_demo(config: DemoConfig) -> DemoResult:
+    """Run all steps from text to an exported model."""
+    start = time.monotonic()
+    folder = unused_folder(config.output)
     folder.mkdir(parents=True)
-    documents = write_corpus(folder / "corpus.txt", most=1_000_000 if config.quick else 4_000_000)
-    say(f"1. gathered {documents:,} pieces of prose from this Python's own documentation")
-    train_tokenizer(TokenizerConfig(corpus=str(folder / "corpus.txt"), output=folder / "vocab", vocab_size=VOCABULARY))
-    say(f"2. learned a vocabulary of {VOCABULARY:,} pieces of words")
-    shard(
-        ShardConfig(
-            corpus=str(folder / "corpus.txt"),
-            tokenizer=folder / "vocab",
-            output=folder / "shards",
-            validation_fraction=0.03,
-        )
-    )
-    say("3. turned the text into shards of tokens; 3 % of the documents are held out")
+    corpus, shards, run = folder / "corpus.txt", folder / "shards", folder / "run"
+    documents = write_corpus(corpus, max_characters=1_000_000 if config.quick else 4_000_000)
+    log(f"1. collected {documents:,} documents from the documentation of this Python installation")
+    electra.train_tokenizer(corpus=str(corpus), output=folder / "vocab", vocab_size=VOCAB_SIZE)
+    log(f"2. trained a vocabulary of {VOCAB_SIZE:,} word pieces")
+    electra.shard(corpus=str(corpus), tokenizer=folder / "vocab", output=shards, validation_fraction=0.03)
+    log("3. tokenized the text into shards; 3% of the documents are held out")
     minutes = config.minutes or (0.15 if config.quick else 2.5)
-    say(f"4. training a tiny generator and discriminator for {minutes:g} minutes")
-    outcome = train(folder, minutes)
-    export(ExportConfig(model=folder / "run", output=folder / "huggingface"))
-    say("5. exported the discriminator for Hugging Face")
-    model = load(folder / "run", device="cpu")
-    sentence = disturbed(held_out_sentence(folder / "shards", model))
-    seconds = time.monotonic() - began
-    detected = model.detect(sentence)
-    third = sorted(detected.replaced)[-3]
-    return Demonstrated(
-        str(folder), documents, outcome.tokens, seconds, outcome.measures, sentence, colored(detected, third)
-    )
+    log(f"4. pre-training a tiny generator and discriminator for {minutes:g} minutes")
+    settings = MODEL | BATCHES | INTERVALS
+    result = electra.pretrain(data=shards, output=run, minutes=minutes, device="cpu", generator_width=64, **settings)
+    electra.export_model(model=run, output=folder / "huggingface")
+    log("5. exported the discriminator to Hugging Face format")
+    model = electra.load(run, device="cpu")
+    sentence = replace_words(held_out_sentence(shards, model))
+    seconds = time.monotonic() - start
+    detection = model.detect(sentence)
+    marked = detection.marked(threshold=sorted(detection.replaced)[-3])
+    return DemoResult(str(folder), documents, result.tokens, seconds, result.metrics, sentence, marked)
 
 
-def say(sentence: str) -> None:
-    """A line of progress."""
-    print(sentence, file=sys.stderr, flush=True)
+def log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
-def free_folder(wanted: Path) -> Path:
-    """The folder, or with a number the first that does not exist."""
-    names = [wanted, *(wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 1000))]
+def unused_folder(folder: Path) -> Path:
+    """The folder, or the first with a number appended that does not exist."""
+    names = [folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, 1000))]
     return next(name for name in names if not name.exists())
 
 
-def train(folder: Path, minutes: float) -> TrainResult:
-    """Pre-train a pair that fits a CPU."""
-    settings = settings_for("fast", "tiny") | SIZE | ROWS | {"steps": None, "minutes": minutes}
-    settings |= {"log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
-    outcome = pretrain(
-        PretrainConfig(data=folder / "shards", output=folder / "run", size="tiny", device="cpu", **settings)
-    )
-    assert isinstance(outcome, TrainResult)
-    return outcome
-
-
-def write_corpus(path: Path, most: int) -> int:
-    """Write prose paragraphs, a document each, until there are `most` characters; returns how many documents."""
+def write_corpus(path: Path, max_characters: int) -> int:
+    """Write documents of prose paragraphs until there are `max_characters`; return the number of documents."""
     documents = characters = 0
     with path.open("w", encoding="utf-8") as file:
-        for text in texts():
+        for text in documentation_texts():
             paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
             if paragraphs:
                 file.write("\n".join(paragraphs) + "\n\n")
                 documents, characters = documents + 1, characters + sum(map(len, paragraphs))
-            if characters > most:
+            if characters > max_characters:
                 break
     return documents
 
 
-def texts() -> Iterator[str]:
-    """The language's help topics, then the documentation strings of the standard library and of numpy."""
+def documentation_texts() -> Iterator[str]:
+    """Python's help topics, then the docstrings of the standard library and of numpy."""
     yield from topics.values()
     for root in (Path(sysconfig.get_paths()["stdlib"]), Path(numpy.__file__).parent):
         for file in sorted(root.rglob("*.py")):
@@ -166,7 +139,7 @@ def texts() -> Iterator[str]:
 
 
 def docstrings(file: Path) -> Iterator[str]:
-    """The documentation strings in a source file."""
+    """The docstrings in a source file."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and old syntax
@@ -182,20 +155,20 @@ def is_prose(paragraph: str) -> bool:
     return len(paragraph.split()) >= 8 and ">>>" not in paragraph and letters > 0.85 * len(paragraph)
 
 
-def held_out_sentence(shards: Path, model: Model) -> str:
-    """The first held-out sentence of a fair length."""
-    separator = model.tokenizer.vocabulary.sep_id
+def held_out_sentence(shards: Path, model: "Model") -> str:
+    """The first held-out sentence of 10 to 20 words."""
+    sep_id = model.tokenizer.vocabulary.sep_id
     for tokens in open_shards(shards).tokens("validation"):
-        for document in numpy.split(tokens, numpy.flatnonzero(tokens == separator)):
+        for document in numpy.split(tokens, numpy.flatnonzero(tokens == sep_id)):
             for sentence in re.split(r"(?<=\.) ", model.tokenizer.library.decode(document.tolist())):
                 if 10 <= len(sentence.split()) <= 20 and sentence.endswith("."):
                     return sentence
     return "the value of the expression is returned when the function is called."
 
 
-def disturbed(sentence: str) -> str:
-    """The sentence with two of its words exchanged for words that do not belong there."""
+def replace_words(sentence: str) -> str:
+    """The sentence with two of its words replaced by words that do not fit."""
     words = sentence.split()
-    for share, intruder in zip((0.35, 0.75), INTRUDERS, strict=True):
-        words[int(share * len(words))] = intruder
+    for position, replacement in REPLACEMENTS.items():
+        words[int(position * len(words))] = replacement
     return " ".join(words)

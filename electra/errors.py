@@ -1,13 +1,25 @@
-"""Mistakes a user can mend. The command line prints their one sentence and exits with code 2."""
+"""Errors that a user can correct. The command line prints them as one sentence and exits with code 2.
+
+A message states what was passed, what is allowed and what to do. It may name settings in two ways:
+
+- An error about one field names it by `field`: `ConfigError("is 0; it must be at least 1", field="batch_size")`. From
+  Python it reads "batch_size is 0; it must be at least 1", on the command line "--batch-size is 0; …". The name is that of
+  the flag, with underscores, if a `Parameter(name=...)` gives the field another one.
+- A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
+"""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be: says what came, what is allowed, what to do."""
+    """A setting with a value that is not allowed."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message if field is None else f"{field} {message}")
+        self.message, self.field = message, field
 
 
 class DataError(ValueError):
-    """A file or folder that cannot be used: says which, why, what to do."""
+    """A file or folder that cannot be used: which one, why, what to do."""
 
 
 class TrainingError(ValueError):
-    """A run that cannot go on: says at which step, why, and what is left of it."""
+    """A run that cannot continue: at which step, why, and what was saved."""

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -30,6 +30,8 @@ LOCK = "electra.lock"
 """Names the process that uses a folder."""
 CHECKSUM = "sha256:"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
+CONFIG = "config.json"  # of a run and of a model
+CHECKPOINTS = "checkpoints"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -42,7 +44,7 @@ def write_file(path: Path, content: bytes | str) -> None:
 
 
 @contextmanager
-def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[Any]:
     """Open a file for writing; it appears under its name when the block ends without an error."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
@@ -213,3 +215,8 @@ def changed_settings(
         else:
             changes.append(f"{prefix}{name} was {old} and is now {new}")
     return changes
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((run / CHECKPOINTS).glob("step-*"))

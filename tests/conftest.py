@@ -7,6 +7,8 @@ import hypothesis
 import pytest
 import torch
 
+from electra import plotting
+from electra.config import check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
@@ -14,12 +16,33 @@ from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.command import PretrainConfig
-from electra.pretraining.recipes import settings_for
+from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is no wrong result
 hypothesis.settings.load_profile("calm")
+
+save_figure = plotting.save_figure
+
+
+def save_empty_figure(path: Path, size: tuple[float, float], draw: object, dpi: int = 100) -> bool:
+    path.touch()
+    return True
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stub_plotting():
+    """Write empty files instead of plots, which would be most of the time of a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plotting, "save_figure", save_empty_figure)
+        yield
+
+
+@pytest.fixture
+def real_plots(monkeypatch):
+    """Draw plots, for tests about them."""
+    monkeypatch.setattr(plotting, "save_figure", save_figure)
+
 
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocab_size=60, positions=32)
@@ -105,28 +128,22 @@ def shards(tmp_path_factory):
     return folder / "shards"
 
 
+def small_run(shards: Path, output: Path, **settings) -> PretrainConfig:
+    """The config of a small run; `settings` replace the defaults below."""
+    size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
+    size |= {} if settings.get("objective") == "mlm" else {"generator_width": 32}
+    rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
+    intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
+    base = {"data": shards, "output": output, "size": "tiny", "device": "cpu"}
+    defaults = recipe_settings("fast", "tiny") | base | size | rows | intervals | {"unigram_output_bias": False}
+    check_names(PretrainConfig, settings)
+    return construct(PretrainConfig, defaults | settings)
+
+
 @pytest.fixture
-def settings_of_run(shards, tmp_path):
-    """Build the configuration of a small run in tmp_path; what is named differs from it."""
-
-    def build(output: str = "run", **departures) -> PretrainConfig:
-        size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
-        size |= {} if departures.get("objective") == "mlm" else {"generator_width": 32}
-        rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64}
-        often = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
-        settings = (
-            settings_for("fast", "tiny")
-            | size
-            | rows
-            | often
-            | {"steps": 20, "unigram_output_bias": False}
-            | departures
-        )
-        return PretrainConfig(
-            **({"data": shards, "output": tmp_path / output, "size": "tiny", "device": "cpu"} | settings)
-        )
-
-    return build
+def run_config(shards, tmp_path):
+    """Build the config of a small run in tmp_path."""
+    return lambda output="run", **settings: small_run(shards, tmp_path / output, **settings)
 
 
 @pytest.fixture(scope="session")

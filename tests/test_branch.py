@@ -11,7 +11,8 @@ from electra.errors import ConfigError, DataError
 from electra.model.storage import read_model_config
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
 
 SMALL = "--layers 1 --width 32 --heads 2 --feedforward 48 --embedding-width 16"
 ROWS = "--batch-size 4 --length 16 --evaluation-rows 8"
@@ -58,7 +59,7 @@ def test_the_model_and_how_it_is_trained_are_the_trunks(shards, trunk, capsys, f
     record = branch(shards, run)
     assert "finished: 6 steps" in capsys.readouterr().out
     before = json.loads((run / "config.json").read_text())["pretraining"]
-    for name in ("recipe", "size", "style", "optimizer", "generator_kind", "seed", "length", "packing"):
+    for name in ("recipe", "size", "style", "optimizer", "generator", "seed", "length", "packing"):
         assert record[name] == before[name], name
     assert record["objective"] == ("frozen-rtd" if "phases" in flags else before["objective"])
     shutil.rmtree(run)  # a branch that has begun needs its trunk no more
@@ -104,17 +105,17 @@ def test_flags_that_repeat_the_trunks_are_taken(shards, trunk, capsys):
     assert "finished: 6 steps" in capsys.readouterr().out
 
 
-def test_in_python_another_model_is_refused_before_there_is_a_run(settings_of_run, trunk, encoder_folder):
+def test_in_python_another_model_is_refused_before_there_is_a_run(run_config, trunk, encoder_folder):
     with pytest.raises(ConfigError, match="feedforward was 48 and is now 64"):
-        pretrain(settings_of_run(branch_from=trunk()))
+        pretrain(run_config(branch_from=trunk()))
     with pytest.raises(DataError, match="there is no folder nowhere"):
-        pretrain(settings_of_run(branch_from=Path("nowhere")))
+        pretrain(run_config(branch_from=Path("nowhere")))
     with pytest.raises(DataError, match="holds a model, not a run to branch from; go on from its weights with --init"):
-        pretrain(settings_of_run(branch_from=encoder_folder))
-    assert not settings_of_run().output.exists()
+        pretrain(run_config(branch_from=encoder_folder))
+    assert not run_config().output.exists()
 
 
 def test_another_size_is_not_mended_by_the_trunks_departures(trunk):
     run = trunk()
-    assert PretrainConfig.preset({"branch_from": str(run), "size": "base"}).get("width") is None
-    assert PretrainConfig.preset({"branch_from": str(checkpoint_folders(run)[0]), "size": "tiny"})["width"] == 32
+    assert PretrainConfig.defaults_for({"branch_from": str(run), "size": "base"}).get("width") is None
+    assert PretrainConfig.defaults_for({"branch_from": str(checkpoint_folders(run)[0]), "size": "tiny"})["width"] == 32

@@ -1,19 +1,19 @@
-"""The demo goes the whole way."""
+"""The demo runs the whole pipeline."""
 
 import json
 
 from transformers import AutoModel, AutoTokenizer
 
 from electra.cli import main
-from electra.demo import free_folder, is_prose
+from electra.demo import is_prose, unused_folder
 
 
-def test_the_quick_demo_goes_from_text_to_a_model_that_transformers_loads(tmp_path, capsys):
+def test_the_quick_demo_exports_a_model_that_transformers_loads(tmp_path, capsys):
     main(["demo", "--quick", "--minutes", "0.05", "--output", str(tmp_path / "demo"), "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["documents"] > 500
-    assert found["tokens"] > 0
-    assert "dictionary" in found["sentence"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["documents"] > 500
+    assert result["tokens"] > 0
+    assert "dictionary" in result["sentence"]
     for name in ("run/curves.png", "run/samples.md", "run/metrics.jsonl"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     model = AutoModel.from_pretrained(tmp_path / "demo/huggingface")
@@ -21,12 +21,12 @@ def test_the_quick_demo_goes_from_text_to_a_model_that_transformers_loads(tmp_pa
     assert model(**tokens).last_hidden_state.shape[2] == 64
 
 
-def test_a_second_demo_leaves_the_first_alone(tmp_path):
+def test_a_second_demo_gets_its_own_folder(tmp_path):
     (tmp_path / "demo").mkdir()
-    assert free_folder(tmp_path / "demo") == tmp_path / "demo-2"
+    assert unused_folder(tmp_path / "demo") == tmp_path / "demo-2"
 
 
-def test_code_and_tables_are_no_prose():
+def test_code_and_tables_are_not_prose():
     assert is_prose("The value of the expression is returned when the function is called again.")
     assert not is_prose(">>> print(the value of the expression is returned when called)")
     assert not is_prose("| 1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 |")

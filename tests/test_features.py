@@ -1,4 +1,4 @@
-"""Features: the tokenizer's own ids, cut like the library cuts; batches of few shapes that see every row once."""
+"""Features: token ids and truncation equal to the tokenizers library's; batches of few shapes that cover every row."""
 
 from dataclasses import replace
 
@@ -9,14 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra.data.tokenizer import load_tokenizer
-from electra.finetuning.features import Chosen, cached_features, choose, epoch, make_features, room
+from electra.finetuning.features import (
+    BatchIndices,
+    cached_features,
+    complete_batch,
+    compute_logits,
+    epoch_batches,
+    make_features,
+    truncate_longest_first,
+)
 from electra.finetuning.tasks import Examples, Task
 
 TASK = Task(
     name="made", kind="classification", text="a", label="y", labels=("0", "1"), metrics=("accuracy",), splits={}
 )
 TEXTS = ["the cat sat .", "the big red dog ran in the small house .", "bird"]
-PAIRS = ["the dog ran .", "a", "the big bird flew over the red tree and the cat ."]
+TEXTS_B = ["the dog ran .", "a", "the big bird flew over the red tree and the cat ."]
 
 
 @pytest.fixture
@@ -24,88 +32,89 @@ def tokenizer(shards):
     return load_tokenizer(shards / "tokenizer")
 
 
-def everything(features, length: int):
-    """Token ids, mask and segments of all rows."""
-    rows = torch.arange(len(features))
-    return features.inputs(Chosen(rows, torch.ones(len(rows)), length), pad_id=0)
-
-
-@pytest.mark.parametrize("pairs", [None, PAIRS])
+@pytest.mark.parametrize("texts_b", [None, TEXTS_B])
 @pytest.mark.parametrize("length", [8, 9, 12, 32])
-def test_rows_are_what_the_library_makes_of_texts_and_pairs(tokenizer, pairs, length):
-    features = make_features(TASK, Examples(texts=TEXTS, pairs=pairs), tokenizer, length)
-    input_ids, attention_mask, segment_ids = everything(features, length)
+def test_rows_equal_those_of_the_tokenizers_library(tokenizer, texts_b, length):
+    features = make_features(TASK, Examples(texts=TEXTS, texts_b=texts_b), tokenizer, length)
+    batch = BatchIndices(torch.arange(3), torch.ones(3), length)
+    input_ids, attention_mask, segment_ids = features.collate(batch, pad_id=0)
     tokenizer.library.enable_truncation(length, strategy="longest_first")
-    inputs = list(zip(TEXTS, pairs, strict=True)) if pairs else TEXTS
-    for row, theirs in enumerate(tokenizer.library.encode_batch(inputs)):
-        kept = attention_mask[row]
-        assert input_ids[row][kept].tolist() == theirs.ids
-        assert segment_ids[row][kept].tolist() == theirs.type_ids
-        assert not input_ids[row][~kept].any()
+    inputs = list(zip(TEXTS, texts_b, strict=True)) if texts_b else TEXTS
+    for row, expected in enumerate(tokenizer.library.encode_batch(inputs)):
+        mask = attention_mask[row]
+        assert input_ids[row][mask].tolist() == expected.ids
+        assert segment_ids[row][mask].tolist() == expected.type_ids
+        assert not input_ids[row][~mask].any()
     tokenizer.library.no_truncation()
 
 
-def test_rows_that_were_cut_are_counted(tokenizer):
+def test_truncated_rows_are_counted(tokenizer):
     assert int(make_features(TASK, Examples(texts=TEXTS), tokenizer, 8).truncated) == 1
     assert int(make_features(TASK, Examples(texts=TEXTS), tokenizer, 32).truncated) == 0
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40))
-def test_the_longer_text_is_cut_first(first, second, most):
-    a, b = room([first, second], most)
+def test_the_longer_text_is_truncated_first(first, second, max_tokens):
+    a, b = truncate_longest_first([first, second], max_tokens)
     assert a <= first
     assert b <= second
-    assert a + b == min(most, first + second)
+    assert a + b == min(max_tokens, first + second)
     if a < first:
-        assert a >= b - 1  # never shorter than the other that was left longer
+        assert a >= b - 1  # a truncated text is at most one token shorter than the other
     if b < second:
         assert b >= a - 1
 
 
-def test_scores_are_learnt_scaled(tokenizer):
+def test_regression_targets_are_normalised(tokenizer):
     task = Task(name="sts", kind="regression", text="a", label="y", metrics=("pearson",), splits={}, scale=5.0)
     examples = Examples(texts=TEXTS, labels=np.array([0, 2.5, 5], np.float32))
     assert make_features(task, examples, tokenizer, 16).labels.tolist() == [0, 0.5, 1]
 
 
-def test_texts_are_tokenised_once(tokenizer, tmp_path, monkeypatch):
+def test_features_are_cached_by_texts_labels_and_length(tokenizer, tmp_path, monkeypatch):
     examples = Examples(texts=TEXTS, labels=np.array([0, 1, 1]))
     first = cached_features(TASK, examples, tokenizer, 16, tmp_path)
-    monkeypatch.setattr("electra.finetuning.features.make_features", None)  # would fail
+    monkeypatch.setattr("electra.finetuning.features.make_features", None)  # a TypeError if it is called
     again = cached_features(TASK, examples, tokenizer, 16, tmp_path)
     assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
-    relabelled, paired = replace(examples, labels=np.array([0, 1, 0])), replace(examples, pairs=PAIRS)
+    relabelled, paired = replace(examples, labels=np.array([0, 1, 0])), replace(examples, texts_b=TEXTS_B)
     for other, length in ((relabelled, 16), (paired, 16), (examples, 8)):
         with pytest.raises(TypeError):
             cached_features(TASK, other, tokenizer, length, tmp_path)
-    assert len(list(tmp_path.iterdir())) == 1  # and no drafts
+    assert len(list(tmp_path.iterdir())) == 1  # no temporary files remain
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 100])
-def test_an_epoch_sees_every_row_once(rows):
+def test_an_epoch_contains_every_row_once(rows):
     lengths = np.random.default_rng(0).integers(3, 100, rows)
-    batches = list(epoch(lengths, 8, seed=1, number=0))
+    batches = list(epoch_batches(lengths, 8, max_length=128, seed=1, epoch=0))
     assert len(batches) == -(-rows // 8)
-    seen = np.concatenate([numbers[weights == 1] for numbers, weights, _ in batches])
+    seen = torch.cat([batch.rows[batch.weights == 1] for batch in batches])
     assert sorted(seen.tolist()) == list(range(rows))
-    for numbers, weights, length in batches:
-        assert numbers.shape == weights.shape == (8,)
-        assert length % 32 == 0
-        assert lengths[numbers].max() <= length < lengths[numbers].max() + 32
+    for batch in batches:
+        assert batch.rows.shape == batch.weights.shape == (8,)
+        assert batch.length % 32 == 0
+        longest = lengths[batch.rows.numpy()].max()
+        assert longest <= batch.length < longest + 32
 
 
-def test_epochs_differ_and_are_a_function_of_seed_and_number():
+def test_row_order_depends_on_seed_and_epoch_only():
     lengths = np.full(64, 10)
 
-    def order(seed, number):
-        return np.concatenate([rows for rows, _, _ in epoch(lengths, 8, seed, number)]).tolist()
+    def order(seed, epoch):
+        return torch.cat([batch.rows for batch in epoch_batches(lengths, 8, 32, seed, epoch)]).tolist()
 
     assert order(1, 0) == order(1, 0)
     assert order(1, 0) != order(1, 1)
     assert order(1, 0) != order(2, 0)
 
 
-def test_no_row_is_padded_beyond_the_longest_allowed():
-    batch = next(epoch(np.array([40]), 2, seed=0, number=0))
-    assert choose(batch, torch.device("cpu"), most=50).length == 50
-    assert choose(batch, torch.device("cpu"), most=512).length == 64
+@pytest.mark.parametrize(("max_length", "padded"), [(50, 50), (512, 64)])
+def test_rows_are_padded_to_a_multiple_of_32_but_never_beyond_the_maximum_length(max_length, padded):
+    assert complete_batch(np.array([0]), np.array([40]), 2, max_length).length == padded
+
+
+def test_logits_keep_the_order_of_rows(tokenizer):
+    features = make_features(TASK, Examples(texts=TEXTS), tokenizer, 16)
+    logits = compute_logits(lambda ids, mask, segments: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
+    assert logits[:, 0].tolist() == features.lengths.tolist()

@@ -10,7 +10,7 @@ import pytest
 from made import write_glue
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
-from electra.finetuning.tasks import Task, glue_task, split_rows
+from electra.finetuning.tasks import Task, glue_task, read_split
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -90,4 +90,4 @@ def test_held_out_rows_are_never_learnt_from_and_at_most_a_fifth(tmp_path, held_
 
 def rows_of(task: Task) -> dict[str, set[str]]:
     """The numbers of the rows in each split."""
-    return {split: {row.values["index"] for row in split_rows(task, split)} for split in task.splits}
+    return {split: {row.values["index"] for row in read_split(task, split)} for split in task.splits}

@@ -7,15 +7,16 @@ import pytest
 import torch
 from conftest import WIDE, saved_discriminator
 from made import write_rows
-from peers import peer
 from transformers import BertConfig, BertModel, ElectraModel
+from transformers_models import random_model
 
 from electra.cli import main
 from electra.errors import DataError
 from electra.finetuning.job import FinetuningTask, TuningConfig
-from electra.finetuning.model import READINGS, FineTuned, load_finetuned, load_pretrained, write_finetuned
-from electra.finetuning.tasks import own_task
-from electra.training.trainer import Budget, Trainer
+from electra.finetuning.model import OUTPUT_TYPES, TaskModel, load_finetuned, load_pretrained, save_finetuned
+from electra.finetuning.tasks import custom_task
+from electra.training.config import Budget
+from electra.training.trainer import Trainer
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -28,17 +29,17 @@ def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", [ElectraModel, BertModel])
 def test_logits_equal_a_linear_head_over_transformers_encoder(tmp_path, kind):
-    theirs = peer(kind, **({"config_class": BertConfig, "layout": "base"} if kind is BertModel else {}))
+    theirs = random_model(kind, **({"config_class": BertConfig, "size": "base"} if kind is BertModel else {}))
     theirs.save_pretrained(tmp_path)
     encoder = load_pretrained(tmp_path, dropout=0.0).encoder
-    ours = FineTuned(encoder, outputs=3)
+    ours = TaskModel(encoder, num_labels=3)
     input_ids, attention_mask, segment_ids = rows()
     hidden = theirs(input_ids, attention_mask.long(), segment_ids).last_hidden_state[:, 0]
     expected = hidden @ ours.head.weight.T + ours.head.bias
     logits = ours(input_ids, attention_mask, segment_ids)
     assert (logits - expected).abs().max() < 1e-6
     labels = torch.tensor([0, 2, 1])
-    loss = READINGS["classification"].loss(logits, labels).mean()
+    loss = OUTPUT_TYPES["classification"].loss(logits, labels).mean()
     assert abs(loss - torch.nn.functional.cross_entropy(expected, labels)) < 1e-6
 
 
@@ -48,7 +49,9 @@ def test_dropout_is_the_pre_trained_models_own_unless_given(tmp_path, shards, wa
     folder = saved_discriminator(config, tmp_path / "model", shards / "tokenizer")
     rows = write_rows(tmp_path / "rows.jsonl", "classification", 40, seed=0)
     tuning = TuningConfig(model=folder, output=tmp_path, dropout=wanted, length=32)
-    lesson = FinetuningTask(tuning, own_task(train=rows, text="text", label="label"), seed=1, cache=tmp_path / "tokens")
+    lesson = FinetuningTask(
+        tuning, custom_task(train=rows, text="text", label="label"), seed=1, cache=tmp_path / "tokens"
+    )
     layer = lesson.model.encoder.layers[0]
     assert (layer.dropout.p, layer.attention.dropout, lesson.model.head.dropout.p) == (found, found, found)
 
@@ -56,12 +59,13 @@ def test_dropout_is_the_pre_trained_models_own_unless_given(tmp_path, shards, wa
 def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
     """AdamW with a rate for every layer, warm-up, clipping: the trainer's steps are those of a loop by hand."""
     rows = write_rows(tmp_path / "rows.jsonl", "classification", 43, seed=0)  # 39 to learn from: one batch is filled up
-    task = own_task(train=rows, text="text", label="label")
+    task = custom_task(train=rows, text="text", label="label")
     config = TuningConfig(model=encoder_folder, output=tmp_path, batch=4, epochs=2, dropout=0.0, length=32)
     lesson = FinetuningTask(config, task, seed=3, cache=tmp_path / "tokens")
     twin = FinetuningTask(config, task, seed=3, cache=tmp_path / "tokens")
-    settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
-    trainer = Trainer(lesson, settings, Budget(steps=10), tmp_path, seed=3, is_quiet=True)
+    optimizer_config = config.optimizer(lesson.model.encoder.config)
+    trainer_config = config.trainer(lesson.steps_an_epoch())
+    trainer = Trainer(lesson, optimizer_config, trainer_config, Budget(steps=10), tmp_path, seed=3, quiet=True)
     trainer.train()
 
     share = {"head": 1.0, "encoder.layers.1": 0.8, "encoder.layers.0": 0.64, "encoder.": 0.8**3}
@@ -72,7 +76,7 @@ def test_ten_updates_equal_a_plain_loop(encoder_folder, tmp_path):
     optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0, eps=1e-6)
     for step in range(10):
         batch = twin.next_batch()
-        logits = twin.model(*twin.train.inputs(batch, 0))
+        logits = twin.model(*twin.train.collate(batch, 0))
         real = batch.weights.bool()
         loss = torch.nn.functional.cross_entropy(logits[real], twin.train.labels[batch.rows][real])
         optimizer.zero_grad()
@@ -95,33 +99,36 @@ def fresh(config, task):
 @pytest.mark.parametrize(("is_faithful", "top", "table"), [(False, 0.8, 0.8**3), (True, 0.8**2, 0.8**4)])
 def test_layers_learn_more_slowly_the_deeper_they_lie(encoder_folder, tmp_path, is_faithful, top, table):
     """The released code counts one layer too many; faithful does, too."""
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
+    task = custom_task(
+        train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
+    )
     config = TuningConfig(model=encoder_folder, output=tmp_path, length=32, faithful=is_faithful)
     lesson = FinetuningTask(config, task, seed=1, cache=tmp_path / "tokens")
-    assert lesson.rate_share("head.weight") == 1
-    assert lesson.rate_share("encoder.layers.1.attention.qkv.weight") == pytest.approx(top)
-    assert lesson.rate_share("encoder.embeddings.token.weight") == pytest.approx(table)
-    assert lesson.rate_share("encoder.project.weight") == pytest.approx(table)
+    assert lesson.lr_scale("head.weight") == 1
+    assert lesson.lr_scale("encoder.layers.1.attention.qkv.weight") == pytest.approx(top)
+    assert lesson.lr_scale("encoder.embeddings.token.weight") == pytest.approx(table)
+    assert lesson.lr_scale("encoder.project.weight") == pytest.approx(table)
 
 
 def test_settings_of_the_paper_by_size(tmp_path):
     from electra.model.config import BASE, LARGE, SMALL
 
     config = TuningConfig(model=tmp_path, output=tmp_path)
-    rates = [config.trainer(size, 10).learning_rate for size in (SMALL, BASE, LARGE)]
+    rates = [config.optimizer(size).learning_rate for size in (SMALL, BASE, LARGE)]
     assert rates == [3e-4, 1e-4, 5e-5]
     assert [config.decay_for(size) for size in (SMALL, BASE, LARGE)] == [0.8, 0.8, 0.9]
-    assert config.trainer(SMALL, 10).weight_decay == 0
-    faithful = TuningConfig(model=tmp_path, output=tmp_path, faithful=True).trainer(SMALL, 10)
+    assert config.optimizer(SMALL).weight_decay == 0
+    faithful = TuningConfig(model=tmp_path, output=tmp_path, faithful=True).optimizer(SMALL)
     assert (faithful.optimizer, faithful.schedule, faithful.weight_decay) == ("adam", "released", 0.01)
 
 
 def test_a_folder_gives_back_the_same_model_and_task(encoder_folder, tmp_path):
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
-    encoder, _, _, folder, _ = load_pretrained(encoder_folder)
-    model = FineTuned(encoder, task.outputs).eval()
+    task = custom_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    start = load_pretrained(encoder_folder)
+    encoder, folder = start.encoder, start.folder
+    model = TaskModel(encoder, task.num_labels).eval()
     (tmp_path / "tuned").mkdir()
-    write_finetuned(model, task, 32, tmp_path / "tuned", folder)
+    save_finetuned(model, task, 32, tmp_path / "tuned", folder)
     again, its_task = load_finetuned(tmp_path / "tuned")
     assert its_task == task
     ids = torch.tensor([[2, 5, 6, 3]])
@@ -137,22 +144,21 @@ def test_a_classic_head_reads_the_first_token_only(encoder_folder, tmp_path, cap
     with pytest.raises(SystemExit) as exit:
         main(["finetune", *flags.split()])
     assert exit.value.code == 2
-    assert "pooling is mean, and the head of a classic encoder reads the first token only" in capsys.readouterr().err
+    assert "pooling is mean, but classic encoders support only cls" in capsys.readouterr().err
 
 
 def test_what_a_folder_says_of_pooling_is_checked(encoder_folder, tmp_path):
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
-    encoder, _, _, folder, _ = load_pretrained(encoder_folder)
-    write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path, folder)
+    task = custom_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    start = load_pretrained(encoder_folder)
+    encoder, folder = start.encoder, start.folder
+    save_finetuned(TaskModel(encoder, task.num_labels), task, 32, tmp_path, folder)
     settings = json.loads((tmp_path / "config.json").read_text())
-    assert settings.pop("pooling") == "cls"
-    (tmp_path / "config.json").write_text(json.dumps(settings))  # as it was before there was a choice
-    assert load_finetuned(tmp_path)[0].pooling == "cls"
+    assert settings["pooling"] == "cls"
     (tmp_path / "config.json").write_text(json.dumps(settings | {"pooling": "max"}))
-    with pytest.raises(DataError, match=r"config.json: there is no pooling 'max'; choose from cls, mean"):
+    with pytest.raises(DataError, match=r"config.json: unknown pooling 'max'; choose from cls, mean"):
         load_finetuned(tmp_path)
 
 
 def test_what_is_no_fine_tuned_model_is_named(encoder_folder):
-    with pytest.raises(DataError, match="is not a fine-tuned model; make one with: electra finetune"):
+    with pytest.raises(DataError, match="is not a fine-tuned model; create one with: electra finetune"):
         load_finetuned(encoder_folder)

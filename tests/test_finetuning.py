@@ -17,7 +17,7 @@ from electra.export.command import ExportConfig, export
 from electra.finetuning.command import FinetuneConfig, finetune, mean_logits, over_seeds
 from electra.finetuning.job import Score
 from electra.finetuning.jobs import Job
-from electra.finetuning.model import FineTuned, load_pretrained, write_finetuned
+from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned
 from electra.finetuning.predict import Answers, EvaluateConfig, PredictConfig, evaluate, predict
 from electra.model.storage import write_tensors
 from electra.pretraining.command import pretrain
@@ -40,10 +40,10 @@ def settings(encoder_folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("phases", "length", "untrained"),
-    [((), 16, None), ((), 24, 16), (("share=0.5", "length=24"), 24, None), (("length=8", "share=0.5"), 24, 16)],
+    [((), 16, None), ((), 24, 16), (("fraction=0.5", "length=24"), 24, None), (("length=8", "fraction=0.5"), 24, 16)],
 )
-def test_positions_that_were_never_trained_are_told(settings, settings_of_run, capsys, phases, length, untrained):
-    run = settings_of_run(steps=2, phases=phases)
+def test_positions_that_were_never_trained_are_told(settings, run_config, capsys, phases, length, untrained):
+    run = run_config(steps=2, phases=phases)
     pretrain(run)
     finetune(settings(model=run.output, length=length, epochs=1))
     told = re.findall(
@@ -183,13 +183,13 @@ def test_texts_that_were_cut_are_reported(settings):
 WRONG = {
     "missing label column": (
         "a,b\n1,2\n3,4\n",
-        "there is no column 'label'; the columns are 'a', 'b'",
+        "no column 'label'; the columns are 'a', 'b'",
     ),
     "missing text column": (
         "a,label\n1,2\n3,4\n",
-        "there is no column 'text'; the columns are 'a', 'label'",
+        "no column 'text'; the columns are 'a', 'label'",
     ),
-    "empty file": ("", "there are no rows"),
+    "empty file": ("", "no rows"),
     "one class": ("text,label\na,x\nb,x\n", "every label is 'x'"),
     "too many fields": ("text,label\na,x\nb,y,z\n", "line 3"),
     "no label": ("text,label\na,x\nb,\nc,y\n", "line 3: the label is empty"),
@@ -226,10 +226,10 @@ def test_after_a_mistake_the_same_folder_will_do(encoder_folder, tmp_path, capsy
     [
         ([], "give --task with --data (GLUE), or --train (a file of your own); neither came"),
         (["--task", "rte"], "--task needs --data"),
-        (["--task", "rte", "--data", "nowhere"], "there is none of nowhere/RTE/train.tsv"),
-        (["--task", "rtf", "--data", "."], "there is no task 'rtf'; choose from cola"),
+        (["--task", "rte", "--data", "nowhere"], "found none of nowhere/RTE/train.tsv"),
+        (["--task", "rtf", "--data", "."], "unknown task 'rtf'; choose from cola"),
         (["--train", "x.csv", "--seeds", "0"], "--seeds is 0; it must be at least 1"),
-        (["--train", "x.csv"], "there is no x.csv"),
+        (["--train", "x.csv"], "x.csv, the file of the train rows, does not exist"),
         (["--train", "x.csv", "--ensemble"], "an ensemble of one is the model itself; give --seeds 2 or more"),
     ],
 )
@@ -246,7 +246,7 @@ def test_a_label_that_only_dev_has_is_named(encoder_folder, tmp_path, capsys):
     files = ["--train", str(tmp_path / "train.csv"), "--dev", str(tmp_path / "dev.csv")]
     with pytest.raises(SystemExit):
         main(["finetune", "--model", str(encoder_folder), "--output", str(tmp_path / "out"), "--length", "32", *files])
-    assert "dev.csv, line 3: the label 'z' is none of the task's" in capsys.readouterr().err
+    assert "dev.csv, line 3: unknown label 'z'" in capsys.readouterr().err
 
 
 def test_a_fine_tuned_model_without_its_tokenizer_is_named(tuned, tmp_path, capsys):
@@ -273,7 +273,7 @@ def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_
         theirs = model(**inputs).logits.numpy()
     answers = Answers(EvaluateConfig(model=config.output, input=tmp_path / "dev.jsonl"))
     [(_, ours)] = answers.chunks(tmp_path / "dev.jsonl", labelled=False)
-    expected = ours if answers.task.labels else answers.task.unscaled(ours)
+    expected = ours if answers.task.labels else answers.task.denormalize_scores(ours)
     assert np.abs(theirs - expected).max() < 1e-5
     assert [model.config.id2label[number] for number in range(len(expected[0]))] == list(
         answers.task.labels or ["score"]
@@ -283,10 +283,11 @@ def test_an_exported_model_gives_the_same_answers_in_transformers(settings, tmp_
 @pytest.fixture
 def untrained(settings, tmp_path):
     """A fine-tuned model that has learnt nothing yet."""
-    encoder, _, _, folder, _ = load_pretrained(settings().model)
+    start = load_pretrained(settings().model)
+    encoder, folder = start.encoder, start.folder
     task = settings().the_task()
     (tmp_path / "out").mkdir()
-    write_finetuned(FineTuned(encoder, task.outputs), task, 32, tmp_path / "out", folder)
+    save_finetuned(TaskModel(encoder, task.num_labels), task, 32, tmp_path / "out", folder)
 
 
 def answers_on(tmp_path, content: str, name: str = "new.jsonl", output: str = "answers.csv") -> str:

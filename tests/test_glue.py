@@ -13,7 +13,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.glue import GLUE_6, REFERENCES, GlueConfig, glue, name_of
 from electra.finetuning.job import read_score
 from electra.finetuning.predict import EvaluateConfig, evaluate
-from electra.finetuning.tasks import TASKS
+from electra.finetuning.tasks import GLUE_TASKS
 
 QUICK = {"epochs": 2, "batch": 8, "learning_rate": 3e-3, "length": 32}
 
@@ -57,8 +57,8 @@ def test_a_table_of_wnli_alone_has_no_mean(settings, tmp_path):
 
 def test_an_ensemble_is_of_the_tasks_that_have_several_seeds(settings):
     config = settings(ensemble=True, large_seeds=1)
-    assert (config.for_task(TASKS["sst2"]).seeds, config.for_task(TASKS["sst2"]).ensemble) == (1, False)
-    assert (config.for_task(TASKS["rte"]).seeds, config.for_task(TASKS["rte"]).ensemble) == (2, True)
+    assert (config.for_task(GLUE_TASKS["sst2"]).seeds, config.for_task(GLUE_TASKS["sst2"]).ensemble) == (1, False)
+    assert (config.for_task(GLUE_TASKS["rte"]).seeds, config.for_task(GLUE_TASKS["rte"]).ensemble) == (2, True)
 
 
 def test_the_references_are_those_of_the_paper():
@@ -133,8 +133,8 @@ def test_json_and_wrong_tasks(settings, encoder_folder, tmp_path, capsys):
     [line] = json.loads(capsys.readouterr().out)["lines"]
     assert (line["task"], line["spread"]) == ("rte", None)  # of one seed there is none
     for tasks, sentence in (
-        (["rtf"], "there is no task 'rtf'; choose from cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, or give"),
-        (["diagnostic"], "it is answered along with mnli"),
+        (["rtf"], "unknown task 'rtf'; choose from cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli"),
+        (["diagnostic"], "it is predicted together with mnli"),
         ([], "--tasks came without a name"),
     ):
         with pytest.raises(SystemExit) as exit:
@@ -147,7 +147,7 @@ def test_nothing_can_be_learnt_from_diagnostic_rows(encoder_folder, tmp_path, ca
     flags = f"--model {encoder_folder} --data {tmp_path} --output {tmp_path}/out"
     with pytest.raises(SystemExit, match="2"):
         main(["finetune", "--task", "diagnostic", *flags.split()])
-    assert "diagnostic has no training rows; it is answered along with mnli" in capsys.readouterr().err
+    assert "diagnostic has no training rows; it is predicted together with mnli" in capsys.readouterr().err
 
 
 def test_tasks_may_come_from_a_file_of_flags(settings, encoder_folder, tmp_path, capsys):

@@ -13,14 +13,16 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
-from electra.huggingface.convert import merge_embedding_delta, read_huggingface
+from electra.huggingface.convert import merge_embedding_delta
+from electra.huggingface.folders import read_huggingface
 from electra.model.config import ElectraConfig, size_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
-from electra.pretraining.recipes import settings_for
-from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.logging import read_lines
+from electra.pretraining.config import recipe_settings
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
+from electra.training.logging import read_metrics
 
 ENTRIES = 22  # of the vocabulary of simple text
 SIZE_OF_INIT = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
@@ -54,11 +56,11 @@ def exported(source: Path, part: str) -> Path:
 
 
 @pytest.fixture
-def start(settings_of_run):
+def start(run_config):
     """Start a run that does not move, and give the model that it has at its end."""
 
     def build(output: str = "run", **departures) -> Electra:
-        config = settings_of_run(output, **SIZE_OF_INIT | STILL | STARTS | departures)
+        config = run_config(output, **SIZE_OF_INIT | STILL | STARTS | departures)
         pretrain(config)
         return load_model(model_folder(config.output))
 
@@ -164,7 +166,7 @@ def test_a_masked_language_model_becomes_a_corrector_with_its_head(shards, tmp_p
 
 def test_without_a_generator_the_discriminator_of_a_pair_goes_on(make_source, start):
     source = make_source()
-    here = start(init=source, generator_kind="unigram", packing="segment-pairs")
+    here = start(init=source, generator="unigram", packing="segment-pairs")
     assert here.generator is None
     assert_same(here.discriminator, whole(load_model(source).discriminator))
 
@@ -177,49 +179,49 @@ def test_two_stages_begin_with_a_masked_language_model(shards, tmp_path, start):
     assert_same(here.discriminator, there, but=("head",))
 
 
-def test_it_goes_on_where_the_other_run_stood(settings_of_run):
-    first = settings_of_run("first", steps=150, learning_rate=5e-3, save_every=150, evaluate_every=150)
-    reached = pretrain(first).measures
-    second = settings_of_run("second", init=first.output, log_every=1, **SIZE_OF_INIT)
-    assert pretrain(second).measures["mlm_loss"] < reached["mlm_loss"] + 0.1
-    beginnings = [read_lines(run / "metrics.jsonl")[0]["generator"] for run in (first.output, second.output)]
+def test_it_goes_on_where_the_other_run_stood(run_config):
+    first = run_config("first", steps=150, learning_rate=5e-3, save_every=150, evaluate_every=150)
+    reached = pretrain(first).metrics
+    second = run_config("second", init=first.output, log_every=1, **SIZE_OF_INIT)
+    assert pretrain(second).metrics["mlm_loss"] < reached["mlm_loss"] + 0.1
+    beginnings = [read_metrics(run / "metrics.jsonl")[0]["generator"] for run in (first.output, second.output)]
     assert beginnings[1] < beginnings[0] - 0.2
     record = json.loads((second.output / "config.json").read_text())
     assert record["pretraining"]["init"] == str(first.output)
 
 
-def test_segment_b_stays_as_pairs_taught_it_and_otherwise_follows_a(shards, tmp_path, settings_of_run, start):
+def test_segment_b_stays_as_pairs_taught_it_and_otherwise_follows_a(shards, tmp_path, run_config, start):
     folder = bert(BertForMaskedLM, tmp_path / "bert", shards / "tokenizer")
     taught = read_huggingface(folder).tensors["encoder.embeddings.segment.weight"]
     moving = {"steps": 20, "learning_rate": 1e-3, "packing": "packed"}
     kept = start(init=folder, **moving).discriminator.encoder.embeddings.segment.weight
     torch.testing.assert_close(kept[1], taught[1], atol=1e-4, rtol=0)
     assert not torch.allclose(kept[0], taught[0], atol=1e-4)
-    pretrain(settings_of_run("first"))
+    pretrain(run_config("first"))
     follows = start("second", init=tmp_path / "first", **moving).discriminator.encoder.embeddings.segment.weight
     assert torch.equal(follows[0], follows[1])
 
 
 @pytest.mark.parametrize("phases", [(), ("objective=rtd", "objective=electra-15")])
-def test_resuming_does_not_read_it_again(make_source, settings_of_run, phases):
+def test_resuming_does_not_read_it_again(make_source, run_config, phases):
     runs = []
     for name in ("whole", "part"):
-        config = settings_of_run(name, init=make_source(f"{name}-source"), phases=phases, dropout=0.1, **SIZE_OF_INIT)
+        config = run_config(name, init=make_source(f"{name}-source"), phases=phases, dropout=0.1, **SIZE_OF_INIT)
         pretrain(config)
         runs.append(config)
-    shutil.rmtree(runs[1].init)
+    shutil.rmtree(runs[1].init.model)
     shutil.rmtree(checkpoint_folders(runs[1].output)[-1])
     assert pretrain(replace(runs[1], resume=True)).step == 20
     weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_again(make_source, settings_of_run):
-    config = settings_of_run(init=make_source(), **SIZE_OF_INIT | STILL)
+def test_a_run_that_died_before_its_first_checkpoint_begins_again(make_source, run_config):
+    config = run_config(init=make_source(), **SIZE_OF_INIT | STILL)
     pretrain(config)
     shutil.rmtree(config.output / "checkpoints")
     pretrain(replace(config, resume=True))
-    expected = whole(load_model(config.init).discriminator)
+    expected = whole(load_model(config.init.model).discriminator)
     assert_same(load_model(model_folder(config.output)).discriminator, expected, but=("encoder.embeddings.segment",))
 
 
@@ -276,9 +278,9 @@ def test_the_size_and_its_settings_come_from_the_folder(shards, make_source, tmp
     main(command.split())
     record = json.loads((tmp_path / "run/config.json").read_text())
     assert record["pretraining"]["size"] == "base"
-    assert record["pretraining"]["learning_rate"] == settings_for("fast", "base")["learning_rate"]
+    assert record["pretraining"]["learning_rate"] == recipe_settings("fast", "base")["learning_rate"]
     assert record["model"]["discriminator"]["width"] == 264
-    assert record["model"]["generator"]["dropout"] == settings_for("fast", "base")["dropout"]  # not the folder's
+    assert record["model"]["generator"]["dropout"] == recipe_settings("fast", "base")["dropout"]  # not the folder's
     shutil.rmtree(source)
     main([*command.split(), "--resume"])
     said = capsys.readouterr().out
@@ -303,15 +305,15 @@ def test_settings_are_those_of_the_smallest_size_as_wide(width, size):
         ({"branch_from": Path("other")}, "--init and --branch-from both say where to start"),
         ({"objective": "mlm", "init_generator": "fresh"}, "--objective mlm trains one model"),
         ({"phases": ("objective=mlm", "objective=rtd")}, "begins with mlm, which trains a generator alone: --init .*"),
-        ({"generator_kind": "unigram", "init_generator": "fresh"}, "init_generator is fresh, which is for a generator"),
+        ({"generator": "unigram", "init_generator": "fresh"}, "init_generator is fresh, which is for a generator"),
         ({"objective": "frozen-rtd", "sharing": "none", "init_generator": "fresh"}, "needs a generator that was trai"),
         ({"init": None, "init_generator": "fresh"}, "--init-generator fresh needs --init"),
         ({"length": 64}, "a row of 64 tokens is longer than the model's 32 positions"),
     ],
 )
-def test_flags_that_contradict_the_folder_are_refused_by_name(make_source, settings_of_run, tmp_path, wrong, sentence):
+def test_flags_that_contradict_the_folder_are_refused_by_name(make_source, run_config, tmp_path, wrong, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        pretrain(settings_of_run(**SIZE_OF_INIT | {"init": make_source()} | wrong))
+        pretrain(run_config(**SIZE_OF_INIT | {"init": make_source()} | wrong))
     assert not (tmp_path / "run").exists()
 
 
@@ -334,40 +336,43 @@ def cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (without_tokenizer, "source has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it"),
+        (
+            without_tokenizer,
+            "source has no tokenizer; copy the tokenizer.json or vocab.txt it was trained with into it",
+        ),
         (with_other_words, "another tokenizer .* than the model's .*; make shards with the model's: electra shard"),
-        (cut, "model.safetensors is cut short or damaged"),
+        (cut, "model.safetensors is truncated or damaged"),
         (shutil.rmtree, "there is no folder .*source"),
     ],
 )
 def test_a_folder_that_will_not_do_is_named_before_anything_is_written(
-    make_source, settings_of_run, tmp_path, damage, sentence
+    make_source, run_config, tmp_path, damage, sentence
 ):
     source = make_source()
     damage(source)
     with pytest.raises(DataError, match=sentence):
-        pretrain(settings_of_run(init=source, **SIZE_OF_INIT))
+        pretrain(run_config(init=source, **SIZE_OF_INIT))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_table_longer_than_its_tokenizer_is_named(shards, tmp_path, settings_of_run):
+def test_a_table_longer_than_its_tokenizer_is_named(shards, tmp_path, run_config):
     padded = replace(WIDE, vocab_size=24)
     electra = Electra(ElectraConfig(generator=None, discriminator=padded, sharing="none"))
     save_model(electra, tmp_path / "padded", shards / "tokenizer")
     with pytest.raises(
         DataError, match=r"a table of 24 entries but a tokenizer of 22; .*resize_token_embeddings\(22\)"
     ):
-        pretrain(settings_of_run(init=tmp_path / "padded", **SIZE_OF_INIT))
+        pretrain(run_config(init=tmp_path / "padded", **SIZE_OF_INIT))
 
 
-def test_a_generator_that_is_none_is_refused(make_source, settings_of_run):
+def test_a_generator_that_is_none_is_refused(make_source, run_config):
     source = make_source()
     with pytest.raises(DataError, match=r"holds no generator; give the folder of one .* or --init-generator fresh"):
-        pretrain(settings_of_run(init=source, init_generator=exported(source, "discriminator"), **SIZE_OF_INIT))
+        pretrain(run_config(init=source, init_generator=exported(source, "discriminator"), **SIZE_OF_INIT))
 
 
-def test_tables_that_differ_are_not_made_one(make_source, settings_of_run, tmp_path):
+def test_tables_that_differ_are_not_made_one(make_source, run_config, tmp_path):
     source = make_source(sharing="none")
     with pytest.raises(ConfigError, match="different weights where --sharing embeddings wants the same; choose --shar"):
-        pretrain(settings_of_run(init=source, **SIZE_OF_INIT))
+        pretrain(run_config(init=source, **SIZE_OF_INIT))
     assert not (tmp_path / "run").exists()

@@ -45,6 +45,7 @@ def test_rows_are_decoded_in_training_order(folder):
     assert any("the [UNK], the [UNK] sat. [SEP]" in row for row in rows)
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_lengths_are_plotted_as_a_png(folder, tmp_path):
     assert inspect(InspectConfig(shards=folder)).plot == str(folder / "document-lengths.png")
     inspect(InspectConfig(shards=folder, plot=tmp_path / "other.png"))
@@ -52,6 +53,7 @@ def test_lengths_are_plotted_as_a_png(folder, tmp_path):
         assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_without_matplotlib_only_the_plot_is_missing(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = inspect(InspectConfig(shards=folder))
@@ -59,6 +61,7 @@ def test_without_matplotlib_only_the_plot_is_missing(folder, monkeypatch):
     assert "no plot: matplotlib is missing" in str(result)
 
 
+@pytest.mark.usefixtures("real_plots")
 def test_in_a_read_only_folder_only_the_plot_is_missing(folder, tmp_path, monkeypatch):
     def deny(*arguments: object, **settings: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -19,8 +19,8 @@ STAGES = [
     "export",
     "serve",
 ]
-FLOW = ["errors", "config", "random", "plotting", "runfolder", *STAGES]
-FLOW += ["__init__", "demo", "boxes", "words", "cli", "__main__"]
+FLOW = ["errors", "config", "random", "runfolder", "plotting", *STAGES]
+FLOW += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
 def stage_of(module: str) -> str:

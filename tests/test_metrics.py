@@ -1,4 +1,4 @@
-"""Metrics: by hand on a few numbers, and equal to scikit-learn's and scipy's on any."""
+"""Metrics: checked by hand on a few numbers, and equal to those of scikit-learn and scipy on random ones."""
 
 import math
 import warnings
@@ -7,35 +7,51 @@ import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from electra.finetuning.metrics import (
     METRICS,
     accuracy,
+    confusion_matrix,
     exact_match,
     f1,
     macro_f1,
     matthews,
-    micro_f1,
+    median,
     pearson,
     spearman,
+    standard_deviation,
 )
 
 
-def test_one_of_two_duplicates_is_found_and_one_is_false():
-    predicted, truth = np.array([1, 1, 0, 0]), np.array([1, 0, 1, 0])
-    assert (accuracy(predicted, truth), f1(predicted, truth), matthews(predicted, truth)) == (0.5, 0.5, 0.0)
+def test_one_true_positive_one_false_positive_and_one_false_negative():
+    predicted, labels = np.array([1, 1, 0, 0]), np.array([1, 0, 1, 0])
+    assert (accuracy(predicted, labels), f1(predicted, labels), matthews(predicted, labels)) == (0.5, 0.5, 0.0)
 
 
-def test_several_labels_count_cell_by_cell_or_row_by_row():
-    predicted, truth = np.array([[1, 0], [1, 1]]), np.array([[1, 0], [0, 1]])
-    assert micro_f1(predicted, truth) == 0.8
-    assert exact_match(predicted, truth) == 0.5
+def test_multi_label_metrics_count_cells_or_whole_rows():
+    predicted, labels = np.array([[1, 0], [1, 1]]), np.array([[1, 0], [0, 1]])
+    assert METRICS["micro_f1"](predicted, labels) == 0.8
+    assert exact_match(predicted, labels) == 0.5
 
 
-def test_spearman_sees_order_only():
+def test_the_confusion_matrix_has_labels_in_rows_and_predictions_in_columns():
+    counts = confusion_matrix(np.array([1, 1, 2]), np.array([0, 1, 2]), 3)
+    assert counts.tolist() == [[0, 1, 0], [0, 1, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([0.5, math.nan, 0.75], 0.5), ([math.nan, 0.5, 0.75], 0.5), ([0.25, 0.75], 0.5), ([math.nan, 1.0], math.nan)],
+)
+def test_nan_ranks_below_all_numbers_in_a_median(values, expected):
+    assert median(values) == pytest.approx(expected, nan_ok=True)
+    assert math.isnan(standard_deviation(values)) == any(map(math.isnan, values))
+
+
+def test_spearman_depends_on_ranks_only():
     scores = np.array([1.0, 2.0, 3.0, 4.0])
     assert spearman(scores, scores**5) == pytest.approx(1)
     assert pearson(scores, scores**5) < 0.95
@@ -45,52 +61,57 @@ def test_spearman_sees_order_only():
 
 @pytest.mark.parametrize("name", ["pearson", "spearman"])
 @pytest.mark.parametrize("predicted", [[3.0], [2.0, 2.0, 2.0], [0.1, 0.1, 0.1], [1.0, math.nan, 2.0]])
-def test_a_correlation_that_is_not_defined_is_nan(name, predicted):
-    truth = np.arange(len(predicted), dtype=np.float32)
-    assert math.isnan(METRICS[name](np.array(predicted, np.float32), truth))
-    assert math.isnan(METRICS[name](truth, np.array(predicted, np.float32)))
+def test_an_undefined_correlation_is_nan(name, predicted):
+    labels = np.arange(len(predicted), dtype=np.float32)
+    assert math.isnan(METRICS[name](np.array(predicted, np.float32), labels))
+    assert math.isnan(METRICS[name](labels, np.array(predicted, np.float32)))
 
 
-def peer(metric, *given, **settings) -> float:
-    """What the other library says, without its warnings on undefined cases."""
+def expected(metric, *arguments, **options):
+    """The other library's value, without its warnings on undefined cases."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return metric(*given, **settings)
+        return metric(*arguments, **options)
 
 
-def pairs(elements, least: int = 1):
-    """Two arrays of one length, long enough for ties and short enough for constants."""
-    lengths = st.integers(least, 12)
+def pairs(elements, min_length: int = 1):
+    """Two arrays of equal length, long enough for ties and short enough to be constant at times."""
+    lengths = st.integers(min_length, 12)
     return lengths.flatmap(lambda n: st.tuples(*[st.lists(elements, min_size=n, max_size=n).map(np.array)] * 2))
 
 
+@settings(max_examples=40)
 @given(pairs(st.integers(0, 1)))
-def test_two_classes_agree_with_scikit_learn(pair):
-    predicted, truth = pair
-    assert f1(predicted, truth) == pytest.approx(peer(sklearn.metrics.f1_score, truth, predicted, zero_division=0))
+def test_binary_f1_agrees_with_scikit_learn(pair):
+    predicted, labels = pair
+    assert f1(predicted, labels) == pytest.approx(
+        expected(sklearn.metrics.f1_score, labels, predicted, zero_division=0)
+    )
 
 
+@settings(max_examples=40)
 @given(pairs(st.integers(0, 3)))
-def test_more_classes_agree_with_scikit_learn(pair):
-    predicted, truth = pair
-    macro = peer(sklearn.metrics.f1_score, truth, predicted, average="macro", zero_division=0)
-    assert accuracy(predicted, truth) == pytest.approx(sklearn.metrics.accuracy_score(truth, predicted))
-    assert macro_f1(predicted, truth) == pytest.approx(macro)
-    assert matthews(predicted, truth) == pytest.approx(peer(sklearn.metrics.matthews_corrcoef, truth, predicted))
+def test_multi_class_metrics_agree_with_scikit_learn(pair):
+    predicted, labels = pair
+    macro = expected(sklearn.metrics.f1_score, labels, predicted, average="macro", zero_division=0)
+    assert accuracy(predicted, labels) == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
+    assert macro_f1(predicted, labels) == pytest.approx(macro)
+    assert matthews(predicted, labels) == pytest.approx(expected(sklearn.metrics.matthews_corrcoef, labels, predicted))
 
 
+@settings(max_examples=40)
 @given(st.tuples(*[arrays.arrays(np.int64, (5, 3), elements=st.integers(0, 1))] * 2))
-def test_several_labels_agree_with_scikit_learn(pair):
-    predicted, truth = pair
-    micro = peer(sklearn.metrics.f1_score, truth, predicted, average="micro", zero_division=0)
-    assert micro_f1(predicted, truth) == pytest.approx(micro)
-    assert exact_match(predicted, truth) == pytest.approx(sklearn.metrics.accuracy_score(truth, predicted))
+def test_multi_label_metrics_agree_with_scikit_learn(pair):
+    predicted, labels = pair
+    micro = expected(sklearn.metrics.f1_score, labels, predicted, average="micro", zero_division=0)
+    assert METRICS["micro_f1"](predicted, labels) == pytest.approx(micro)
+    assert exact_match(predicted, labels) == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
 
 
 SCORES = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e3, 1e3, width=16))
 
 
-@given(st.one_of(pairs(SCORES, least=2), pairs(SCORES | st.just(math.nan), least=2)))
+@given(st.one_of(pairs(SCORES, min_length=2), pairs(SCORES | st.just(math.nan), min_length=2)))
 def test_correlations_agree_with_scipy(pair):
     for ours, theirs in ((pearson, scipy.stats.pearsonr), (spearman, scipy.stats.spearmanr)):
-        assert ours(*pair) == pytest.approx(peer(theirs, *pair).statistic, abs=1e-9, nan_ok=True)
+        assert ours(*pair) == pytest.approx(expected(theirs, *pair).statistic, abs=1e-9, nan_ok=True)

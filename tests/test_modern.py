@@ -13,21 +13,21 @@ from transformers import ModernBertForSequenceClassification
 from electra.cli import main
 from electra.finetuning.job import FinetuningTask, TuningConfig
 from electra.finetuning.model import (
-    FineTuned,
+    TaskModel,
+    build_task_model,
     load_finetuned,
     load_pretrained,
-    mean_state,
-    new_model,
-    write_finetuned,
+    mean_pool,
+    save_finetuned,
 )
-from electra.finetuning.tasks import own_task
+from electra.finetuning.tasks import custom_task
 from electra.model.electra import SHARING
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.serve.inference import load
 from electra.training.checkpoint import model_folder
-from electra.training.logging import read_lines
+from electra.training.logging import read_metrics
 
 SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
 QUICK = "--batch-size 8 --log-every 5 --evaluation-rows 8 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
@@ -55,7 +55,7 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
         capsys,
     )
     assert "finished: 80 steps" in out
-    losses = [line["generator"] for line in read_lines(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
+    losses = [line["generator"] for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -70,18 +70,18 @@ def test_every_sharing_scheme_lowers_the_loss(shards, tmp_path, capsys, sharing)
     ],
     ids=lambda departures: ",".join(departures),
 )
-def test_every_setting_lowers_the_loss(settings_of_run, departures):
+def test_every_setting_lowers_the_loss(run_config, departures):
     modern = {"style": "modern", "sinusoidal_positions": False, "layers": 2}
     often = {"steps": 80, "learning_rate": 5e-3, "save_every": 80, "evaluate_every": 80}
-    config = settings_of_run(**modern | often | departures)
+    config = run_config(**modern | often | departures)
     pretrain(config)
-    losses = [line["generator"] for line in read_lines(config.output / "metrics.jsonl") if line["kind"] == "train"]
+    losses = [line["generator"] for line in read_metrics(config.output / "metrics.jsonl") if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
+def test_a_resumed_run_ends_as_an_unbroken_one(run_config):
     modern = {"style": "modern", "sinusoidal_positions": False}
-    whole, broken = settings_of_run("whole", **modern), settings_of_run("broken", **modern)
+    whole, broken = run_config("whole", **modern), run_config("broken", **modern)
     pretrain(whole)
     pretrain(broken)
     last = model_folder(broken.output)
@@ -93,34 +93,20 @@ def test_a_resumed_run_ends_as_an_unbroken_one(settings_of_run):
     assert files[0] == files[1]
 
 
-def test_a_run_from_before_there_were_styles_goes_on(settings_of_run):
-    config = settings_of_run()
-    pretrain(config)
-    record = json.loads((config.output / "config.json").read_text())
-    for name in ("style", "global_attention_every", "local_attention"):
-        del record["pretraining"][name]
-    (config.output / "config.json").write_text(json.dumps(record))
-    assert pretrain(replace(config, resume=True)).step == 20
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (
             "--style modern --sinusoidal-positions",
-            "--sinusoidal-positions fills the position table, and the modern style",
+            "needs position embeddings, which --style modern does not have",
         ),
         (
             "--style classic --global-attention-every 3",
-            "--global-attention-every is 3, but the classic style does not have it",
+            "--global-attention-every is 3, but only --style modern has it",
         ),
-        (
-            "--style modern --local-attention 64",
-            "--local-attention is 64, but every layer sees the whole row; add --global",
-        ),
-        ("--style baroque", "unknown style 'baroque'; choose from classic, modern"),
-        ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
-        ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
+        ("--style baroque", "--style is 'baroque'"),
+        ("--style modern --width 36 --heads 4", "4 heads of width 9, but rotary positions need an even"),
+        ("--style modern --sharing all --generator-width 16", "--sharing is all, which needs the same width"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsys, flags, sentence):
@@ -132,8 +118,8 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsy
 
 def test_a_run_says_what_its_layers_see(shards, tmp_path, capsys):
     flags = f"--data {shards} --output {tmp_path}/run --size tiny --style modern --steps 2 --dry-run"
-    assert "window" not in run(f"pretrain {flags}", capsys)
-    assert "all but one in 2 layers with a window of 16" in run(
+    assert "attention within" not in run(f"pretrain {flags}", capsys)
+    assert "attention within 16 tokens" in run(
         f"pretrain {flags} --global-attention-every 2 --local-attention 16", capsys
     )
 
@@ -144,12 +130,12 @@ def test_flops_tell_the_styles_apart(capsys):
     assert "final norm" in {item["name"] for item in modern["parts"]["discriminator"]}
 
 
-def test_a_trained_pair_detects_fills_and_embeds(settings_of_run):
-    config = settings_of_run(style="modern", sinusoidal_positions=False)
+def test_a_trained_pair_detects_fills_and_embeds(run_config):
+    config = run_config(style="modern", sinusoidal_positions=False)
     pretrain(config)
     model = load(config.output, "cpu")
     assert len(model.detect("the big cat sat").replaced) == 6
-    assert len(model.fill("the big [MASK] sat", 3).blanks[0].guesses) == 3
+    assert len(model.fill("the big [MASK] sat", 3).masks[0].tokens) == 3
     assert model.embed(["the big cat", "the dog"]).shape == (2, 32)
 
 
@@ -174,7 +160,7 @@ def test_a_fine_tuned_model_learns_and_leaves_with_the_same_answers(modern_folde
     )
     with torch.no_grad():
         expected = ours(input_ids, mask, torch.zeros_like(input_ids)).numpy()
-        expected = expected if task.labels else task.unscaled(expected)
+        expected = expected if task.labels else task.denormalize_scores(expected)
         assert np.abs(theirs(input_ids, attention_mask=mask).logits.numpy() - expected).max() < 1e-5
     assert list(theirs.config.id2label.values()) == list(task.labels or ("score",))
     assert theirs.config.classifier_pooling == pooling
@@ -195,7 +181,7 @@ def test_a_head_starts_with_what_transformers_takes_over(trained_head, tmp_path,
         tmp_path / "hf", num_labels=3, ignore_mismatched_sizes=True
     )
     for folder in (trained_head, tmp_path / "hf"):
-        ours = new_model(load_pretrained(folder), outputs=3, seed=0).head
+        ours = build_task_model(load_pretrained(folder), num_labels=3, seed=0).head
         assert torch.equal(ours.dense.weight, theirs.head.dense.weight)
         assert torch.equal(ours.norm.weight, theirs.head.norm.weight)
 
@@ -204,7 +190,7 @@ def test_a_bare_encoder_gets_a_head_by_the_seed(trained_head, tmp_path, capsys):
     run(f"export --model {trained_head} --part encoder --output {tmp_path}/hf", capsys)
     run(f"import --from {tmp_path}/hf --output {tmp_path}/bare", capsys)
     starts = [(load_pretrained(tmp_path / "bare"), seed) for seed in (1, 1, 2)]
-    heads = [new_model(start, outputs=3, seed=seed).head.dense.weight for start, seed in starts]
+    heads = [build_task_model(start, num_labels=3, seed=seed).head.dense.weight for start, seed in starts]
     assert torch.equal(heads[0], heads[1])
     assert not torch.equal(heads[0], heads[2])
 
@@ -212,11 +198,11 @@ def test_a_bare_encoder_gets_a_head_by_the_seed(trained_head, tmp_path, capsys):
 def test_another_task_goes_on_with_what_the_head_read(trained_head, tmp_path):
     start = load_pretrained(trained_head)
     assert start.pooling == "cls"
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    task = custom_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
     (tmp_path / "tuned").mkdir()
-    write_finetuned(new_model(start, task.outputs, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
+    save_finetuned(build_task_model(start, task.num_labels, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
     onwards = load_pretrained(tmp_path / "tuned")
-    again, otherwise = new_model(onwards, 1, seed=1), new_model(onwards, 1, "cls", seed=1)
+    again, otherwise = build_task_model(onwards, 1, seed=1), build_task_model(onwards, 1, "cls", seed=1)
     assert (again.pooling, otherwise.pooling) == ("mean", "cls")
     first = load_finetuned(tmp_path / "tuned")[0].head.weight
     assert not torch.allclose(again.head.weight, first, atol=0.01)  # what it means for another task is drawn anew
@@ -224,21 +210,21 @@ def test_another_task_goes_on_with_what_the_head_read(trained_head, tmp_path):
 
 def test_a_mean_counts_the_tokens_exactly():
     hidden, attention_mask = torch.ones(1, 400, 2, dtype=torch.bfloat16), torch.arange(400)[None] < 365
-    assert mean_state(hidden, attention_mask).tolist() == [[1.0, 1.0]]  # 365 is not a number in bf16
+    assert mean_pool(hidden, attention_mask).tolist() == [[1.0, 1.0]]  # 365 is not a number in bf16
 
 
 def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path):
-    task = own_task(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
+    task = custom_task(
+        train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
+    )
     lesson = FinetuningTask(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
-    shares = [
-        lesson.rate_share(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")
-    ]
+    shares = [lesson.lr_scale(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")]
     assert shares == [0.8, 0.8]
 
 
 def test_dropout_stands_before_the_last_layer_of_the_head():
     torch.manual_seed(0)
-    head = FineTuned(Encoder(replace(MODERN, dropout=0.5)), outputs=3).head
+    head = TaskModel(Encoder(replace(MODERN, dropout=0.5)), num_labels=3).head
     state = torch.randn(1, MODERN.width)
     assert not torch.equal(head(state), head(state))
     head.eval()

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError
-from electra.training.muon import Muon, orthogonal
-from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers, released_adam
+from electra.training.config import OptimizerConfig
+from electra.training.muon import Muon, orthogonalize
+from electra.training.optimizer import SCHEDULES, build_optimizers, released_adam
 
 
 def test_released_adam_makes_the_updates_of_the_formula():
@@ -26,7 +27,7 @@ def test_released_adam_starts_three_times_as_fast_as_adamw():
     for name in ("adam", "adamw"):
         model = nn.Linear(1, 1)
         before = model.weight.detach().clone()
-        [optimizer] = build_optimizers(model, OptimizerConfig(optimizer=name, learning_rate=1e-3, weight_decay=0))
+        [optimizer] = build_optimizers(model, OptimizerConfig(name=name, learning_rate=1e-3, weight_decay=0))
         model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
         optimizer.step()
         moved[name] = (before - model.weight).abs().item()
@@ -36,7 +37,7 @@ def test_released_adam_starts_three_times_as_fast_as_adamw():
 @pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
 def test_every_parameter_is_moved_by_one_optimizer_and_vectors_do_not_decay(make_pair, name):
     electra = make_pair("embeddings")
-    optimizers = build_optimizers(electra, OptimizerConfig(optimizer=name, weight_decay=0.5))
+    optimizers = build_optimizers(electra, OptimizerConfig(name=name, weight_decay=0.5))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     moved = [parameter for group in groups for parameter in group["params"]]
     assert len(moved) == len({id(parameter) for parameter in moved}) == len(list(electra.parameters()))
@@ -47,7 +48,7 @@ def test_every_parameter_is_moved_by_one_optimizer_and_vectors_do_not_decay(make
 
 def test_muon_takes_the_layers_matrices_and_leaves_tables_and_heads(make_pair):
     electra = make_pair("embeddings")
-    muon, _ = build_optimizers(electra, OptimizerConfig(optimizer="muon"))
+    muon, _ = build_optimizers(electra, OptimizerConfig(name="muon"))
     taken = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
     names = {name for name, parameter in electra.named_parameters() if id(parameter) in taken}
     assert all(".layers." in name and name.endswith(".weight") for name in names)
@@ -93,9 +94,7 @@ def test_momenta_that_muon_keeps_together_are_each_matrixs_own():
 def test_the_device_may_scale_gradients_and_leave_a_step_out(make_pair, name):
     """As recorded steps have it: gradients divided by a scale, and no step where one is not finite."""
     plain, scaled = make_pair(), make_pair()
-    both = [
-        build_optimizers(electra, OptimizerConfig(optimizer=name, learning_rate=0.01)) for electra in (plain, scaled)
-    ]
+    both = [build_optimizers(electra, OptimizerConfig(name=name, learning_rate=0.01)) for electra in (plain, scaled)]
     for number, is_wanted in enumerate([True, False, True]):
         for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
             ours.grad = torch.linspace(-1, 1 + number, ours.numel()).view_as(ours)
@@ -110,7 +109,7 @@ def test_the_device_may_scale_gradients_and_leave_a_step_out(make_pair, name):
 
 def test_muon_moves_along_orthogonal_matrices():
     torch.manual_seed(0)
-    values = torch.linalg.svdvals(orthogonal(torch.randn(4, 30, 20)))
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(4, 30, 20)))
     assert values.min() > 0.6
     assert values.max() < 1.3
 
@@ -126,13 +125,13 @@ def test_muon_moves_along_orthogonal_matrices():
     ],
 )
 def test_schedules_pass_through_their_points(name, rates):
-    config = OptimizerConfig(schedule=name, decay=0.2)
+    config = OptimizerConfig(schedule=name, decay_fraction=0.2)
     actual = [SCHEDULES[name](progress, 0.2, config) for progress in (0, 0.1, 0.2, 0.5, 0.9, 1)]
     assert actual == pytest.approx(rates, abs=1e-3)
 
 
 def test_a_trunk_never_decays():
-    assert SCHEDULES["wsd"](1.0, 0.1, OptimizerConfig(decay=0)) == 1
+    assert SCHEDULES["wsd"](1.0, 0.1, OptimizerConfig(decay_fraction=0)) == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -142,7 +141,11 @@ def test_schedules_take_no_warm_up(name):
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
-    [({"learning_rate": 0}, "learning_rate is 0"), ({"decay": 2}, "decay is 2"), ({"clip": -1}, "clip is -1")],
+    [
+        ({"learning_rate": 0}, "learning_rate is 0"),
+        ({"decay_fraction": 2}, "decay_fraction is 2"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1"),
+    ],
 )
 def test_wrong_settings_are_refused(wrong, sentence):
     with pytest.raises(ConfigError, match=sentence):

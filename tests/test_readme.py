@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_python_in_the_readme_runs(capsys, settings_of_run, tmp_path, monkeypatch):
-    pretrain(settings_of_run("runs/x"))
+def test_python_in_the_readme_runs(capsys, run_config, tmp_path, monkeypatch):
+    pretrain(run_config("runs/x"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     own = [block for block in blocks if "from_pretrained" not in block]  # that one needs a folder of the reader's

@@ -31,8 +31,8 @@ from electra.runfolder import (
 )
 
 
-def test_a_second_process_is_refused_and_changes_nothing(settings_of_run):
-    config = settings_of_run(resume=True)
+def test_a_second_process_is_refused_and_changes_nothing(run_config):
+    config = run_config(resume=True)
     draft = config.output / f"checkpoints/.step-000000010-x{PARTIAL}"
     draft.mkdir(parents=True)
     with (

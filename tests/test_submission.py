@@ -7,7 +7,7 @@ import pytest
 
 from electra.errors import ConfigError
 from electra.finetuning.submission import ENTRIES, missing_files, write_submission
-from electra.finetuning.tasks import TASKS
+from electra.finetuning.tasks import GLUE_TASKS
 
 
 def read(path) -> dict[str, str]:
@@ -35,7 +35,7 @@ def test_all_files_are_those_the_site_asks_for(tmp_path):
     names = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm QNLI RTE WNLI AX"
     assert list(read(tmp_path / "a.zip")) == [f"{name}.tsv" for name in names.split()]
     assert missing_files(predictions) == []
-    assert missing_files({name: [0] for name in TASKS}) == ["MNLI-mm.tsv"]
+    assert missing_files({name: [0] for name in GLUE_TASKS}) == ["MNLI-mm.tsv"]
 
 
 def test_the_time_of_writing_is_not_in_the_bytes(tmp_path):

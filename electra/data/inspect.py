@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tyro.conf import Positional
 
+from electra.config import Positional
 from electra.data.packing import PackedRows, Permutation
 from electra.data.shards import SPLITS, Shards, TokenRing, damage_error, open_shards
 from electra.errors import ConfigError
-from electra.plotting import empty_figure
-from electra.runfolder import open_atomic
+from electra.plotting import plot_document_lengths
 
 BAR_CHARACTERS = 40
 
@@ -143,23 +142,11 @@ def decode_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
 
 def try_plot(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
     """The path of the plot, or why there is none; raises only if --plot was given and cannot be written."""
+    path = config.plot or config.shards / "document-lengths.png"
     try:
-        plot = plot_lengths(lengths, config.plot or config.shards / "document-lengths.png")
+        is_written = plot_document_lengths(path, lengths)
     except OSError as error:
         if config.plot is not None:
             raise
         return None, f"{error.strerror or error} in {config.shards}; choose another file with --plot"
-    return plot, None if plot else "matplotlib is missing (pip install matplotlib)"
-
-
-def plot_lengths(lengths: NDArray, path: Path) -> str | None:
-    """Write the histogram of document lengths as a PNG and return its path; None if matplotlib is missing."""
-    figure = empty_figure(7, 4)
-    if figure is None:
-        return None
-    axes = figure.subplots()
-    axes.hist(lengths, bins=np.geomspace(1, max(2, lengths.max() + 1), 60).tolist())
-    axes.set(xscale="log", xlabel="tokens per document", ylabel="documents", title=f"{len(lengths):,} documents")
-    with open_atomic(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    return str(path)
+    return (str(path), None) if is_written else (None, "matplotlib is missing (pip install matplotlib)")

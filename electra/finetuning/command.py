@@ -1,6 +1,5 @@
 """`electra finetune`: one task, of GLUE's or of a user's own files."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import ConfigError
-from electra.finetuning.job import LOGITS, Measures, Score, TuningConfig, least_if_nan
+from electra.finetuning.job import LOGITS, Measures, Score, TuningConfig
 from electra.finetuning.jobs import Job, best_model, jobs_of, run_jobs
-from electra.finetuning.labels import Kind
-from electra.finetuning.metrics import METRICS
-from electra.finetuning.model import READINGS
-from electra.finetuning.tasks import Task, glue_task, learnable, own_task, read_examples
+from electra.finetuning.metrics import METRICS, median, standard_deviation
+from electra.finetuning.model import OUTPUT_TYPES
+from electra.finetuning.readers import TaskKind
+from electra.finetuning.tasks import Task, custom_task, glue_task, read_examples
 from electra.model.storage import read_tensors
 
 
@@ -42,7 +41,7 @@ class FinetuneConfig(TuningConfig):
     """The column of the second text, for pairs."""
     label: str = "label"
     """The column of what is to be said of them."""
-    kind: Kind | None = None
+    kind: TaskKind | None = None
     """Told from the label column unless given. multi-label: lists, or names with | between them."""
 
     def __post_init__(self) -> None:
@@ -61,9 +60,9 @@ class FinetuneConfig(TuningConfig):
         """The task these settings are of."""
         if self.task is not None:
             assert self.data is not None
-            return glue_task(learnable(self.task), self.data)
+            return glue_task(self.task, self.data)
         assert self.train is not None
-        return own_task(
+        return custom_task(
             train=self.train,
             dev=self.dev,
             dev_fraction=self.dev_fraction,
@@ -138,19 +137,8 @@ def over_seeds(scores: list[Score]) -> tuple[dict[str, Measures], dict[str, Meas
     for split, measures in scores[0].measures.items():
         values = {name: [score.measures[split][name] for score in scores] for name in measures}
         medians[split] = {name: median(found) for name, found in values.items()}
-        spreads[split] = {name: spread(found) for name, found in values.items()}
+        spreads[split] = {name: standard_deviation(found) for name, found in values.items()}
     return medians, spreads
-
-
-def spread(values: list[float]) -> float:
-    """The standard deviation; NaN if one of them is, and of a single one."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-
-
-def median(values: list[float]) -> float:
-    """The middle one, or the mean of the two in the middle; NaN, of constant predictions, is below all numbers."""
-    ordered = sorted(values, key=least_if_nan)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def ensemble(cells: list[Job]) -> dict[str, Measures]:
@@ -159,7 +147,7 @@ def ensemble(cells: list[Job]) -> dict[str, Measures]:
     for split, logits in mean_logits(cells).items():
         labels = read_examples(task, split).labels
         if labels is not None:
-            predicted = READINGS[task.kind].answer(logits, task)
+            predicted = OUTPUT_TYPES[task.kind].predict(logits, task)
             found[split] = {name: METRICS[name](predicted, labels) for name in task.metrics}
     return found
 

@@ -1,10 +1,10 @@
-"""Features: the token ids of examples, made once, kept on the device, cut into batches of few shapes."""
+"""Features: token ids of examples, tokenised once, kept on the device and grouped into batches of few shapes."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,21 +19,21 @@ from electra.errors import ConfigError
 from electra.finetuning.tasks import Examples, Task
 from electra.model.storage import read_tensors, write_tensors
 
-STRIDE = 32
-"""Rows are padded to a multiple of so many tokens, so that there are few shapes to record."""
-POOL = 50
-"""Rows of so many batches are sorted by length together: little padding, and yet batches of mixed rows."""
+PAD_TO_MULTIPLE_OF = 32
+"""Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
+POOL_BATCHES = 50
+"""Rows of this many batches are sorted by length together: little padding, yet mixed batches."""
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+ModelInputs = tuple[Tensor, Tensor, Tensor]  # input_ids, attention_mask, segment_ids; [B, L] each
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The rows of one step; its shape is the same for all steps of one length."""
+class BatchIndices:
+    """The rows of one step; every step of one length has the same shape."""
 
-    rows: Tensor  # [B] numbers of rows
-    weights: Tensor  # [B] 1, or 0 for a row that only fills the batch up
-    length: int  # what rows are padded to
+    rows: Tensor  # [B] indices of rows
+    weights: Tensor  # [B] 1, or 0 for a repeated row that only completes the batch
+    length: int  # length that the rows are padded to
 
     @property
     def num_rows(self) -> int:
@@ -43,145 +43,155 @@ class Chosen:
     def num_tokens(self) -> int:
         return len(self.rows) * self.length
 
-    def micro_batches(self, count: int) -> list[Chosen]:
-        """The batch in micro-batches."""
+    def micro_batches(self, count: int) -> list[BatchIndices]:
+        """The batch in `count` micro-batches."""
         if self.num_rows % count:
-            raise ConfigError(f"{self.num_rows} rows do not divide into {count} micro-batches")
-        return [
-            Chosen(*part, self.length) for part in zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
-        ]
+            raise ConfigError(f"a batch of {self.num_rows} rows cannot be split into {count} equal micro-batches")
+        chunks = zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
+        return [BatchIndices(rows, weights, self.length) for rows, weights in chunks]
+
+    def to(self, device: torch.device) -> BatchIndices:
+        rows, weights = (tensor.to(device, non_blocking=True) for tensor in (self.rows, self.weights))
+        return BatchIndices(rows, weights, self.length)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Examples as token ids, one row after the other."""
+    """Examples as token ids, rows concatenated."""
 
     input_ids: Tensor  # [tokens]
-    starts: Tensor  # [N] where each row begins in them
+    starts: Tensor  # [N] index of each row's first token
     lengths: Tensor  # [N]
-    firsts: Tensor  # [N] tokens of segment A: [CLS], the first text, [SEP]
-    labels: Tensor  # [N, …] as the network learns them; empty where there are none
-    truncated: Tensor  # [] rows whose text was cut
+    lengths_a: Tensor  # [N] tokens of segment A: [CLS], first text, [SEP]
+    labels: Tensor  # [N] or [N, classes], the targets of the loss; empty if unknown
+    truncated: Tensor  # [] number of truncated rows
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def to(self, device: torch.device) -> Features:
-        """The same on another device."""
         return Features(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
-    def inputs(self, chosen: Chosen, pad_id: int) -> Inputs:
-        """Token ids, attention mask and segment ids [B, L] of the chosen rows."""
-        places = torch.arange(chosen.length, device=chosen.rows.device)
-        lengths, firsts = self.lengths[chosen.rows, None], self.firsts[chosen.rows, None]  # [B, 1]
-        attention_mask = places < lengths
-        where = (self.starts[chosen.rows, None] + places).clamp(max=len(self.input_ids) - 1)
-        input_ids = torch.where(attention_mask, self.input_ids[where].long(), pad_id)
-        return input_ids, attention_mask, (attention_mask & (places >= firsts)).long()
+    def collate(self, batch: BatchIndices, pad_id: int) -> ModelInputs:
+        """Padded token ids, attention mask and segment ids [B, L] of a batch."""
+        positions = torch.arange(batch.length, device=batch.rows.device)  # [L]
+        attention_mask = positions < self.lengths[batch.rows, None]  # [B, L]
+        is_second = positions >= self.lengths_a[batch.rows, None]  # [B, L]
+        indices = (self.starts[batch.rows, None] + positions).clamp(max=len(self.input_ids) - 1)
+        input_ids = torch.where(attention_mask, self.input_ids[indices].long(), pad_id)
+        return input_ids, attention_mask, (attention_mask & is_second).long()
 
 
 def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> Features:
-    """Tokenise examples: [CLS] text [SEP], or [CLS] text [SEP] second text [SEP], cut to `length`."""
+    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `length`."""
     vocabulary = tokenizer.vocabulary
-    begin, end = np.array([vocabulary.cls_id], np.int32), np.array([vocabulary.sep_id], np.int32)
-    columns = [encode(texts, tokenizer) for texts in (examples.texts, examples.pairs) if texts is not None]
+    cls, sep = np.array([vocabulary.cls_id], np.int32), np.array([vocabulary.sep_id], np.int32)
+    columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
     pieces: list[NDArray] = []
     kept, truncated = np.zeros((len(examples), len(columns)), np.int64), 0
-    for number, texts in enumerate(zip(*columns, strict=True)):
-        kept[number] = room([len(text) for text in texts], length - 1 - len(texts))
-        truncated += int(kept[number].sum()) < sum(map(len, texts))
-        pieces.append(begin)
-        for text, count in zip(texts, kept[number], strict=True):
-            pieces += [text[:count], end]
+    for index, texts in enumerate(zip(*columns, strict=True)):
+        kept[index] = truncate_longest_first([len(text) for text in texts], length - 1 - len(texts))
+        truncated += int(kept[index].sum()) < sum(map(len, texts))
+        pieces.append(cls)
+        for text, count in zip(texts, kept[index], strict=True):
+            pieces += [text[:count], sep]
     lengths = torch.from_numpy(1 + (kept + 1).sum(1))
     return Features(
         input_ids=torch.from_numpy(np.concatenate(pieces).astype(np.int32)),
         starts=lengths.cumsum(0) - lengths,
         lengths=lengths,
-        firsts=torch.from_numpy(2 + kept[:, 0]),
-        labels=labels_of(task, examples),
+        lengths_a=torch.from_numpy(2 + kept[:, 0]),
+        labels=make_targets(task, examples.labels),
         truncated=torch.tensor(truncated),
     )
 
 
-def encode(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
+def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     """The token ids of each text, without special tokens."""
     encoder = create_encoder(tokenizer)
-    kind = np.dtype(encoder.type)
-    return [np.frombuffer(ids, kind)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
+    dtype = np.dtype(encoder.typecode)
+    return [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
 
 
-def room(sizes: list[int], most: int) -> list[int]:
-    """How many tokens of a text, or of each of two, are kept among `most`: the longer one is cut first."""
-    if sum(sizes) <= most:
-        return sizes
-    if len(sizes) == 1:
-        return [most]
-    shorter = min(*sizes, most // 2)
-    return [most - shorter, shorter] if sizes[0] > sizes[1] else [shorter, most - shorter]
+def truncate_longest_first(lengths: list[int], max_tokens: int) -> list[int]:
+    """The lengths of one or two texts after truncation to `max_tokens` in total, the longer one first."""
+    if sum(lengths) <= max_tokens:
+        return lengths
+    if len(lengths) == 1:
+        return [max_tokens]
+    shorter = min(*lengths, max_tokens // 2)
+    return [max_tokens - shorter, shorter] if lengths[0] > lengths[1] else [shorter, max_tokens - shorter]
 
 
-def labels_of(task: Task, examples: Examples) -> Tensor:
-    """Labels as the network learns them."""
-    if examples.labels is None:
+def make_targets(task: Task, labels: NDArray | None) -> Tensor:
+    """Labels as the loss takes them: scores normalised, classes unchanged."""
+    if labels is None:
         return torch.empty(0)
-    is_scores = not task.labels
-    return torch.from_numpy(task.scaled(examples.labels).astype(np.float32) if is_scores else examples.labels)
+    return torch.from_numpy(labels if task.labels else task.normalize_scores(labels).astype(np.float32))
 
 
 def cached_features(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache: Path) -> Features:
-    """The same from a folder, where they lie if the same texts were tokenised before."""
-    file = cache / f"{fingerprint(task, examples, tokenizer, length)}.safetensors"
+    """Features from the folder `cache`, where they are stored after the first time."""
+    file = cache / f"{cache_key(task, examples, tokenizer, length)}.safetensors"
     if file.exists():
         return Features(**read_tensors(file))
     features = make_features(task, examples, tokenizer, length)
     cache.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f".{file.name}.{os.getpid()}")  # seeds side by side may all be making it
-    write_tensors(draft, vars(features))
-    draft.replace(file)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # parallel seeds may write the same file
+    write_tensors(temporary, vars(features))
+    temporary.replace(file)
     return features
 
 
-def fingerprint(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> str:
-    """A name for what these texts become."""
+def cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> str:
+    """A hash of everything that features depend on."""
     settings = (tokenizer.fingerprint, length, task.kind, task.scale, task.offset, len(examples))
-    found = hashlib.sha256(repr(settings).encode())
-    for text in (*examples.texts, "", *(examples.pairs or ())):
-        found.update(text.encode() + b"\0")
+    digest = hashlib.sha256(repr(settings).encode())
+    for text in (*examples.texts, "", *(examples.texts_b or ())):
+        digest.update(text.encode() + b"\0")
     if examples.labels is not None:
-        found.update(examples.labels.tobytes())
-    return found.hexdigest()[:32]
+        digest.update(examples.labels.tobytes())
+    return digest.hexdigest()[:32]
 
 
-def epoch(lengths: NDArray, batch_size: int, seed: int, number: int) -> Iterator[tuple[NDArray, NDArray, int]]:
-    """The batches of an epoch in random order, as rows, weights and padded length; the last rows are filled up."""
-    random = np.random.default_rng((seed, number))
+def epoch_batches(lengths: NDArray, batch_size: int, max_length: int, seed: int, epoch: int) -> Iterator[BatchIndices]:
+    """The batches of an epoch in random order, rows of similar length together; the last one is completed."""
+    random = np.random.default_rng((seed, epoch))
     order = random.permutation(len(lengths))
-    pools = [order[begin : begin + POOL * batch_size] for begin in range(0, len(order), POOL * batch_size)]
-    batches = [batch for pool in pools for batch in by_length(pool, lengths, batch_size)]
-    for place in random.permutation(len(batches)):
-        yield filled(batches[place], lengths, batch_size)
+    pool_size = POOL_BATCHES * batch_size
+    pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
+    batches = [rows for pool in pools for rows in group_by_length(pool, lengths, batch_size)]
+    for index in random.permutation(len(batches)):
+        yield complete_batch(batches[index], lengths, batch_size, max_length)
 
 
-def by_length(rows: NDArray, lengths: NDArray, batch_size: int) -> Iterator[NDArray]:
-    """Rows in batches of rows that are about as long."""
+def group_by_length(rows: NDArray, lengths: NDArray, batch_size: int) -> Iterator[NDArray]:
+    """Rows sorted by length, in groups of up to `batch_size`."""
     rows = rows[np.argsort(lengths[rows], kind="stable")]
-    for begin in range(0, len(rows), batch_size):
-        yield rows[begin : begin + batch_size]
+    for start in range(0, len(rows), batch_size):
+        yield rows[start : start + batch_size]
 
 
-def filled(rows: NDArray, lengths: NDArray, batch_size: int) -> tuple[NDArray, NDArray, int]:
-    """Rows filled up to a whole batch, weights 0 where they are only that, and the length they are padded to."""
+def complete_batch(rows: NDArray, lengths: NDArray, batch_size: int, max_length: int) -> BatchIndices:
+    """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
     longest = int(lengths[rows].max())
-    return np.resize(rows, batch_size), weights, -(-longest // STRIDE) * STRIDE
-
-
-def choose(batch: tuple[NDArray, NDArray, int], device: torch.device, most: int) -> Chosen:
-    """A batch on the device; never longer than `most`, which need not be a multiple of the stride."""
-    rows, weights, length = batch
-    return Chosen(
-        torch.from_numpy(rows).to(device, non_blocking=True),
-        torch.from_numpy(weights).to(device, non_blocking=True),
-        min(length, most),
+    padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
+    return BatchIndices(
+        torch.from_numpy(np.resize(rows, batch_size)), torch.from_numpy(weights), min(padded, max_length)
     )
+
+
+@torch.no_grad()
+def compute_logits(
+    model: Callable[..., Tensor], features: Features, batch_size: int, max_length: int, pad_id: int
+) -> NDArray:
+    """The model's logits [N, num_labels] of all rows, in their order."""
+    device, lengths = features.starts.device, features.lengths.cpu().numpy()
+    batch_size = min(batch_size, len(features))
+    order, logits = [], []
+    for rows in group_by_length(np.arange(len(features)), lengths, batch_size):
+        batch = complete_batch(rows, lengths, batch_size, max_length).to(device)
+        order.append(rows)
+        logits.append(model(*features.collate(batch, pad_id))[: len(rows)].float().cpu().numpy())
+    return np.concatenate(logits)[np.argsort(np.concatenate(order))]

@@ -10,9 +10,9 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.command import ensemble, mean_logits, over_seeds
 from electra.finetuning.job import MODEL, Measures, Score, TuningConfig
 from electra.finetuning.jobs import Job, best_model, jobs_of, run_jobs
-from electra.finetuning.model import READINGS
+from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.submission import entry, missing_files, write_submission
-from electra.finetuning.tasks import HUB, TASKS, TEST, Task, glue_task, learnable
+from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
 from electra.runfolder import read_json, write_file, write_json
 
 ALL = "all"
@@ -59,11 +59,15 @@ class GlueConfig(TuningConfig):
         if not names:
             raise ConfigError("--tasks came without a name; write all, glue-6 or names of tasks behind it")
         if ALL in names:
-            names = [name for name, task in TASKS.items() if task.uses is None and has_rows(task, "train", self.data)]
+            names = [
+                name
+                for name, task in GLUE_TASKS.items()
+                if task.predicted_by is None and has_rows(task, "train", self.data)
+            ]
         if not names:
             found = "has none of GLUE's folders" if Path(self.data).is_dir() else "is no folder"
             raise DataError(f"{self.data} {found}; give that of the official download, or hub:NAME")
-        return [with_relatives(glue_task(learnable(name), self.data), self.data) for name in dict.fromkeys(names)]
+        return [with_relatives(glue_task(name, self.data), self.data) for name in dict.fromkeys(names)]
 
     def for_task(self, task: Task) -> "GlueConfig":
         """The settings of one task."""
@@ -79,9 +83,9 @@ def has_rows(task: Task, split: str, data: str) -> bool:
 
 def with_relatives(task: Task, data: str) -> Task:
     """The task with the rows of others that its model answers, as further test splits."""
-    for other in TASKS.values():
-        if other.uses == task.name and has_rows(other, TEST, data):
-            place = glue_task(other.name, data).splits[TEST]
+    for other in GLUE_TASKS.values():
+        if other.predicted_by == task.name and has_rows(other, TEST, data):
+            place = with_data(other, data).splits[TEST]
             task = replace(task, splits=task.splits | {f"{TEST}_{other.name}": place})
     return task
 
@@ -184,7 +188,9 @@ def absent(lines: list[Line]) -> list[str]:
     there = [line.task for line in lines]
     if there == [LEFT_OUT]:
         return [f"{LEFT_OUT} is left out of means, so there is none: its dev rows contradict its training rows"]
-    missing = [name for name, task in TASKS.items() if task.uses is None and name not in (*there, LEFT_OUT)]
+    missing = [
+        name for name, task in GLUE_TASKS.items() if task.predicted_by is None and name not in (*there, LEFT_OUT)
+    ]
     return [f"the mean is without {', '.join(missing)}"] if missing else []
 
 
@@ -237,7 +243,7 @@ def submit(config: GlueConfig, groups: list[list[Job]]) -> list[str]:
         chosen = cells if config.ensemble else [max(cells, key=lambda cell: cell.run().headline)]
         for split, logits in mean_logits(chosen).items():
             if split.startswith(TEST):
-                predictions[name_of(task, split)] = READINGS[task.kind].answer(logits, task)
+                predictions[name_of(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
     write_submission(config.submission, predictions)
     missing = missing_files(predictions)
     lacking = f"; GLUE's site also wants {', '.join(missing)}" if missing else ""
@@ -247,4 +253,4 @@ def submit(config: GlueConfig, groups: list[list[Job]]) -> list[str]:
 def name_of(task: Task, split: str) -> str:
     """The name of a test split among predictions: its own task's where a relative's model answers it."""
     relative = split.removeprefix(f"{TEST}_")
-    return relative if relative in TASKS else entry(task, split)
+    return relative if relative in GLUE_TASKS else entry(task, split)

@@ -8,27 +8,35 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from electra.errors import ConfigError
-from electra.finetuning.features import Chosen, Features, by_length, cached_features, choose, epoch, filled
-from electra.finetuning.metrics import METRICS
-from electra.finetuning.model import READINGS, load_pretrained, new_model, write_finetuned
-from electra.finetuning.plots import draw_confusion
+from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
+from electra.finetuning.metrics import METRICS, confusion_matrix, nan_as_lowest
+from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.config import EncoderConfig, Pooling, check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
-from electra.pretraining.branch import longest_row
-from electra.pretraining.curves import Panels, draw_curves
-from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
-from electra.training.hardware import Device, Precision, choose_device, choose_precision
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.plotting import MetricPanels, plot_confusion, plot_metrics
+from electra.pretraining.phases import longest_row
+from electra.runfolder import (
+    CHECKPOINTS,
+    checkpoint_folders,
+    lock_folder,
+    read_json,
+    remove_partial,
+    write_folder,
+    write_json,
+)
+from electra.training.config import Budget, Device, OptimizerConfig, Precision, TrainerConfig
+from electra.training.hardware import choose_device, choose_precision
+from electra.training.logging import METRICS as METRICS_FILE
+from electra.training.logging import read_metrics
+from electra.training.trainer import Trainer
 
 RESULT = "result.json"
 LOGITS = "logits.safetensors"
@@ -102,21 +110,26 @@ class TuningConfig:
         if self.ensemble and self.seeds == 1:
             raise ConfigError(f"{ONE_TOGETHER}; give --seeds 2 or more, or leave --ensemble out")
 
-    def trainer(self, encoder: EncoderConfig, steps_an_epoch: int) -> TrainerConfig:
-        """How the trainer goes about it."""
+    def optimizer(self, encoder: EncoderConfig) -> OptimizerConfig:
+        """The optimizer and its schedule."""
         usual = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
         decay = self.weight_decay if self.weight_decay is not None else 0.01 if self.faithful else 0.0
-        return TrainerConfig(
-            optimizer="adam" if self.faithful else "adamw",
+        return OptimizerConfig(
+            name="adam" if self.faithful else "adamw",
             schedule="released" if self.faithful else "linear",
             learning_rate=usual if self.learning_rate is None else self.learning_rate,
             warmup=self.warmup,
             weight_decay=decay,
+        )
+
+    def trainer(self, steps_an_epoch: int) -> TrainerConfig:
+        """The intervals of logging, evaluation and checkpoints."""
+        return TrainerConfig(
             micro_batches=self.micro_batches,
             log_every=max(1, min(50, steps_an_epoch // 4)),
             evaluate_every=steps_an_epoch,
             save_every=OFTEN_SAVED,
-            keep=1,
+            keep_checkpoints=1,
         )
 
     def epochs_for(self, task: Task) -> int:
@@ -152,12 +165,7 @@ class Score:
     @property
     def headline(self) -> float:
         """The task's first metric on its first dev split, to compare seeds by."""
-        return least_if_nan(next(iter(self.measures["dev"].values())))
-
-
-def least_if_nan(value: float) -> float:
-    """The value, or what is below all numbers in place of NaN, which compares with none."""
-    return -math.inf if math.isnan(value) else value
+        return nan_as_lowest(next(iter(self.measures["dev"].values())))
 
 
 def read_score(path: Path) -> Score:
@@ -181,19 +189,19 @@ class FinetuningTask:
         encoder, self.folder = start.encoder.config, start.folder
         check_length(config.length, encoder)
         self.tokenizer, self.cache = load_model_tokenizer(self.folder, encoder.vocab_size), cache
-        self.model = new_model(start, task.outputs, config.pooling, seed=seed).to(self.device)
-        self.working = WorkingCopy(self.model, self.precision)
-        self.reading, self.pad_id = READINGS[task.kind], encoder.pad_id
+        self.model = build_task_model(start, task.num_labels, config.pooling, seed=seed).to(self.device)
+        self.working = MasterWeights(self.model, self.precision)
+        self.reading, self.pad_id = OUTPUT_TYPES[task.kind], encoder.pad_id
         self.splits = {split: self.features(split) for split in available(task)}
         self.train = self.splits["train"]
         self.step = 0
-        self.plan: Iterator[Chosen] = iter(())
+        self.plan: Iterator[BatchIndices] = iter(())
 
     def outline(self) -> list[str]:
         """What is about to be done, in words."""
         config, encoder = self.config, self.model.encoder.config
         read = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
-        rate, decay = config.trainer(encoder, self.steps_an_epoch()).learning_rate, config.decay_for(encoder)
+        rate, decay = config.optimizer(encoder).learning_rate, config.decay_for(encoder)
         seen, untrained = longest_row(self.folder), []
         if seen is not None and seen < config.length and not encoder.is_modern():
             untrained = [
@@ -209,8 +217,8 @@ class FinetuningTask:
     def features(self, split: str) -> Features:
         """A split's rows as token ids on the device."""
         examples = read_examples(self.task, split)
-        if split == "train" and self.task.doubles:
-            examples = examples.doubled()
+        if split == "train" and self.task.double_unordered:
+            examples = examples.with_swapped_pairs()
         made = cached_features(self.task, examples, self.tokenizer, self.config.length, self.cache)
         return made.to(self.device)
 
@@ -218,37 +226,37 @@ class FinetuningTask:
         """BatchLoader of the training rows, the last one perhaps filled up."""
         return -(-len(self.train) // self.config.batch)
 
-    def next_batch(self) -> Chosen:
+    def next_batch(self) -> BatchIndices:
         number, place = divmod(self.step, self.steps_an_epoch())
         if place == 0:
             self.plan = self.batches(number)
         self.step += 1
         return next(self.plan)
 
-    def batches(self, number: int) -> Iterator[Chosen]:
+    def batches(self, number: int) -> Iterator[BatchIndices]:
         """The batches of one epoch."""
         lengths = self.train.lengths.cpu().numpy()
-        for batch in epoch(lengths, self.config.batch, self.seed, number):
-            yield choose(batch, self.device, self.config.length)
+        for batch in epoch_batches(lengths, self.config.batch, self.config.length, self.seed, number):
+            yield batch.to(self.device)
 
-    def losses(self, batch: Chosen) -> Losses:
-        self.working.refresh()
+    def losses(self, batch: BatchIndices) -> Losses:
+        self.working.sync()
         logits = self.logits(self.working.model, self.train, batch)
         losses = self.reading.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
-    def logits(self, model: nn.Module, features: Features, batch: Chosen) -> torch.Tensor:
+    def logits(self, model: nn.Module, features: Features, batch: BatchIndices) -> torch.Tensor:
         """What a model says of a batch."""
         with self.working.autocast():
-            return model(*features.inputs(batch, self.pad_id))
+            return model(*features.collate(batch, self.pad_id))
 
     def backward(self, loss: torch.Tensor) -> None:
         self.working.backward(loss)
 
-    def counts(self, batch: Chosen) -> Counts:
+    def counts(self, batch: BatchIndices) -> Counts:
         return {"loss": batch.weights.sum()}
 
-    def rate_share(self, name: str) -> float:
+    def lr_scale(self, name: str) -> float:
         """Layers below learn more slowly: the head at the full rate, each layer at a share of the one above."""
         encoder = self.model.encoder.config
         if name.startswith("head"):
@@ -267,26 +275,21 @@ class FinetuningTask:
     def all_logits(self, features: Features) -> NDArray:
         """What the model says of every row [N, outputs]."""
         self.model.eval()
-        lengths = features.lengths.cpu().numpy()
-        size = min(MEASURED_ROWS, len(features))
-        found = np.zeros((len(features), self.task.outputs), np.float32)
-        with torch.no_grad():
-            for rows in by_length(np.arange(len(features)), lengths, size):
-                batch = choose(filled(rows, lengths, size), self.device, self.config.length)
-                found[rows] = self.logits(self.model, features, batch)[: len(rows)].float().cpu().numpy()
+        with self.working.autocast():
+            logits = compute_logits(self.model, features, MEASURED_ROWS, self.config.length, self.pad_id)
         self.model.train()
-        return found
+        return logits
 
-    def rates(self, tokens_per_second: float) -> dict[str, float]:
+    def throughput(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
     def write_model(self, folder: Path) -> None:
-        write_finetuned(self.model, self.task, self.config.length, folder, self.folder)
+        save_finetuned(self.model, self.task, self.config.length, folder, self.folder)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand at the same batch of the same epoch."""
         self.step = state["step"]
         number, place = divmod(self.step, self.steps_an_epoch())
@@ -304,8 +307,8 @@ def available(task: Task) -> list[str]:
 def measure(task: Task, logits: NDArray, features: Features) -> Measures:
     """The task's metrics."""
     labels = features.labels.cpu().numpy()
-    truth = labels if task.labels else task.unscaled(labels)
-    predicted = READINGS[task.kind].answer(logits, task)
+    truth = labels if task.labels else task.denormalize_scores(labels)
+    predicted = OUTPUT_TYPES[task.kind].predict(logits, task)
     return {name: METRICS[name](predicted, truth) for name in task.metrics}
 
 
@@ -321,9 +324,18 @@ def fine_tune(config: TuningConfig, task: Task, seed: int, folder: Path, is_quie
 def learn(config: TuningConfig, task: Task, seed: int, folder: Path, is_quiet: bool) -> None:
     """Train from the last checkpoint on, or from the start, and write the result."""
     lesson = FinetuningTask(config, task, seed, cache=folder.parent / "tokens")
-    settings = config.trainer(lesson.model.encoder.config, lesson.steps_an_epoch())
+    optimizer, settings = config.optimizer(lesson.model.encoder.config), config.trainer(lesson.steps_an_epoch())
     budget = Budget(steps=config.epochs_for(task) * lesson.steps_an_epoch())
-    trainer = Trainer(lesson, settings, budget, folder, seed, lesson.device.type == "cuda", is_quiet)
+    trainer = Trainer(
+        lesson,
+        optimizer,
+        settings,
+        budget,
+        folder,
+        seed=seed,
+        cuda_graphs=lesson.device.type == "cuda",
+        quiet=is_quiet,
+    )
     remove_partial(folder)
     if not is_quiet:
         print(*lesson.outline(), sep="\n", file=sys.stderr, flush=True)
@@ -345,10 +357,11 @@ def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> 
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a run that was killed just here
     with write_folder(folder / MODEL) as draft:
         lesson.write_model(draft)
-    draw_curves(folder, panels(task))
+    plot_metrics(folder, read_metrics(folder / METRICS_FILE), panels(task))
     if task.kind == "classification":
         dev = splits["dev"].labels.cpu().numpy()
-        draw_confusion(folder / "confusion.png", dev, READINGS[task.kind].answer(logits["dev"], task), task.labels)
+        predicted = OUTPUT_TYPES[task.kind].predict(logits["dev"], task)
+        plot_confusion(folder / "confusion.png", confusion_matrix(predicted, dev, len(task.labels)), task.labels)
     score = Score(
         task=task.name,
         seed=lesson.seed,
@@ -363,10 +376,10 @@ def finish(lesson: FinetuningTask, folder: Path, steps: int, seconds: float) -> 
     write_json(folder / RESULT, asdict(score))
 
 
-def panels(task: Task) -> Panels:
-    """What the curves of a fine-tuning show."""
-    return (
-        ("loss", (("train", "loss"), ("validation", "loss"))),
-        ("on dev rows", tuple(("validation", name) for name in task.metrics)),
-        ("learning rate", (("train", "learning_rate"),)),
-    )
+def panels(task: Task) -> MetricPanels:
+    """The panels of curves.png."""
+    return {
+        "loss": [("train", "loss"), ("validation", "loss")],
+        "dev metrics": [("validation", name) for name in task.metrics],
+        "learning rate": [("train", "learning_rate")],
+    }

@@ -1,93 +1,108 @@
-"""Metrics of predictions: what scikit-learn and scipy say, in numpy alone."""
+"""Metrics of predictions, equal to those of scikit-learn and scipy, in numpy alone."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-def accuracy(predicted: NDArray, truth: NDArray) -> float:
-    """The share of right classes."""
-    return float(np.mean(predicted == truth))
+Metrics = dict[str, float]  # values by name of the metric
 
 
-def f1(predicted: NDArray, truth: NDArray) -> float:
-    """The harmonic mean of precision and recall of class 1; 0 where class 1 is neither predicted nor true."""
-    return f1_of(predicted == 1, truth == 1)
+def accuracy(predicted: NDArray, labels: NDArray) -> float:
+    """The fraction of correctly predicted classes."""
+    return float(np.mean(predicted == labels))
 
 
-def macro_f1(predicted: NDArray, truth: NDArray) -> float:
-    """The mean F1 of the classes that are predicted or true somewhere."""
-    return float(np.mean([f1_of(predicted == number, truth == number) for number in np.union1d(predicted, truth)]))
+def f1(predicted: NDArray, labels: NDArray) -> float:
+    """F1 of class 1, or micro-averaged F1 of two 0/1 matrices; 0 if 1 occurs in neither."""
+    return binary_f1(predicted == 1, labels == 1)
 
 
-def micro_f1(predicted: NDArray, truth: NDArray) -> float:
-    """F1 over all cells of two 0/1 matrices; 0 where both are all 0."""
-    return f1_of(predicted == 1, truth == 1)
+def macro_f1(predicted: NDArray, labels: NDArray) -> float:
+    """The mean F1 of all classes that occur in the predictions or the labels."""
+    return float(np.mean([binary_f1(predicted == label, labels == label) for label in np.union1d(predicted, labels)]))
 
 
-def f1_of(is_predicted: NDArray, is_true: NDArray) -> float:
-    """F1 of marks over a truth of the same shape; 0 where nothing is marked in either."""
-    marks = int(is_predicted.sum()) + int(is_true.sum())
-    return 2 * int((is_predicted & is_true).sum()) / marks if marks else 0.0
+def binary_f1(is_predicted: NDArray, is_label: NDArray) -> float:
+    """F1 of boolean arrays of any shape; 0 if both are all False."""
+    positives = int(is_predicted.sum()) + int(is_label.sum())
+    return 2 * int((is_predicted & is_label).sum()) / positives if positives else 0.0
 
 
-def exact_match(predicted: NDArray, truth: NDArray) -> float:
-    """The share of rows of two 0/1 matrices that agree in every column."""
-    return float(np.mean((predicted == truth).all(axis=1)))
+def exact_match(predicted: NDArray, labels: NDArray) -> float:
+    """The fraction of rows of two 0/1 matrices that are equal in every column."""
+    return float(np.mean((predicted == labels).all(axis=1)))
 
 
-def matthews(predicted: NDArray, truth: NDArray) -> float:
-    """Matthews' correlation of any number of classes; 0 where predictions or truth have one class only."""
-    classes = np.union1d(predicted, truth)
-    said = (predicted[:, None] == classes).astype(np.float64)  # [N, classes]
-    true = (truth[:, None] == classes).astype(np.float64)
-    said, true = said - said.mean(axis=0), true - true.mean(axis=0)
-    spread = np.sum(said * said) * np.sum(true * true)
-    return float(np.sum(said * true) / np.sqrt(spread)) if spread else 0.0
+def matthews(predicted: NDArray, labels: NDArray) -> float:
+    """Matthews correlation for any number of classes; 0 if predictions or labels contain one class only."""
+    classes = np.union1d(predicted, labels)
+    x = (predicted[:, None] == classes).astype(np.float64)  # [N, classes]
+    y = (labels[:, None] == classes).astype(np.float64)
+    x, y = x - x.mean(axis=0), y - y.mean(axis=0)
+    variance = np.sum(x * x) * np.sum(y * y)
+    return float(np.sum(x * y) / np.sqrt(variance)) if variance else 0.0
 
 
-def pearson(predicted: NDArray, truth: NDArray) -> float:
-    """Pearson's correlation; NaN where a side is constant (one element always is) or has a NaN."""
-    if is_flat(predicted) or is_flat(truth):
-        return float("nan")
-    said, true = standardised(predicted), standardised(truth)
-    return float(np.clip(np.sum(said * true), -1, 1))  # NaN stays NaN
+def pearson(predicted: NDArray, labels: NDArray) -> float:
+    """Pearson correlation; NaN if one side is constant (a single element always is) or contains NaN."""
+    if (predicted == predicted[0]).all() or (labels == labels[0]).all():
+        return math.nan
+    return float(np.clip(np.sum(standardize(predicted) * standardize(labels)), -1, 1))  # NaN stays NaN
 
 
-def spearman(predicted: NDArray, truth: NDArray) -> float:
-    """Spearman's correlation, ties sharing their mean rank; NaN where Pearson's is."""
-    if np.isnan(predicted).any() or np.isnan(truth).any():
-        return float("nan")
-    return pearson(mean_ranks(predicted), mean_ranks(truth))
+def spearman(predicted: NDArray, labels: NDArray) -> float:
+    """Spearman correlation, with mean ranks for ties; NaN where Pearson's is."""
+    if np.isnan(predicted).any() or np.isnan(labels).any():
+        return math.nan
+    return pearson(mean_ranks(predicted), mean_ranks(labels))
 
 
-def is_flat(scores: NDArray) -> bool:
-    """Whether all scores are the same number."""
-    return bool((scores == scores[0]).all())
-
-
-def standardised(scores: NDArray) -> NDArray:
-    """Scores around 0 whose squares add up to 1."""
+def standardize(scores: NDArray) -> NDArray:
+    """Centre and scale scores to unit norm."""
     centred = scores - scores.mean(dtype=np.float64)
-    centred = centred / np.abs(centred).max()  # so that squares neither overflow nor vanish
+    centred = centred / np.abs(centred).max()  # squares must neither overflow nor underflow
     return centred / np.linalg.norm(centred)
 
 
 def mean_ranks(scores: NDArray) -> NDArray:
-    """The rank of each score from 1; equal ones get the mean of theirs."""
-    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+    """Ranks from 1; equal scores share the mean of their ranks."""
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
 METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
     "accuracy": accuracy,
     "f1": f1,
     "macro_f1": macro_f1,
-    "micro_f1": micro_f1,
+    "micro_f1": f1,
     "exact_match": exact_match,
     "matthews": matthews,
     "pearson": pearson,
     "spearman": spearman,
 }
-"""Each takes predictions and truth, as `Examples.labels` has them, and gives a number; larger is better."""
+"""Metrics of predictions and labels in the form of `Examples.labels`; higher is better."""
+
+
+def confusion_matrix(predicted: NDArray, labels: NDArray, num_labels: int) -> NDArray:
+    """Counts [class in the labels, predicted class]."""
+    counts = np.zeros((num_labels, num_labels), np.int64)
+    np.add.at(counts, (labels, predicted), 1)
+    return counts
+
+
+def median(values: list[float]) -> float:
+    """The median, where NaN (the correlation of constant predictions) ranks below all numbers."""
+    ordered = sorted(values, key=nan_as_lowest)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def standard_deviation(values: list[float]) -> float:
+    """The sample standard deviation; NaN for a single value or if any value is NaN."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
+def nan_as_lowest(value: float) -> float:
+    """A sort key that ranks NaN below all numbers."""
+    return -math.inf if math.isnan(value) else value

@@ -1,13 +1,13 @@
-"""A fine-tuned model: the discriminator's encoder under a new head, and the folder it lives in.
+"""The fine-tuned model: the discriminator's encoder with a task head, and the folder it is stored in.
 
-config.json says what the encoder and the task are, how long rows may be and what the head reads of them (pooling),
-model.safetensors holds the weights, tokenizer files lie beside.
+config.json describes encoder, task, maximum length and pooling; model.safetensors holds the weights; the tokenizer's
+files are copied beside them.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 from zlib import crc32
 
 import numpy as np
@@ -17,190 +17,178 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.labels import Kind
+from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, linear, norm
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
-from electra.runfolder import read_json, write_json
+from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
+from electra.runfolder import CONFIG, read_json, write_json
 from electra.training.checkpoint import model_folder
 
 
 class ClassicHead(nn.Linear):
-    """The paper's: dropout, one linear layer (no pooler)."""
+    """The paper's task head: dropout and one linear layer, without a pooler."""
 
-    def __init__(self, config: EncoderConfig, outputs: int) -> None:
-        super().__init__(config.width, outputs)
+    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
+        super().__init__(config.width, num_labels)
         self.dropout = nn.Dropout(config.dropout)
         nn.init.xavier_uniform_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, state: Tensor) -> Tensor:
-        """Logits [B, outputs] of a state [B, D]."""
-        return super().forward(self.dropout(state))
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Logits [B, num_labels] of pooled states [B, D]."""
+        return super().forward(self.dropout(pooled))
 
 
 class ModernHead(ClassicHead):
-    """ModernBERT's: one more layer before it, so that the model can leave as ModernBertForSequenceClassification."""
+    """The head of ModernBertForSequenceClassification: dense layer, GELU and norm before dropout and linear layer."""
 
-    def __init__(self, config: EncoderConfig, outputs: int) -> None:
-        super().__init__(config, outputs)
+    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
+        super().__init__(config, num_labels)
         self.dense = linear(config, config.width, config.width)
         self.norm = norm(config, config.width)
         nn.init.trunc_normal_(self.dense.weight, std=config.init_std)
 
-    def forward(self, state: Tensor) -> Tensor:
-        return super().forward(self.norm(functional.gelu(self.dense(state))))
+    def forward(self, pooled: Tensor) -> Tensor:
+        return super().forward(self.norm(functional.gelu(self.dense(pooled))))
 
 
 HEADS = {"classic": ClassicHead, "modern": ModernHead}
 
 
-class FineTuned(nn.Module):
-    """Says something of a text or a pair, from the first token's state or, modern ones, from the mean of all."""
+class TaskModel(nn.Module):
+    """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
 
-    def __init__(self, encoder: Encoder, outputs: int, pooling: Pooling = "cls") -> None:
+    def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__()
         if pooling not in get_args(Pooling):
-            raise ConfigError(f"there is no pooling {pooling!r}; choose from {', '.join(get_args(Pooling))}")
+            raise ConfigError(f"unknown pooling {pooling!r}; choose from {', '.join(get_args(Pooling))}")
         if pooling != "cls" and not encoder.config.is_modern():
-            raise ConfigError(
-                f"pooling is {pooling}, and the head of a classic encoder reads the first token only; leave out "
-                f"--pooling, or fine-tune a modern encoder"
-            )
+            raise ConfigError(f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder")
         self.encoder, self.pooling = encoder, pooling
-        self.head = HEADS[encoder.config.style](encoder.config, outputs)
+        self.head = HEADS[encoder.config.style](encoder.config, num_labels)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
-        """Logits [B, outputs]."""
+        """Logits [B, num_labels]."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_state(hidden, attention_mask))
+        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
 
 
-def mean_state(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """The mean [B, D] of the states [B, L, D] of tokens that are no padding."""
+def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The mean [B, D] of the states [B, L, D] of all tokens but padding."""
     total = (hidden * attention_mask[..., None]).sum(1, dtype=torch.float32)
     return (total / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How one kind of task is learnt and answered."""
+class OutputType:
+    """Loss, predictions and output activation of one kind of task."""
 
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, outputs] and labels of as many rows → losses [B]
-    answer: Callable[[NDArray, Task], NDArray]  # logits [N, outputs] → predictions, as `Examples.labels` has them
-    certainty: Callable[[NDArray], NDArray]  # logits [N, outputs] → probabilities, or scores as they are
-
-
-def softmax(logits: NDArray) -> NDArray:
-    """Probabilities of classes that exclude each other."""
-    return torch.from_numpy(logits).softmax(1).numpy()
+    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
+    activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
 
 
-def sigmoid(logits: NDArray) -> NDArray:
-    """Probabilities of classes that do not."""
-    return torch.from_numpy(logits).sigmoid().numpy()
-
-
-READINGS: dict[Kind, Reading] = {
-    "classification": Reading(
-        loss=lambda logits, labels: functional.cross_entropy(logits, labels, reduction="none"),
-        answer=lambda logits, task: logits.argmax(1),
-        certainty=softmax,
+OUTPUT_TYPES: dict[TaskKind, OutputType] = {
+    "classification": OutputType(
+        loss=lambda logits, targets: functional.cross_entropy(logits, targets, reduction="none"),
+        predict=lambda logits, task: logits.argmax(1),
+        activation=lambda logits: torch.from_numpy(logits).softmax(1).numpy(),
     ),
-    "multi-label": Reading(
-        loss=lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(
-            1
-        ),
-        answer=lambda logits, task: (logits > 0).astype(np.float32),
-        certainty=sigmoid,
+    "multi-label": OutputType(
+        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
+            logits, targets, reduction="none"
+        ).mean(1),
+        predict=lambda logits, task: (logits > 0).astype(np.float32),
+        activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
     ),
-    "regression": Reading(
-        loss=lambda logits, labels: (logits[:, 0] - labels).square(),
-        answer=lambda logits, task: task.unscaled(logits[:, 0]),
-        certainty=lambda logits: logits,
+    "regression": OutputType(
+        loss=lambda logits, targets: (logits[:, 0] - targets).square(),
+        predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
+        activation=lambda logits: logits,
     ),
 }
 
 
-class Pretrained(NamedTuple):
-    """What a fine-tuning starts from."""
+@dataclass(frozen=True)
+class Pretrained:
+    """What fine-tuning starts from."""
 
     encoder: Encoder
-    head: Tensors  # of the model that was read, where it had one
-    pooling: Pooling  # what that head read
+    head: Tensors  # weights of the loaded model's head, if any
+    pooling: Pooling  # pooling of that head
     folder: Path
-    salt: int  # of what is drawn anew: other than before where one task follows another
+    seed_offset: int = 0  # a model that was fine-tuned before gets other random numbers for its new head
 
 
 def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
-    """What a run, a model folder, a fine-tuned model or a Hugging Face folder has to start a fine-tuning from."""
+    """Load the encoder of a run, model folder, fine-tuned model or Hugging Face folder."""
     folder = model_folder(path)
     settings = read_json(folder / CONFIG)
-    is_tuned = "task" in settings
+    is_finetuned = "task" in settings
     config, tensors = (
-        (encoder_config(settings, folder), read_tensors(folder / WEIGHTS)) if is_tuned else read_part(folder)
+        (read_encoder_config(settings, folder), read_tensors(folder / WEIGHTS)) if is_finetuned else read_part(folder)
     )
     if dropout is not None:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
-    with torch.device("meta"):  # no weights yet: the stored ones are put in their place
+    with torch.device("meta"):  # the stored weights are assigned below
         encoder = Encoder(config)
-    weights, head = (without_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
+    weights, head = (remove_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    pooling: Any = settings.get("pooling" if is_tuned else "classifier_pooling") or "cls"
-    return Pretrained(encoder, head, pooling, folder, crc32((folder / CONFIG).read_bytes()) if is_tuned else 0)
+    pooling: Any = settings.get("pooling" if is_finetuned else "classifier_pooling") or "cls"
+    seed_offset = crc32((folder / CONFIG).read_bytes()) if is_finetuned else 0
+    return Pretrained(encoder, head, pooling, folder, seed_offset)
 
 
-def without_prefix(tensors: Tensors, prefix: str) -> Tensors:
-    """Those whose names start so, without it."""
-    return {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:
+    """The tensors whose names start with a prefix, named without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def new_model(start: Pretrained, outputs: int, pooling: Pooling | None = None, *, seed: int) -> FineTuned:
-    """A model to be fine-tuned. Its head is drawn by the seed, but for what a modern one has before its last layer.
+def build_task_model(start: Pretrained, num_labels: int, pooling: Pooling | None = None, *, seed: int) -> TaskModel:
+    """A model to fine-tune, with a randomly initialised output layer.
 
-    That goes on from the head that was read, and reads what that one did unless told otherwise: `transformers` takes
-    both over in the same way. A head of another task is not drawn again: its classes mean something else.
+    As in `transformers`, a modern head keeps the loaded head's dense layer and norm, and its pooling unless given.
     """
-    torch.manual_seed(seed + start.salt)
-    model = FineTuned(start.encoder, outputs, pooling or start.pooling)
-    known = dict(model.head.named_parameters())
+    torch.manual_seed(seed + start.seed_offset)
+    model = TaskModel(start.encoder, num_labels, pooling or start.pooling)
+    parameters = dict(model.head.named_parameters())
     with torch.no_grad():
         for name in ("dense.weight", "norm.weight"):
-            if name in known and name in start.head:
-                known[name].copy_(start.head[name])
+            if name in parameters and name in start.head:
+                parameters[name].copy_(start.head[name])
     return model
 
 
-def encoder_config(settings: dict, folder: Path) -> EncoderConfig:
-    """The encoder in the config.json of a fine-tuned model."""
+def read_encoder_config(settings: dict, folder: Path) -> EncoderConfig:
+    """The encoder's configuration in the config.json of a fine-tuned model."""
     try:
         return EncoderConfig.from_dict(settings.get("encoder"))
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
 
 
-def write_finetuned(model: FineTuned, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
-    """Write a fine-tuned model's files into a folder, with the length of its rows and another's tokenizer files."""
+def save_finetuned(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
+    """Write a fine-tuned model into a folder, with the tokenizer's files from another folder."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
     settings = {"encoder": asdict(model.encoder.config), "task": asdict(task), "length": length}
     write_json(folder / CONFIG, settings | {"pooling": model.pooling})
     copy_tokenizer(tokenizer, folder)
 
 
-def load_finetuned(folder: Path) -> tuple[FineTuned, Task]:
-    """Read the folder of a fine-tuned model."""
+def load_finetuned(folder: Path) -> tuple[TaskModel, Task]:
+    """Load a fine-tuned model and its task."""
     settings = read_json(folder / CONFIG)
     if "task" not in settings:
-        raise DataError(f"{folder} is not a fine-tuned model; make one with: electra finetune --model {folder} …")
-    encoder = encoder_config(settings, folder)
+        raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
+    encoder = read_encoder_config(settings, folder)
     try:
         task = Task.from_dict(settings["task"])
         with torch.device("meta"):
-            model = FineTuned(Encoder(encoder), task.outputs, settings.get("pooling", "cls"))
+            model = TaskModel(Encoder(encoder), task.num_labels, settings.get("pooling"))
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
     weights = read_tensors(folder / WEIGHTS)

@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.features import by_length, choose, filled, make_features
+from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.job import ONE_TOGETHER, Measures
 from electra.finetuning.jobs import best_model, seed_models
-from electra.finetuning.labels import SEPARATOR
-from electra.finetuning.metrics import METRICS
-from electra.finetuning.model import READINGS, FineTuned, load_finetuned
-from electra.finetuning.plots import confusion
-from electra.finetuning.tasks import Examples, Task, stream_examples, telling_line
+from electra.finetuning.metrics import METRICS, confusion_matrix
+from electra.finetuning.model import OUTPUT_TYPES, TaskModel, load_finetuned
+from electra.finetuning.readers import LABEL_SEPARATOR
+from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
 from electra.model.config import check_length
-from electra.model.storage import CONFIG, load_model_tokenizer
-from electra.runfolder import open_atomic, read_json
-from electra.training.hardware import Device, Precision, choose_device, choose_precision
+from electra.model.storage import load_model_tokenizer
+from electra.runfolder import CONFIG, open_atomic, read_json
+from electra.training.config import Device, Precision
+from electra.training.hardware import choose_device, choose_precision
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -126,7 +126,7 @@ class Answers:
         loaded = [load_finetuned(folder) for folder in self.folders]
         self.device = choose_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
-        self.models: list[FineTuned] = [model.to(self.device) for model, _ in loaded]
+        self.models: list[TaskModel] = [model.to(self.device) for model, _ in loaded]
         self.task: Task = loaded[0][1]
         encoder = self.models[0].encoder
         self.length: int = config.length or read_json(self.folders[0] / CONFIG).get("length", encoder.config.positions)
@@ -141,7 +141,7 @@ class Answers:
         columns = (TextColumn("{task.completed:,.0f} rows"), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=None)
-            for examples in stream_examples(self.task, path, ROWS, labelled=labelled):
+            for examples in stream_examples(self.task, path, ROWS, with_labels=labelled):
                 yield examples, self.logits(examples)
                 bar.update(task, completed=self.rows)
 
@@ -149,15 +149,12 @@ class Answers:
         """What the models say of examples, on average."""
         features = make_features(self.task, examples, self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
-        features, lengths = features.to(self.device), features.lengths.numpy()
-        found = np.zeros((len(examples), self.task.outputs), np.float32)
-        with torch.no_grad(), torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            for rows in by_length(np.arange(len(examples)), lengths, self.batch):
-                batch = choose(filled(rows, lengths, len(rows)), self.device, self.length)
-                inputs = features.inputs(batch, self.pad_id)
-                said = torch.stack([model(*inputs).float() for model in self.models]).mean(0)
-                found[rows] = said.cpu().numpy()
-        return found
+        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            return compute_logits(self.forward, features.to(self.device), self.batch, self.length, self.pad_id)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The mean of the models' logits [B, num_labels]."""
+        return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
 
 
 def several_models(output: Path) -> list[Path]:
@@ -178,16 +175,16 @@ def predict(config: PredictConfig) -> Predicted:
         for examples, logits in answers.chunks(config.input, labelled=False):
             assert examples.rows is not None
             for row, answer in zip(examples.rows, answers_of(answers.task, logits), strict=True):
-                with telling_line(str(config.input), row.line):
+                with errors_with_line(str(config.input), row.line):
                     write(joined(row.values, answer))
     return Predicted(str(config.output), answers.rows, answers.truncated)
 
 
 def answers_of(task: Task, logits: NDArray) -> Iterator[dict[str, Any]]:
     """What each row gets: the prediction, and for classes how probable they are."""
-    reading = READINGS[task.kind]
-    words = task.words(reading.answer(logits, task))
-    for word, certainties in zip(words, reading.certainty(logits).tolist(), strict=True):
+    reading = OUTPUT_TYPES[task.kind]
+    words = task.decode(reading.predict(logits, task))
+    for word, certainties in zip(words, reading.activation(logits).tolist(), strict=True):
         named = {f"p({name})": round(value, 4) for name, value in zip(task.labels, certainties, strict=False)}
         yield {"prediction": float(f"{word:.6g}") if isinstance(word, float) else word} | named
 
@@ -235,7 +232,9 @@ class Table:
     def write(self, cells: list[Any]) -> None:
         """Write one line."""
         try:
-            self.writer.writerow(SEPARATOR.join(map(str, cell)) if isinstance(cell, list) else cell for cell in cells)
+            self.writer.writerow(
+                LABEL_SEPARATOR.join(map(str, cell)) if isinstance(cell, list) else cell for cell in cells
+            )
         except csv.Error:  # only .tsv has such
             raise DataError("a cell has a tab or line end in it; .tsv cannot hold it, write .csv or .jsonl") from None
 
@@ -258,7 +257,7 @@ def evaluate(config: EvaluateConfig) -> Evaluated:
             )
         truth.append(examples.labels)
         said.append(logits)
-    labels, predicted = np.concatenate(truth), READINGS[task.kind].answer(np.concatenate(said), task)
+    labels, predicted = np.concatenate(truth), OUTPUT_TYPES[task.kind].predict(np.concatenate(said), task)
     is_classes = task.kind == "classification"
     return Evaluated(
         model=", ".join(map(str, answers.folders)),
@@ -269,5 +268,5 @@ def evaluate(config: EvaluateConfig) -> Evaluated:
         truncated=answers.truncated,
         measures={name: METRICS[name](predicted, labels) for name in task.metrics},
         labels=list(task.labels),
-        confusion=confusion(labels, predicted, len(task.labels)).tolist() if is_classes else [],
+        confusion=confusion_matrix(predicted, labels, len(task.labels)).tolist() if is_classes else [],
     )

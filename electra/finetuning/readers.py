@@ -1,101 +1,99 @@
-"""Tables: files of rows with named columns, read one row at a time, so that a file may have any length.
+"""Readers of tabular files (.csv, .tsv, .jsonl, .parquet, Hugging Face hub) and of their label column.
 
-.csv has a header and may quote fields, which may then span lines; the header tells whether commas, semicolons or tabs
-stand between them. .tsv has no quoting, as in GLUE's files: a quotation
-mark is a character. In .jsonl each line is an object. Row numbers stand for line numbers in .parquet and hub data.
+Rows are streamed, so that a file may have any length. .tsv has no quoting, as in GLUE's files: a quotation mark is an
+ordinary character. In .parquet and hub data, row numbers take the place of line numbers.
 """
 
 import csv
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from electra.data.corpus import MAX_DOCUMENT_BYTES
 from electra.data.files import TextFile, import_optional, open_file, open_parquet, require_format
 from electra.errors import ConfigError, DataError
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
-SEPARATORS = (",", ";", "\t")  # of a .csv; spreadsheets write the second where a comma is the decimal sign
-MARK = "\ufeff"  # some programs begin UTF-8 files with it
+DELIMITERS = (",", ";", "\t")  # of .csv; spreadsheets write semicolons where the comma is the decimal separator
+BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One row of a table."""
 
-    line: int  # where it begins in its file, from 1
-    values: dict[str, Any]  # by column; text in .csv and .tsv, anything of JSON's elsewhere
+    line: int  # where it starts in its file, from 1
+    values: dict[str, Any]  # by column; strings in .csv and .tsv, any JSON value elsewhere
 
 
-def read_rows(path: Path, *, columns: Sequence[str] = (), skips_broken: bool = False) -> Iterator[Row]:
-    """The rows of a file; raises if there are none.
+def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
+    """Stream the rows of a file; raises if it has none.
 
-    `columns` name the fields of a .csv or .tsv without a header: one whose first line has as many fields as there are
-    columns, and none of their names.
-    `skips_broken` leaves out lines with the wrong number of fields.
+    `columns` names the fields of a .csv or .tsv file without a header: one whose first line has as many fields as
+    there are columns, and none of their names. `skip_malformed` skips lines with a wrong number of fields.
     """
     file = require_format(path, FORMATS, "tables")
-    has_rows = False
+    is_empty = True
     with open_file(file) as (stream, disk):
-        for row in rows_of(file, stream, disk, columns, skips_broken):
-            has_rows = True
+        for row in parse_rows(file, stream, disk, columns, skip_malformed):
+            is_empty = False
             yield row
-    if not has_rows:
-        raise DataError(f"there are no rows in {path}; it needs at least one, below the header if it is .csv or .tsv")
+    if is_empty:
+        raise DataError(f"no rows in {path}; it needs at least one, after the header in .csv and .tsv")
 
 
-def rows_of(
-    file: TextFile, stream: BinaryIO, disk: BinaryIO, columns: Sequence[str], skips_broken: bool
+def parse_rows(
+    file: TextFile, stream: BinaryIO, disk: BinaryIO, columns: Sequence[str], skip_malformed: bool
 ) -> Iterator[Row]:
-    """The rows of an opened file."""
+    """The rows of an opened file, by its format."""
     name = str(file.path)
     match file.format:
         case ".parquet":
             return parquet_rows(file, stream, disk)
         case ".jsonl":
-            return json_rows(name, text_lines(name, stream))
+            return json_rows(name, decode_lines(name, stream))
         case ".csv":
-            return table_rows(name, csv_records(name, text_lines(name, stream)), columns, skips_broken)
+            return table_rows(name, csv_records(name, decode_lines(name, stream)), columns, skip_malformed)
         case _:
-            return table_rows(name, tsv_records(text_lines(name, stream)), columns, skips_broken)
+            return table_rows(name, tsv_records(decode_lines(name, stream)), columns, skip_malformed)
 
 
-def text_lines(name: str, stream: BinaryIO) -> Iterator[str]:
-    """The lines of a text, with their ends; only line feeds end lines, whatever else Unicode has for it."""
+def decode_lines(name: str, stream: BinaryIO) -> Iterator[str]:
+    """Lines of UTF-8 text with their line ends; only line feeds end a line."""
     for number, line in enumerate(stream, start=1):
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
-            came = f"byte 0x{line[error.start]:02x}"
-            raise DataError(f"{name}, line {number}: {came} is not UTF-8; convert the file, as with iconv") from None
-        yield text.removeprefix(MARK) if number == 1 else text
+            byte = f"byte 0x{line[error.start]:02x}"
+            raise DataError(f"{name}, line {number}: {byte} is not UTF-8; convert the file, e.g. with iconv") from None
+        yield text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
 
 
 def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each record of a .csv, and the line it begins on."""
-    csv.field_size_limit(
-        MAX_DOCUMENT_BYTES
-    )  # the library's own is 128 kB, which one unclosed quotation mark soon reaches
+    """The fields of each record of a .csv file, and the line it starts on."""
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the default of 128 kB is soon exceeded by one unclosed quotation mark
     line = 1
     try:
-        blank, header = first_line(lines)
-        reader = csv.reader(chain(blank, [header], lines), delimiter=separator_of(header), strict=True)
+        blank, header = split_first_line(lines)
+        reader = csv.reader(chain(blank, [header], lines), delimiter=detect_delimiter(header), strict=True)
         for fields in reader:
             if fields:
                 yield line, fields
             line = reader.line_num + 1
     except csv.Error as error:
-        advice = (
-            "a field with the separator, a line end or quotation mark stands in quotation marks, and those in it twice"
-        )
+        advice = "quote fields that contain the delimiter, a line end or a quotation mark, and double quotation marks"
         raise DataError(f"{name}, line {line}: {error}; {advice}") from None
 
 
-def first_line(lines: Iterator[str]) -> tuple[list[str], str]:
-    """The first line that is not blank, and the blank ones before it."""
+def split_first_line(lines: Iterator[str]) -> tuple[list[str], str]:
+    """The blank lines at the start, and the first line that is not blank."""
     blank: list[str] = []
     for line in lines:
         if line.strip():
@@ -104,84 +102,234 @@ def first_line(lines: Iterator[str]) -> tuple[list[str], str]:
     return blank, ""
 
 
-def separator_of(header: str) -> str:
-    """What stands between the fields of a .csv: the only one of the separators that divides its header, or a comma."""
-    dividing = [separator for separator in SEPARATORS if len(next(csv.reader([header], delimiter=separator))) > 1]
-    return dividing[0] if len(dividing) == 1 else SEPARATORS[0]
+def detect_delimiter(header: str) -> str:
+    """The only delimiter that splits the header of a .csv file, otherwise a comma."""
+    splitting = [delimiter for delimiter in DELIMITERS if len(next(csv.reader([header], delimiter=delimiter))) > 1]
+    return splitting[0] if len(splitting) == 1 else DELIMITERS[0]
 
 
 def tsv_records(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
-    """The fields of each line of a .tsv, and the line's number."""
+    """The fields of each line of a .tsv file, and the line number."""
     for number, line in enumerate(lines, start=1):
         if text := line.removesuffix("\n").removesuffix("\r"):
             yield number, text.split("\t")
 
 
 def table_rows(
-    name: str, records: Iterator[tuple[int, list[str]]], columns: Sequence[str], skips_broken: bool
+    name: str, records: Iterator[tuple[int, list[str]]], columns: Sequence[str], skip_malformed: bool
 ) -> Iterator[Row]:
-    """Rows of fields below a header, or below `columns` where there is none."""
+    """Rows of records below a header, or under `columns` if there is no header."""
     header: list[str] = []
     for line, fields in records:
         if not header:
-            is_header = len(fields) != len(columns) or not set(columns).isdisjoint(fields)
-            header = fields if is_header else list(columns)
-            refuse_twins(name, header)
-            if is_header:
+            has_header = len(fields) != len(columns) or not set(columns).isdisjoint(fields)
+            header = fields if has_header else list(columns)
+            check_unique(name, header)
+            if has_header:
                 continue
         if len(fields) == len(header):
             yield Row(line, dict(zip(header, fields, strict=True)))
-        elif not skips_broken:
-            came = f"{len(fields)} fields, but there are {len(header)} columns ({', '.join(header)})"
-            advice = (
-                "a text with the separator or a line end in it needs quotation marks in .csv, and .tsv cannot hold it"
+        elif not skip_malformed:
+            raise DataError(
+                f"{name}, line {line}: {len(fields)} fields, but there are {len(header)} columns "
+                f"({', '.join(header)}); in .csv, quote texts that contain the delimiter or a line end; .tsv cannot "
+                "hold them"
             )
-            raise DataError(f"{name}, line {line}: {came}; {advice}")
 
 
 def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
-    """The objects of a .jsonl."""
+    """The objects of a .jsonl file."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            told = getattr(error, "msg", error)  # without its own count of lines, which starts anew at each
-            raise DataError(f"{name}, line {number}: not valid JSON ({told}); each line must be an object") from None
+            reason = getattr(error, "msg", error)  # without the library's line number, which is always 1
+            raise DataError(f"{name}, line {number}: invalid JSON ({reason}); each line must be an object") from None
         if not isinstance(values, dict):
             raise DataError(f"{name}, line {number}: a {type(values).__name__}; each line must be an object")
         yield Row(number, values)
 
 
 def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Row]:
-    """The rows of a .parquet."""
-    number = 0
+    """The rows of a .parquet file."""
     with open_parquet(file, stream, disk) as table:
-        refuse_twins(str(file.path), table.schema_arrow.names)
-        for batch in table.iter_batches(batch_size=1024):
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(number, values)
+        check_unique(str(file.path), table.schema_arrow.names)
+        batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1024))
+        yield from (Row(number, values) for number, values in enumerate(chain.from_iterable(batches), start=1))
 
 
 def hub_rows(source: str) -> Iterator[Row]:
-    """The rows of `hub:NAME:CONFIG:SPLIT`, which stay in the library's cache for the next time."""
+    """The rows of `hub:NAME:CONFIG:SPLIT`, cached by the datasets library."""
     datasets = import_optional("datasets", "reading from the hub")
     if source.count(":") < 3:
-        raise ConfigError(f"{source} does not say which rows; name them as hub:NAME:CONFIG:SPLIT")
+        raise ConfigError(f"{source} does not name a split; write hub:NAME:CONFIG:SPLIT")
     name, config, split = source.removeprefix("hub:").rsplit(":", 2)
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise DataError(f"cannot read {source}: {' '.join(str(error).split())}") from None
     if not len(rows):
-        raise DataError(f"there are no rows in {source}; choose another dataset")
+        raise DataError(f"no rows in {source}; choose another dataset")
     return (Row(number, values) for number, values in enumerate(rows, start=1))
 
 
-def refuse_twins(name: str, columns: list[str]) -> None:
-    """Raise if two columns have one name; nameless ones cannot be asked for and do no harm."""
-    twins = sorted({column for column in columns if column and columns.count(column) > 1})
-    if twins:
-        raise DataError(f"{name} has several columns named {', '.join(twins)}; give each its own name")
+def check_unique(name: str, columns: list[str]) -> None:
+    """Raise if two columns share a name; unnamed columns are harmless."""
+    duplicates = sorted({column for column in columns if column and columns.count(column) > 1})
+    if duplicates:
+        raise DataError(f"{name} has several columns named {', '.join(duplicates)}; give each a unique name")
+
+
+# Labels: how each kind of task reads its label column.
+
+TaskKind = Literal["classification", "multi-label", "regression"]
+
+LABEL_SEPARATOR = "|"  # between the labels of a multi-label cell that is a string
+MAX_CLASSES = 20  # integers with more distinct values are scores, unless the user sets the kind
+MAX_SCORE = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class LabelType:
+    """The label column of one kind of task."""
+
+    parse: Callable[[Any], Any]  # cell → class name, class names, or score
+    encode: Callable[[Any, Mapping[str, int]], Any]  # parsed label and class ids → a row of `Examples.labels`
+    decode: Callable[[NDArray, tuple[str, ...]], list[Any]]  # labels or predictions of all rows → class names or scores
+    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
+    dtype: type
+
+
+def parse_class(cell: Any) -> str:
+    """The class name in a cell."""
+    if isinstance(cell, list):
+        raise DataError("the label is a list; a row has one class, unless the kind of task is multi-label")
+    name = cell_text(cell)
+    if not name:
+        raise DataError("the label is empty; every row for training or evaluation needs one")
+    return name
+
+
+def parse_classes(cell: Any) -> tuple[str, ...]:
+    """The class names in a cell, a list or a string with separators; may be empty."""
+    cells = cell if isinstance(cell, list) else cell_text(cell).split(LABEL_SEPARATOR)
+    return tuple(name for name in map(cell_text, cells) if name)
+
+
+def cell_text(cell: Any) -> str:
+    """A cell as a class name; integers stored as floats lose their decimal point, NaN becomes empty."""
+    if cell is None or cell != cell:
+        return ""
+    return str(int(cell) if isinstance(cell, float) and cell.is_integer() else cell).strip()
+
+
+def parse_score(cell: Any) -> float:
+    """The score in a cell."""
+    score = parse_number(cell)
+    if score is None or not abs(score) <= MAX_SCORE:  # comparisons with NaN are False
+        raise DataError(f"the score is {cell!r}; it must be a finite number")
+    return score
+
+
+def parse_number(cell: Any) -> float | None:
+    """The number in a cell, or None if it holds something else."""
+    try:
+        return None if isinstance(cell, bool) else float(cell)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def encode_class(name: str, class_ids: Mapping[str, int]) -> int:
+    """The id of a class."""
+    if name not in class_ids:
+        known = ", ".join(list(class_ids)[:MAX_CLASSES]) + (", …" if len(class_ids) > MAX_CLASSES else "")
+        raise DataError(f"unknown label {name!r}; the labels of the training rows are {known}")
+    return class_ids[name]
+
+
+def encode_classes(names: tuple[str, ...], class_ids: Mapping[str, int]) -> NDArray:
+    """A multi-hot vector of the classes of a row."""
+    multi_hot = np.zeros(len(class_ids), np.float32)
+    multi_hot[[encode_class(name, class_ids) for name in names]] = 1
+    return multi_hot
+
+
+def infer_classes(names: list[str]) -> dict[str, Any]:
+    """Classes and metrics of a classification task."""
+    labels = sort_labels(set(names))
+    if len(labels) < 2:
+        raise DataError(f"every label is {labels[0]!r}; there must be at least two classes")
+    if len(labels) > MAX_CLASSES and len(labels) > len(names) / 2:
+        raise DataError(
+            f"{len(labels):,} different labels in {len(names):,} rows, e.g. {labels[0]!r} and {labels[1]!r}; a class "
+            f"must have several rows, and scores must be numbers with a decimal point"
+        )
+    return {
+        "labels": labels,
+        "metrics": ("accuracy", "f1", "matthews") if len(labels) == 2 else ("accuracy", "macro_f1"),
+    }
+
+
+def infer_multi_label_classes(rows: list[tuple[str, ...]]) -> dict[str, Any]:
+    """Classes and metrics of a multi-label task."""
+    labels = sort_labels({name for names in rows for name in names})
+    if not labels:
+        raise DataError("no row has a label; there must be at least one")
+    return {"labels": labels, "metrics": ("micro_f1", "exact_match")}
+
+
+def infer_scale(scores: list[float]) -> dict[str, Any]:
+    """Metrics of a regression task, and the mean and standard deviation that its targets are normalised by."""
+    if min(scores) == max(scores):
+        raise DataError(f"every score is {scores[0]:g}; there must be at least two different ones")
+    return {"metrics": ("pearson", "spearman"), "offset": float(np.mean(scores)), "scale": float(np.std(scores))}
+
+
+def sort_labels(names: set[str]) -> tuple[str, ...]:
+    """Class names in numerical order if all are numbers, otherwise in alphabetical order."""
+    numbers = {name: parse_number(name) for name in names}
+    if None in numbers.values():
+        return tuple(sorted(names))
+    return tuple(sorted(names, key=lambda name: (numbers[name], name)))
+
+
+LABEL_TYPES: dict[TaskKind, LabelType] = {
+    "classification": LabelType(
+        parse=parse_class,
+        encode=encode_class,
+        decode=lambda class_ids, labels: [labels[class_id] for class_id in class_ids],
+        infer=infer_classes,
+        dtype=np.int64,
+    ),
+    "multi-label": LabelType(
+        parse=parse_classes,
+        encode=encode_classes,
+        decode=lambda rows, labels: [[labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
+        infer=infer_multi_label_classes,
+        dtype=np.float32,
+    ),
+    "regression": LabelType(
+        parse=parse_score,
+        encode=lambda score, class_ids: score,
+        decode=lambda scores, labels: scores.tolist(),
+        infer=infer_scale,
+        dtype=np.float32,
+    ),
+}
+
+
+def infer_kind(cells: list[Any]) -> TaskKind:
+    """The kind of task of a label column.
+
+    Lists mean multi-label. Numbers are scores if some are not integers or more than `MAX_CLASSES` are distinct; up to
+    one cell in ten may hold something else, which is then reported with its line instead of turning numbers into
+    classes.
+    """
+    if any(isinstance(cell, list) for cell in cells):
+        return "multi-label"
+    numbers = {number for cell in cells if (number := parse_number(cell)) is not None and math.isfinite(number)}
+    others = sum(parse_number(cell) is None for cell in cells)
+    is_scores = len(numbers) > MAX_CLASSES or not all(number.is_integer() for number in numbers)
+    return "regression" if is_scores and others <= len(cells) / 10 else "classification"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from electra.errors import ConfigError
-from electra.finetuning.tasks import TASKS, TEST, Task
+from electra.finetuning.tasks import GLUE_TASKS, TEST, Task
 from electra.runfolder import write_file
 
 Predictions = Mapping[str, Sequence[Any] | np.ndarray]  # by `entry`: numbers of classes, or scores
@@ -20,7 +20,9 @@ def entry(task: Task, split: str) -> str:
     return task.name + split.removeprefix(TEST)
 
 
-ENTRIES = {entry(task, split): (task, file) for task in TASKS.values() for split, file in task.submission.items()}
+ENTRIES = {
+    entry(task, split): (task, file) for task in GLUE_TASKS.values() for split, file in task.submission_files.items()
+}
 
 
 def write_submission(path: Path, predictions: Predictions) -> None:
@@ -43,8 +45,8 @@ def missing_files(predictions: Predictions) -> list[str]:
 
 def content(task: Task, predicted: np.ndarray) -> str:
     """The lines of one file: names of classes, or scores within their bounds."""
-    if task.bounds is not None:
-        predicted = predicted.clip(*task.bounds)
-    words = (f"{word:.3f}" if isinstance(word, float) else word for word in task.words(predicted))
+    if task.score_range is not None:
+        predicted = predicted.clip(*task.score_range)
+    words = (f"{word:.3f}" if isinstance(word, float) else word for word in task.decode(predicted))
     lines = (f"{index}\t{word}\n" for index, word in enumerate(words))
     return "".join(["index\tprediction\n", *lines])

@@ -1,4 +1,4 @@
-"""Tasks: GLUE's as rows of a table, users' own made from their files, and the examples of each."""
+"""Tasks: GLUE's as rows of a table, custom tasks from users' files, and the examples of each."""
 
 from __future__ import annotations
 
@@ -13,248 +13,246 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.labels import KINDS, Kind, kind_of
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import Row, hub_rows, read_rows
+from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_kind, read_rows
 from electra.model.config import check_fields
 
 HUB = "hub:"
-TEST = "test"  # begins the names of splits that may have no labels, and whose rows all count
+TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be learnt from which columns of which files; `dataclasses.asdict` of it can be stored as JSON."""
+    """A task: its files, columns, labels and metrics; `dataclasses.asdict` of it can be stored as JSON."""
 
     name: str
-    kind: Kind
+    kind: TaskKind
     text: str
-    """The column of the text, or of the first of two."""
+    """Column of the text, or of the first text of a pair."""
     text_b: str | None = None
-    """The column of the second text, if there are pairs."""
+    """Column of the second text of a pair."""
     label: str
-    """The column of the label or score."""
+    """Column of the label or score."""
     labels: tuple[str, ...] = ()
-    """The classes in the order of their numbers; none for scores."""
+    """Class names in the order of their ids; empty for regression."""
     metrics: tuple[str, ...]
-    """Names of `METRICS`; the first is the headline."""
+    """Names in `METRICS`; the first is the main metric."""
     splits: dict[str, str]
-    """Files, or `hub:NAME:CONFIG:SPLIT`, by "train", "dev", "test" and the like."""
+    """Files, or `hub:NAME:CONFIG:SPLIT`, by split: "train", "dev", "test", …"""
     columns: tuple[str, ...] = ()
-    """The columns of files without a header."""
+    """Column names of files without a header."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Other names that columns have elsewhere → their names here."""
-    is_numbered: bool = False
-    """A column `label` holds numbers of classes instead of names, -1 where it is secret, as in GLUE on the hub."""
-    skips_broken: bool = False
-    """Leave out lines of files to learn or measure from that have the wrong number of fields."""
-    held_out: float = 0.0
-    """The share of the training rows that is the dev split, where there is no file of its own for it."""
+    """Alternative column name → name of the column in this task."""
+    has_label_ids: bool = False
+    """The column `label` holds class ids instead of names, -1 where hidden, as in GLUE on the hub."""
+    skip_malformed: bool = False
+    """Skip lines with a wrong number of fields, except in test splits."""
+    dev_fraction: float = 0.0
+    """Fraction of the training rows that is held out as the dev split, if there is no dev file."""
     seed: int = 0
-    """Decides which rows are held out."""
+    """Seed of the draw of held-out rows."""
     offset: float = 0.0
-    """The network learns (score - offset) / scale."""
+    """Regression targets are (score - offset) / scale."""
     scale: float = 1.0
-    bounds: tuple[float, float] | None = None
-    """The least and the greatest score there is."""
-    doubles: bool = False
-    """Train on each pair in both orders (`Examples.doubled`)."""
+    score_range: tuple[float, float] | None = None
+    """Lowest and highest possible score."""
+    double_unordered: bool = False
+    """Train on each pair in both orders."""
     epochs: int = 3
-    uses: str | None = None
-    """The task whose model does this one, which has no training rows."""
-    submission: dict[str, str] = field(default_factory=dict)
-    """Splits → the files of GLUE's submission that their predictions go to."""
+    """Default number of epochs."""
+    predicted_by: str | None = None
+    """The task whose model predicts this one, which has no training rows."""
+    submission_files: dict[str, str] = field(default_factory=dict)
+    """Test split → file of its predictions in a GLUE submission."""
 
     def __post_init__(self) -> None:
-        if self.kind not in list(KINDS):
-            raise ConfigError(f"there is no kind of task {self.kind!r}; choose from {', '.join(KINDS)}")
+        if self.kind not in list(LABEL_TYPES):
+            raise ConfigError(f"unknown kind of task {self.kind!r}; choose from {', '.join(LABEL_TYPES)}")
         unknown = [name for name in self.metrics if name not in METRICS]
         if unknown:
-            raise ConfigError(f"there is no metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
+            raise ConfigError(f"unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
 
     @classmethod
     def from_dict(cls, settings: Any) -> Task:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON; unknown settings are refused."""
+        """The inverse of `dataclasses.asdict`, also after storage as JSON."""
         check_fields(settings, cls)
         fields: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in settings.items()}
         return cls(**fields)
 
     @property
-    def outputs(self) -> int:
-        """How many numbers the network gives for a row."""
+    def num_labels(self) -> int:
+        """Outputs of the model: one per class, or one score."""
         return len(self.labels) or 1
 
-    def scaled(self, scores: NDArray) -> NDArray:
-        """Scores as the network learns them."""
+    def normalize_scores(self, scores: NDArray) -> NDArray:
+        """Regression targets from scores in the user's unit."""
         return (scores - self.offset) / self.scale
 
-    def unscaled(self, outputs: NDArray) -> NDArray:
-        """Scores in the user's unit from what the network gives."""
+    def denormalize_scores(self, outputs: NDArray) -> NDArray:
+        """Scores in the user's unit from the model's outputs."""
         return outputs * self.scale + self.offset
 
-    def words(self, labels: NDArray) -> list[Any]:
-        """Labels or predictions as people read them: names of classes, lists of them, scores."""
-        return KINDS[self.kind].decode(labels, self.labels)
+    def decode(self, labels: NDArray) -> list[Any]:
+        """Labels or predictions as class names, lists of class names, or scores."""
+        return LABEL_TYPES[self.kind].decode(labels, self.labels)
 
-    def column(self, name: str, present: Iterable[str]) -> str | None:
-        """The column that a file has under this name or another of its names."""
-        others = [other for other, ours in self.aliases.items() if ours == name]
-        return next((column for column in (name, *others) if column in present), None)
+    def evaluate(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
+        """The task's metrics of predictions."""
+        return {name: METRICS[name](predicted, labels) for name in self.metrics}
+
+    def find_column(self, name: str, present: Iterable[str]) -> str | None:
+        """The column of a file that has this name or one of its aliases."""
+        aliases = [alias for alias, column in self.aliases.items() if column == name]
+        return next((column for column in (name, *aliases) if column in present), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Rows of a task: texts, which may be empty, and labels where they are known."""
+    """Texts or pairs of texts, with labels where they are known."""
 
     texts: list[str]
-    pairs: list[str] | None = None
-    labels: NDArray | None = None  # int64 [N] classes; float32 [N] scores in the user's unit; float32 [N, classes] 0/1
-    rows: list[Row] | None = None  # where they are to be written out again
+    texts_b: list[str] | None = None
+    labels: NDArray | None = None  # class ids [N] int64; scores [N] float32; multi-hot classes [N, classes] float32
+    rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def take(self, places: Iterable[int]) -> Examples:
-        """The examples at these places."""
-        places = np.array(list(places), np.int64)
+    def select(self, indices: Iterable[int]) -> Examples:
+        """The examples at these indices."""
+        indices = np.array(list(indices), np.int64)
         return Examples(
-            texts=[self.texts[place] for place in places],
-            pairs=None if self.pairs is None else [self.pairs[place] for place in places],
-            labels=None if self.labels is None else self.labels[places],
-            rows=None if self.rows is None else [self.rows[place] for place in places],
+            texts=[self.texts[index] for index in indices],
+            texts_b=None if self.texts_b is None else [self.texts_b[index] for index in indices],
+            labels=None if self.labels is None else self.labels[indices],
+            rows=None if self.rows is None else [self.rows[index] for index in indices],
         )
 
-    def doubled(self) -> Examples:
-        """These examples, then the same with their two texts swapped."""
-        assert self.pairs is not None
+    def with_swapped_pairs(self) -> Examples:
+        """These examples, followed by the same with their two texts swapped."""
+        assert self.texts_b is not None
         labels = None if self.labels is None else np.concatenate([self.labels, self.labels])
-        return Examples(texts=self.texts + self.pairs, pairs=self.pairs + self.texts, labels=labels)
+        return Examples(texts=self.texts + self.texts_b, texts_b=self.texts_b + self.texts, labels=labels)
 
 
 def read_examples(task: Task, split: str) -> Examples:
-    """All examples of a split; test splits need no labels."""
+    """All examples of a split; test splits may lack labels."""
     if split not in task.splits:
         raise ConfigError(f"task {task.name} has no split {split!r}; it has {', '.join(task.splits)}")
-    rows = split_rows(task, split)
+    rows = read_split(task, split)
     first = next(rows)
-    has_labels = not split.startswith(TEST) or task.column(task.label, first.values) is not None
-    examples = gather(task, task.splits[split], chain([first], rows), has_labels)
-    if task.held_out and split in ("train", "dev"):
-        return examples.take(chosen_rows(task, split, len(examples)))
+    has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
+    examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
+    if task.dev_fraction and split in ("train", "dev"):
+        return examples.select(split_indices(task, split, len(examples)))
     return examples
 
 
-def stream_examples(task: Task, path: Path, size: int, *, labelled: bool = True) -> Iterator[Examples]:
-    """The examples of a file, `size` at a time, with their rows.
-
-    Labels are there if the file has their column; with `labelled=False` nobody looks at it.
-    """
-    rows = read_rows(path, columns=task.columns, skips_broken=task.skips_broken and labelled)
+def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: bool = True) -> Iterator[Examples]:
+    """The examples of a file in chunks, with their rows; labels are read if the file has them and `with_labels`."""
+    rows = read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
     first = next(rows)
-    has_labels = labelled and task.column(task.label, first.values) is not None
+    has_labels = with_labels and task.find_column(task.label, first.values) is not None
     rows = chain([first], rows)
-    while batch := list(islice(rows, size)):
-        yield replace(gather(task, str(path), batch, has_labels), rows=batch)
+    while chunk := list(islice(rows, chunk_size)):
+        yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
 
 
-def split_rows(task: Task, split: str) -> Iterator[Row]:
+def read_split(task: Task, split: str) -> Iterator[Row]:
     """The rows of a split, from a file or the hub."""
     source = task.splits[split]
     if source.startswith(HUB):
         rows = hub_rows(source)
-        return (with_name_of_class(task, row) for row in rows) if task.is_numbered else rows
+        return (with_class_name(task, row) for row in rows) if task.has_label_ids else rows
     if not Path(source).exists():
-        raise DataError(f"there is no {source}, which should hold the {split} rows; put it there, or choose other data")
-    is_test = split.startswith(TEST)  # a test row left out would shift the predictions below it
-    return read_rows(Path(source), columns=task.columns, skips_broken=task.skips_broken and not is_test)
+        raise DataError(f"{source}, the file of the {split} rows, does not exist")
+    is_test = split.startswith(TEST)  # skipping a test row would shift the predictions after it
+    return read_rows(Path(source), columns=task.columns, skip_malformed=task.skip_malformed and not is_test)
 
 
-def with_name_of_class(task: Task, row: Row) -> Row:
-    """A row with the name of its class, under the column's name in files, or without a label if that is secret."""
+def with_class_name(task: Task, row: Row) -> Row:
+    """A row of GLUE on the hub with the class name in place of its id, or without label if that is hidden."""
     values = dict(row.values)
-    number = values.pop("label", -1)
-    if number != -1:
-        values[task.label] = task.labels[number] if task.labels else number
+    label = values.pop("label", -1)
+    if label != -1:
+        values[task.label] = task.labels[label] if task.labels else label
     return Row(row.line, values)
 
 
-def gather(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
-    """The examples of rows."""
-    rules, numbers = KINDS[task.kind], {name: number for number, name in enumerate(task.labels)}
-    texts, pairs, labels = [], [], []
+def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
+    """The examples in rows of a file."""
+    label_type, class_ids = LABEL_TYPES[task.kind], {name: index for index, name in enumerate(task.labels)}
+    texts, texts_b, labels = [], [], []
     for row in rows:
-        with telling_line(source, row.line):
-            texts.append(text_in(task, task.text, row))
+        with errors_with_line(source, row.line):
+            texts.append(get_text(task, task.text, row))
             if task.text_b is not None:
-                pairs.append(text_in(task, task.text_b, row))
+                texts_b.append(get_text(task, task.text_b, row))
             if has_labels:
-                labels.append(rules.encode(rules.read(cell(task, task.label, row)), numbers))
+                labels.append(label_type.encode(label_type.parse(get_value(task, task.label, row)), class_ids))
     return Examples(
         texts=texts,
-        pairs=pairs if task.text_b is not None else None,
-        labels=np.array(labels, rules.dtype) if has_labels else None,
+        texts_b=texts_b if task.text_b is not None else None,
+        labels=np.array(labels, label_type.dtype) if has_labels else None,
     )
 
 
 @contextmanager
-def telling_line(source: str, line: int) -> Iterator[None]:
-    """Say in which line a mistake is."""
+def errors_with_line(source: str, line: int) -> Iterator[None]:
+    """Add file and line to the message of a DataError."""
     try:
         yield
     except DataError as error:
         raise DataError(f"{source}, line {line}: {error}") from None
 
 
-def cell(task: Task, name: str, row: Row) -> Any:
-    """The cell of a row in a column."""
-    column = task.column(name, row.values)
+def get_value(task: Task, name: str, row: Row) -> Any:
+    """The value of a row in a column."""
+    column = task.find_column(name, row.values)
     if column is None:
         present = ", ".join(map(repr, row.values))
         raise DataError(
-            f"there is no column {name!r}; the columns are {present}; a fine-tuning names its own by "
-            "--text, --text-b and --label"
+            f"no column {name!r}; the columns are {present}; --text, --text-b and --label of electra finetune set them"
         )
     return row.values[column]
 
 
-def text_in(task: Task, name: str, row: Row) -> str:
-    """The text of a row in a column; an absent one is empty."""
-    text = cell(task, name, row)
+def get_text(task: Task, name: str, row: Row) -> str:
+    """The text of a row in a column; null becomes empty."""
+    text = get_value(task, name, row)
     if text is None:
         return ""
     if not isinstance(text, str):
         raise DataError(f"column {name!r} holds a {type(text).__name__}; a text must be a string")
-    return text.encode("utf-8", "replace").decode()  # JSON may hold half a character, which no tokenizer takes
+    return text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which tokenizers reject
 
 
-def chosen_rows(task: Task, split: str, rows: int) -> NDArray:
-    """The places of the rows that are held out as the dev split, or of the others, in the order of the file."""
+def split_indices(task: Task, split: str, rows: int) -> NDArray:
+    """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
     if rows < 2:
-        raise DataError(
-            f"{task.splits[split]} has one row; held-out rows need two at least, or give a file of dev rows"
-        )
-    dev = min(max(1, round(rows * task.held_out)), rows - 1)
+        raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
+    held_out = min(max(1, round(rows * task.dev_fraction)), rows - 1)
     order = np.random.default_rng(task.seed).permutation(rows)
-    return np.sort(order[:dev] if split == "dev" else order[dev:])
+    return np.sort(order[:held_out] if split == "dev" else order[held_out:])
 
 
-def glue(name: str, folder: str, **fields: Any) -> Task:
-    """A task of GLUE with what most of them have in common."""
-    usual: dict[str, Any] = {
+def define_glue_task(name: str, folder: str, **fields: Any) -> Task:
+    """A row of `GLUE_TASKS` with what most tasks have in common."""
+    common: dict[str, Any] = {
         "kind": "classification",
         "label": "label",
         "labels": ("0", "1"),
         "metrics": ("accuracy",),
         "splits": {split: f"{folder}/{split}.tsv" for split in ("train", "dev", "test")},
-        "submission": {"test": f"{folder}.tsv"},
+        "submission_files": {"test": f"{folder}.tsv"},
     }
-    return Task(name=name, **usual | fields)
+    return Task(name=name, **common | fields)
 
 
 SENTENCES: dict[str, Any] = {"text": "sentence1", "text_b": "sentence2"}
 ENTAILMENT = ("entailment", "not_entailment")
 NLI: dict[str, Any] = SENTENCES | {"label": "gold_label", "labels": ("entailment", "neutral", "contradiction")}
-NLI_NAMES = {
+NLI_ALIASES = {
     "premise": "sentence1",
     "Premise": "sentence1",  # in diagnostic-full.tsv
     "hypothesis": "sentence2",
@@ -269,66 +267,71 @@ MNLI_SPLITS = {
     "test": "MNLI/test_matched.tsv",
     "test_mismatched": "MNLI/test_mismatched.tsv",
 }
-MNLI_FILES = {"test": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"}
+MNLI_SUBMISSION = {"test": "MNLI-m.tsv", "test_mismatched": "MNLI-mm.tsv"}
 
-GLUE = (
-    # files and columns are named as in the official download; classes are in the order of the hub's numbers
-    glue("cola", "CoLA", text="sentence", metrics=("matthews",), columns=("source", "label", "mark", "sentence")),
-    glue("sst2", "SST-2", text="sentence"),
-    glue(
-        "mrpc",
-        "MRPC",
-        text="#1 String",
-        text_b="#2 String",
-        label="Quality",
-        metrics=("accuracy", "f1"),
-        aliases={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
-        doubles=True,
-    ),
-    glue(
-        "stsb",
-        "STS-B",
-        **SENTENCES,
-        kind="regression",
-        label="score",
-        labels=(),
-        metrics=("spearman", "pearson"),
-        aliases={"label": "score"},
-        scale=5.0,
-        bounds=(0.0, 5.0),
-        doubles=True,
-        epochs=10,
-    ),
-    glue(
-        "qqp",
-        "QQP",
-        text="question1",
-        text_b="question2",
-        label="is_duplicate",
-        metrics=("accuracy", "f1"),
-        aliases={"label": "is_duplicate"},
-        skips_broken=True,  # the official file has a few questions with a line end in them
-    ),
-    glue("mnli", "MNLI", **NLI, aliases=NLI_NAMES, splits=MNLI_SPLITS, submission=MNLI_FILES),
-    glue("qnli", "QNLI", text="question", text_b="sentence", labels=ENTAILMENT),
-    glue("rte", "RTE", **SENTENCES, labels=ENTAILMENT, epochs=10),
-    glue("wnli", "WNLI", **SENTENCES),
-    glue(
-        "diagnostic",
-        "diagnostic",
-        **NLI,
-        metrics=("matthews",),
-        aliases=NLI_NAMES,
-        splits={"test": "diagnostic/diagnostic.tsv"},
-        submission={"test": "AX.tsv"},
-        uses="mnli",
-    ),
-)
-TASKS: dict[str, Task] = {task.name: task for task in GLUE}
+GLUE_TASKS = {
+    task.name: task
+    for task in (
+        # files and columns as in the official download, classes in the order of the hub's ids
+        define_glue_task(
+            "cola", "CoLA", text="sentence", metrics=("matthews",), columns=("source", "label", "mark", "sentence")
+        ),
+        define_glue_task("sst2", "SST-2", text="sentence"),
+        define_glue_task(
+            "mrpc",
+            "MRPC",
+            text="#1 String",
+            text_b="#2 String",
+            label="Quality",
+            metrics=("accuracy", "f1"),
+            aliases={"sentence1": "#1 String", "sentence2": "#2 String", "label": "Quality"},
+            double_unordered=True,
+        ),
+        define_glue_task(
+            "stsb",
+            "STS-B",
+            **SENTENCES,
+            kind="regression",
+            label="score",
+            labels=(),
+            metrics=("spearman", "pearson"),
+            aliases={"label": "score"},
+            scale=5.0,
+            score_range=(0.0, 5.0),
+            double_unordered=True,
+            epochs=10,
+        ),
+        define_glue_task(
+            "qqp",
+            "QQP",
+            text="question1",
+            text_b="question2",
+            label="is_duplicate",
+            metrics=("accuracy", "f1"),
+            aliases={"label": "is_duplicate"},
+            skip_malformed=True,  # the official file has a few questions that contain a line end
+        ),
+        define_glue_task(
+            "mnli", "MNLI", **NLI, aliases=NLI_ALIASES, splits=MNLI_SPLITS, submission_files=MNLI_SUBMISSION
+        ),
+        define_glue_task("qnli", "QNLI", text="question", text_b="sentence", labels=ENTAILMENT),
+        define_glue_task("rte", "RTE", **SENTENCES, labels=ENTAILMENT, epochs=10),
+        define_glue_task("wnli", "WNLI", **SENTENCES),
+        define_glue_task(
+            "diagnostic",
+            "diagnostic",
+            **NLI,
+            metrics=("matthews",),
+            aliases=NLI_ALIASES,
+            splits={"test": "diagnostic/diagnostic.tsv"},
+            submission_files={"test": "AX.tsv"},
+            predicted_by="mnli",
+        ),
+    )
+}
 
-HUB_CONFIGS = {"diagnostic": "ax"}  # where the hub's name differs from the task's
-HUB_SPLITS = {
-    # where the hub's name differs from the file's
+HUB_CONFIGS = {"diagnostic": "ax"}  # task → config of the hub's dataset, if different
+HUB_SPLITS = {  # stem of the file's name → split of the hub's dataset, if different
     "dev": "validation",
     "dev_matched": "validation_matched",
     "dev_mismatched": "validation_mismatched",
@@ -336,34 +339,33 @@ HUB_SPLITS = {
 }
 
 
-def learnable(name: str) -> str:
-    """The name of a task; refused where that has nothing to learn from."""
-    if name in TASKS and TASKS[name].uses:
-        raise ConfigError(f"{name} has no training rows; it is answered along with {TASKS[name].uses}")
-    return name
-
-
 def glue_task(name: str, data: str) -> Task:
-    """A task of GLUE with its files in the folder `data` of the official download, or in a dataset `hub:glue`."""
-    if name not in TASKS:
-        names = ", ".join(name for name, task in TASKS.items() if task.uses is None)
-        raise ConfigError(f"there is no task {name!r}; choose from {names}, or give files of your own")
-    task = TASKS[name]
+    """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
+    trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
+    if name not in GLUE_TASKS:
+        raise ConfigError(f"unknown task {name!r}; choose from {', '.join(trainable)}, or use your own files")
+    if name not in trainable:
+        raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")
+    return with_data(GLUE_TASKS[name], data)
+
+
+def with_data(task: Task, data: str) -> Task:
+    """A task of the table with its splits in a folder or a hub dataset."""
     if data.startswith(HUB):
-        place = f"{data}:{HUB_CONFIGS.get(name, name)}"
+        dataset = f"{data}:{HUB_CONFIGS.get(task.name, task.name)}"
         stems = {split: Path(file).stem for split, file in task.splits.items()}
-        splits = {split: f"{place}:{HUB_SPLITS.get(stem, stem)}" for split, stem in stems.items()}
-        return replace(task, splits=splits, is_numbered=True)
+        splits = {split: f"{dataset}:{HUB_SPLITS.get(stem, stem)}" for split, stem in stems.items()}
+        return replace(task, splits=splits, has_label_ids=True)
     files = {split: Path(data, file) for split, file in task.splits.items()}
     if not any(file.exists() for file in files.values()):
         raise ConfigError(
-            f"there is none of {', '.join(map(str, files.values()))}; the data of GLUE is the folder of its official "
-            f"download, which has a folder for each task, or {HUB}glue"
+            f"found none of {', '.join(map(str, files.values()))}; --data must be the folder of GLUE's official "
+            f"download, with one folder per task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})
 
 
-def own_task(
+def custom_task(
     *,
     train: Path,
     dev: Path | None = None,
@@ -371,22 +373,22 @@ def own_task(
     text: str,
     text_b: str | None = None,
     label: str,
-    kind: Kind | None = None,
+    kind: TaskKind | None = None,
     seed: int = 0,
 ) -> Task:
-    """A task of a user's own files; its kind, unless given, classes and scale come from the labels in `train`.
+    """A task from a user's files; its classes or scale, and its kind unless given, come from the labels in `train`.
 
-    Without a file `dev`, the seed draws the share `dev_fraction` of the rows of `train` (0.1 unless given) for it.
-    Classes come from all rows of `train`, so that a rare one may be drawn.
+    Without `dev`, the fraction `dev_fraction` (default 0.1) of the rows of `train` is held out. Classes are collected
+    before that, so that all rows of a rare class may be held out.
     """
     if dev is not None and dev_fraction is not None:
-        raise ConfigError(f"there are dev rows in {dev} and a dev fraction of {dev_fraction}; give one of them")
+        raise ConfigError(f"dev is {dev} and dev_fraction is {dev_fraction}; set one of them")
     if len({text, text_b, label}) < 3:
         raise ConfigError(f"text, text_b and label are columns {text}, {text_b} and {label}; they must be different")
     held_out = 0.0 if dev is not None else 0.1 if dev_fraction is None else dev_fraction
     if dev is None and not 0 < held_out < 1:
-        raise ConfigError(f"the dev fraction is {held_out}; it must be above 0 and below 1")
-    draft = Task(
+        raise ConfigError(f"dev_fraction is {held_out}; it must be above 0 and below 1")
+    task = Task(
         name=train.name.split(".")[0],
         kind=kind or "classification",
         text=text,
@@ -394,25 +396,25 @@ def own_task(
         label=label,
         metrics=(),
         splits={"train": str(train), "dev": str(dev or train)},
-        held_out=held_out,
+        dev_fraction=held_out,
         seed=seed,
     )
-    return taught(draft, kind)
+    return infer_labels(task, kind)
 
 
-def taught(draft: Task, kind: Kind | None) -> Task:
-    """The task with what its training labels say: kind, unless given, classes, metrics, scale."""
-    source = draft.splits["train"]
+def infer_labels(task: Task, kind: TaskKind | None) -> Task:
+    """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
+    source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
-    for row in split_rows(draft, "train"):
-        with telling_line(source, row.line):
-            cells[row.line] = cell(draft, draft.label, row)
-    kind = kind or kind_of(list(cells.values()))
-    values = []
-    for line, label in cells.items():
-        with telling_line(source, line):
-            values.append(KINDS[kind].read(label))
+    for row in read_split(task, "train"):
+        with errors_with_line(source, row.line):
+            cells[row.line] = get_value(task, task.label, row)
+    kind = kind or infer_kind(list(cells.values()))
+    parsed = []
+    for line, cell in cells.items():
+        with errors_with_line(source, line):
+            parsed.append(LABEL_TYPES[kind].parse(cell))
     try:
-        return replace(draft, kind=kind, **KINDS[kind].learn(values))
+        return replace(task, kind=kind, **LABEL_TYPES[kind].infer(parsed))
     except DataError as error:
         raise DataError(f"{source}: {error}") from None

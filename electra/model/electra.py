@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
-from electra.model.encoder import Encoder, disentangled
+from electra.model.encoder import Encoder, disentangled_embeddings
 from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead
 
 CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
@@ -135,7 +135,7 @@ def share_all(generator: Generator, discriminator: Discriminator | MaskedLanguag
 def share_disentangled(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """The discriminator adds to the generator's tables without moving them; its LayerNorm is its own."""
     encoder = discriminator.encoder
-    encoder.embeddings = disentangled(generator.encoder.embeddings, encoder.config)
+    encoder.embeddings = disentangled_embeddings(generator.encoder.embeddings, encoder.config)
 
 
 SHARING: dict[Sharing, Callable[[Generator, Discriminator | MaskedLanguageModel], None]] = {

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from electra.model.activation import gelu_of
+from electra.kernels.dispatch import linear_gelu
 from electra.model.config import EncoderConfig
 from electra.model.encoder import initialize, linear, norm
 
@@ -32,7 +32,7 @@ class MLMHead(nn.Module):
 
     def transformed(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """What is compared with the entries of the table: [..., E]."""
-        transformed = self.norm(gelu_of(self.dense, hidden))
+        transformed = self.norm(linear_gelu(self.dense, hidden))
         return transformed if projection is None else transformed @ projection
 
 
@@ -49,7 +49,7 @@ class RTDHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
-        return self.classifier(self.norm(gelu_of(self.dense, hidden))).squeeze(-1)
+        return self.classifier(self.norm(linear_gelu(self.dense, hidden))).squeeze(-1)
 
 
 class CopyGate(nn.Module):

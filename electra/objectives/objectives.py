@@ -5,9 +5,10 @@ An objective takes the pair, a batch and settings, and returns the losses that t
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,14 +28,21 @@ if TYPE_CHECKING:
 SAMPLING = (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)
 
 ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
+GeneratorName = Literal["model", "uniform", "unigram"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(MaskingConfig):
-    """How the pair is trained: what is masked, how fills are drawn, how losses are weighed."""
+class ObjectiveConfig:
+    """Pre-training objective."""
 
-    seed: int = 0
-    """Weights, order of the text, masks and samples are functions of it."""
+    name: Annotated[ObjectiveName, Parameter(name="--objective")] = "rtd"
+    """rtd: replaced token detection, the generator and discriminator of the paper; electra-15: rtd at the masked
+    positions only; replace-mlm: predict the masked tokens from text with generator samples; all-tokens-mlm: the same for
+    all tokens, with a copy mechanism; mlm: a masked language model (BERT: --mask-token-probability 0.8
+    --random-token-probability 0.1); adversarial: the generator maximises the discriminator's loss by REINFORCE;
+    frozen-rtd: rtd without training the generator (second stage of two-stage training)."""
+    generator: GeneratorName = "model"
+    """What samples the replacements: the generator, or without one a uniform or unigram distribution over tokens."""
     discriminator_weight: float = 50.0
     """λ: the binary loss is far smaller than the one over the vocabulary."""
     temperature: float = 1.0
@@ -47,9 +55,6 @@ class ObjectiveConfig(MaskingConfig):
     """adversarial: what the generator is paid for each nat of entropy; policy gradients alone leave it little."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must be at least 0")
         if self.temperature <= 0:
             raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
         if self.discriminator_weight < 0:
@@ -59,9 +64,10 @@ class ObjectiveConfig(MaskingConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(ObjectiveConfig):
+class Settings(ObjectiveConfig, MaskingConfig):
     """What an objective is called with: the configuration, and the vocabulary of the text."""
 
+    seed: int = 0
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     frequencies: Tensor | None = field(default=None, compare=False)
     """Probabilities of tokens [V] that fill blanks where there is no generator; None: the generator fills them."""

@@ -1,85 +1,219 @@
-"""What a run is, in words: its models, where they come from, and what each phase does."""
+"""What a run will do: a summary of models and phases, warnings, and the estimates of a dry run."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
+import torch
+
+from electra.data.loader import BatchLoader
+from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.pretraining.config import Phase, PretrainConfig, starts_discriminator, whole_model
-from electra.pretraining.initialize import has_head_for
-from electra.training.logging import duration
+from electra.model.electra import Electra
+from electra.objectives.masking import slots
+from electra.pretraining.config import PretrainConfig
+from electra.pretraining.initialize import generator_source, has_head_for
+from electra.pretraining.phases import Phase, initializes_discriminator
+from electra.pretraining.task import held_out_loader
+from electra.training.hardware import choose_precision, device_memory, measure_flops
+from electra.training.logging import format_duration
 
-SECOND = {
+HEADS = {
     "rtd": "discriminator",
     "mlm": "masked language model",
-    "copy_mlm": "masked language model with a copy gate",
+    "copy_mlm": "masked language model with copy mechanism",
 }
 
-SHARED = {
-    "none": "nothing shared",
-    "embeddings": "embeddings shared",
-    "disentangled": "embeddings shared, disentangled",
-    "all": "all shared",
+SHARING = {
+    "none": "no shared weights",
+    "embeddings": "shared embeddings",
+    "disentangled": "shared embeddings, disentangled",
+    "all": "all weights shared",
 }
 
+FEW_ROWS = 20  # held-out rows: fewer give noisy metrics
+EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # speed of training relative to a plain matrix product, roughly
+CHECKPOINTING_TIME = 4 / 3  # activation checkpointing repeats the forward pass
+BYTES_PER_PARAMETER = 16  # weight, gradient and two moments in fp32
 
-def outline(config: PretrainConfig, phases: list[Phase]) -> list[str]:
-    """A run in a few lines."""
-    starts = [] if config.init is None or config.has_begun() else [start_in_words(config, phases[0].model)]
-    return [models_in_words(config, whole_model(phases)), *starts, *phases_in_words(phases)]
+
+def summary(config: PretrainConfig, phases: list[Phase]) -> list[str]:
+    """Models, initial weights and phases of a run, one line each."""
+    starts_from_model = config.init.model is not None and not config.has_checkpoint()
+    init = [describe_init(config, phases[0].model)] if starts_from_model else []
+    return [describe_model(config, phases[-1].model), *init, *describe_phases(phases)]
 
 
-def models_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
-    """The parts of a model, and what they share."""
+def describe_model(config: PretrainConfig, model: ElectraConfig) -> str:
+    """The parts of a model and what they share."""
     parts = []
     if model.discriminator is not None:
-        parts.append(encoder_in_words(SECOND[model.head], model.discriminator))
+        parts.append(describe_encoder(HEADS[model.head], model.discriminator))
     if model.generator is not None:
-        name = "generator" if parts else "masked language model"
-        parts.append(encoder_in_words(name, model.generator))
-    elif config.generator_kind != "model":
-        parts.append(f"no generator: {config.generator_kind} replacements")
+        parts.append(describe_encoder("generator" if parts else "masked language model", model.generator))
+    elif config.objective.generator != "model":
+        parts.append(f"no generator, {config.objective.generator} replacements")
     if model.generator and model.discriminator:
-        parts.append(SHARED[model.sharing])
-    return f"{config.style}: {'; '.join(parts)}"
+        parts.append(SHARING[model.sharing])
+    return f"{config.model.style}: {'; '.join(parts)}"
 
 
-def encoder_in_words(name: str, encoder: EncoderConfig) -> str:
-    """Its size, what its layers see where that is not all, and its dropout where it has any."""
+def describe_encoder(name: str, encoder: EncoderConfig) -> str:
+    """Size, attention windows and dropout of an encoder."""
     every, window = encoder.global_attention_every, encoder.local_attention
-    seen = f", all but one in {every} layers with a window of {window} tokens" if every > 1 else ""
-    dropped = f", dropout {encoder.dropout:g}" if encoder.dropout else ""
-    return f"{name} of {encoder.layers} layer{'s' * (encoder.layers > 1)}, {encoder.width} wide{seen}{dropped}"
+    local = f", attention within {window} tokens in all but every {every}th layer" if every > 1 else ""
+    dropout = f", dropout {encoder.dropout:g}" if encoder.dropout else ""
+    return f"{name} with {plural(encoder.layers, 'layer')} of width {encoder.width}{local}{dropout}"
 
 
-def start_in_words(config: PretrainConfig, model: ElectraConfig) -> str:
-    """Where the weights of a run's first models come from."""
-    assert config.init is not None
-    head = "" if has_head_for(config.init, model) else ", with a new head"
-    name = SECOND[model.head] if model.discriminator else "masked language model"
-    said = f"{name}: starts as {config.init}{head}"
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:
+    """Where the initial weights of the first phase come from."""
+    init = config.init
+    assert init.model is not None
+    head = "" if has_head_for(init.model, model) else " with a new head"
+    name = HEADS[model.head] if model.discriminator else "masked language model"
+    text = f"{name} initialised from {init.model}{head}"
     if model.generator is None or model.discriminator is None:
-        return said
-    source = config.generator_source()
-    return f"{said}; generator: {'new' if source is None else f'starts as {source}'}"
+        return text
+    source = generator_source(init)
+    return f"{text}; generator {'new' if source is None else f'initialised from {source}'}"
 
 
-def phases_in_words(phases: list[Phase]) -> Iterator[str]:
-    """What each phase does."""
-    for before, phase in zip([None, *phases], phases, strict=False):
-        number = f"phase {phase.number + 1} of {len(phases)}, " if len(phases) > 1 else ""
-        yield f"{number}{phase_in_words(phase)}{first_weights(before, phase)}"
+def describe_phases(phases: list[Phase]) -> Iterator[str]:
+    for previous, phase in zip([None, *phases], phases, strict=False):
+        number = f"phase {phase.index + 1} of {len(phases)}, " if len(phases) > 1 else ""
+        yield f"{number}{describe_phase(phase)}{describe_new_discriminator(previous, phase)}"
 
 
-def phase_in_words(phase: Phase) -> str:
-    """Objective, budget, batch, masks, learning rate."""
+def describe_phase(phase: Phase) -> str:
+    """Objective, budget, batch, masking, optimizer and schedule."""
     config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = duration((seconds or 0) / 60) if steps is None else f"{steps:,} step{'s' * (steps != 1)}"
-    batch = f"{config.batch_size} × {config.length} tokens a step, {100 * config.mask_fraction:g} % masked"
-    return f"{config.objective}, {budget}: {batch}; {config.optimizer} at {config.learning_rate:g}, {config.schedule}"
+    budget = format_duration((seconds or 0) / 60) if steps is None else plural(steps, "step")
+    batch = f"{config.loader.batch_size} × {config.loader.length} tokens per step"
+    masked = f"{100 * config.masking.mask_fraction:g} % masked"
+    optimizer = config.optimizer
+    schedule = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule} schedule"
+    return f"{config.objective.name}, {budget}: {batch}, {masked}; {schedule}"
 
 
-def first_weights(before: Phase | None, phase: Phase) -> str:
-    """How a discriminator starts that the phase before did not have."""
-    if before is None or before.model.discriminator is not None or phase.model.discriminator is None:
+def describe_new_discriminator(previous: Phase | None, phase: Phase) -> str:
+    """How a discriminator is initialised that the previous phase lacks."""
+    if previous is None or previous.model.discriminator is not None or phase.model.discriminator is None:
         return ""
-    weights = "the generator's weights" if starts_discriminator(before, phase) else "new weights"
-    return f"; the discriminator starts with {weights}"
+    source = "initialised from the generator" if initializes_discriminator(previous, phase) else "new"
+    return f"; the discriminator is {source}"
+
+
+def warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Iterator[str]:
+    """Settings that are valid but probably not intended; raises a DataError if there are no held-out rows."""
+    yield from held_out_warnings(config, shards)
+    for phase in phases:
+        steps, warmup = phase.stage_budget.steps, phase.config.optimizer.warmup
+        if phase.starts_stage and steps is not None and warmup >= max(1, steps):
+            yield (
+                f"a warm-up of {warmup:g} steps exceeds the {steps:,} steps of training: the learning rate stays below "
+                f"{steps / warmup:.0%} of its peak; give the warm-up as a fraction (--warmup 0.1)"
+            )
+    if device.type == "cpu" and config.model.size != "tiny" and not config.dry_run:
+        yield f"no GPU: a step of --size {config.model.size} takes seconds on a CPU; use --size tiny"
+
+
+def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:
+    loader = held_out_loader(config)
+    rows = BatchLoader(shards, loader, split="validation").epoch(0).rows.num_rows
+    used = rows // loader.batch_size * loader.batch_size or rows
+    if rows < FEW_ROWS:
+        problem = f"{shards.folder} has only {rows} held-out rows: metrics will be noisy"
+    elif used < config.evaluation_rows:
+        problem = f"evaluation uses {used} rows instead of {config.evaluation_rows}: {shards.folder} holds out {rows}"
+    else:
+        return
+    fraction = shards.index.settings["validation_fraction"]
+    yield f"{problem}; make shards with a --validation-fraction above {fraction}"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The summary of a run and its size; time and memory are rough estimates."""
+
+    summary: list[str]
+    parameters: int
+    steps: int
+    tokens: int
+    epochs: float
+    flops: float
+    minutes: float
+    memory_bytes: int
+    available_bytes: int
+    device: str
+
+    def __str__(self) -> str:
+        lines = [
+            *self.summary,
+            f"parameters  {self.parameters:,}",
+            f"steps       {self.steps:,}",
+            f"tokens      {self.tokens:,} ({self.epochs:.2f} epochs)",
+            f"FLOPs       {self.flops:.3g}",
+            f"time        about {format_duration(self.minutes)} on this {self.device}",
+            f"memory      about {self.memory_bytes / 1e9:.1f} of {self.available_bytes / 1e9:.0f} GB",
+        ]
+        if self.device == "cpu" and self.minutes > 24 * 60:
+            lines.append("this is slow on a CPU; try --size tiny, fewer --steps, or --minutes")
+        if self.memory_bytes > self.available_bytes:
+            lines.append("this may exceed the memory; try --micro-batches or --activation-checkpointing")
+        return "\n".join(lines)
+
+
+def estimate_run(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Estimate:
+    """Estimate a run without running it: phases add up, the largest determines the memory."""
+    estimates = [estimate_phase(phase, shards, device) for phase in phases]
+    sums = {
+        name: sum(getattr(estimate, name) for estimate in estimates)
+        for name in ("steps", "tokens", "epochs", "flops", "minutes")
+    }
+    largest = max(estimates, key=lambda estimate: estimate.memory_bytes)
+    parameters = max(estimate.parameters for estimate in estimates)
+    return replace(largest, **sums, parameters=parameters, summary=summary(config, phases))
+
+
+def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estimate:
+    config, hardware, loader = phase.config, phase.config.hardware, phase.config.loader
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Electra(phase.model).parameters())
+    flops_per_step = loader.batch_size * phase.flops_per_row()
+    speed = measure_flops(device, choose_precision(hardware.precision, device)) * EFFICIENCY[device.type]
+    speed /= CHECKPOINTING_TIME if hardware.activation_checkpointing else 1
+    steps = phase.budget.steps or max(1, int((phase.budget.seconds or 0) * speed / flops_per_step))
+    tokens = steps * loader.batch_size * loader.length
+    rows = loader.batch_size // config.trainer.micro_batches
+    return Estimate(
+        summary=[],
+        parameters=parameters,
+        steps=steps,
+        tokens=tokens,
+        epochs=tokens / max(1, shards.index.totals("tokens")["train"]),
+        flops=float(steps * flops_per_step),
+        minutes=steps * flops_per_step / speed / 60,
+        memory_bytes=BYTES_PER_PARAMETER * parameters + rows * activation_bytes(phase, device),
+        available_bytes=device_memory(device),
+        device=device.type,
+    )
+
+
+def activation_bytes(phase: Phase, device: torch.device) -> int:
+    """Memory for the backward pass per row: activations of the layers, and logits of token predictions."""
+    config, model = phase.config, phase.model
+    length, hardware = config.loader.length, config.hardware
+    bytes_per_number = torch.finfo(choose_precision(hardware.precision, device)).bits // 8
+    total = 0
+    for encoder in filter(None, (model.generator, model.discriminator)):
+        width = encoder.width
+        per_token = width if hardware.activation_checkpointing else 10 * width + 2 * encoder.feedforward
+        total += bytes_per_number * length * encoder.layers * per_token
+    predicting = [model.generator, model.discriminator if model.head == "mlm" else None]  # copy_mlm works in chunks
+    for encoder in filter(None, predicting):
+        total += 3 * 4 * slots(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
+    return total

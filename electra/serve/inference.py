@@ -1,10 +1,12 @@
-"""A trained model at work: which tokens look replaced, what belongs in a blank, what a text means as a vector."""
+"""Inference with a trained model: detect replaced tokens, predict masked tokens, embed texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
@@ -14,108 +16,158 @@ from electra.model.config import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
+from electra.serve.config import DetectConfig, EmbedConfig, FillConfig
 from electra.training.checkpoint import model_folder
-from electra.training.hardware import Device, choose_device
+from electra.training.config import Device
+from electra.training.hardware import choose_device
 
 
 @dataclass(frozen=True)
-class Detected:
-    """A text's tokens, and how surely each was replaced: 0 is original, 1 replaced."""
+class Tokens:
+    """The tokens of a text as a model reads them."""
+
+    input_ids: Tensor  # [1, L]
+    tokens: list[str]
+    is_truncated: bool  # to the model's positions
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The tokens of a text, each with the probability that it was replaced."""
 
     tokens: list[str]
     replaced: list[float]
     is_truncated: bool = False
 
+    def __str__(self) -> str:
+        probability, token = max(zip(self.replaced, self.tokens, strict=True), default=(0.0, ""))
+        none = f"\n(no token is likely replaced; the most likely is {token}, {probability:.2f})"
+        return self.marked() + (none if probability < 0.5 else "") + truncation_note(self.is_truncated)
+
+    def marked(self, threshold: float = 0.5) -> str:
+        """The tokens on one line; those from `threshold` on have their probability and are red on a terminal."""
+        line = Text(" ").join(
+            Text(f"{token}({probability:.2f})", style="bold red") if probability >= threshold else Text(token)
+            for token, probability in zip(self.tokens, self.replaced, strict=True)
+        )
+        console = Console(width=100)
+        with console.capture() as captured:
+            console.print(line)
+        return captured.get().rstrip()
+
 
 @dataclass(frozen=True)
-class Blank:
-    """A [MASK] and the likeliest tokens for it, with their probabilities."""
+class MaskPrediction:
+    """The most likely tokens at the position of a [MASK], with their probabilities."""
 
     position: int
-    guesses: dict[str, float]
+    tokens: dict[str, float]
 
 
 @dataclass(frozen=True)
-class Filled:
-    """A text's tokens, and what belongs in its blanks."""
+class MaskPredictions:
+    """The tokens of a text and the predictions for each of its [MASK] tokens."""
 
     tokens: list[str]
-    blanks: list[Blank]
+    masks: list[MaskPrediction]
     is_truncated: bool = False
+
+    def __str__(self) -> str:
+        lines = []
+        for mask in self.masks:
+            predicted = "  ".join(f"{token} {probability:.3f}" for token, probability in mask.tokens.items())
+            lines.append(f"[MASK] at {mask.position}: {predicted}")
+        return "\n".join(lines) + truncation_note(self.is_truncated)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The embedding of a text."""
+
+    vector: list[float]
+    is_truncated: bool = False
+
+    def __str__(self) -> str:
+        start = " ".join(f"{number:.4f}" for number in self.vector[:8])
+        note = truncation_note(self.is_truncated)
+        return f"{len(self.vector)} dimensions: {start} …  (--json prints all){note}"
 
 
 class Model:
-    """A pair (or the part of it that is there) with its tokenizer."""
+    """A generator, a discriminator or both, with their tokenizer."""
 
     def __init__(
         self, electra: Electra, tokenizer: TextTokenizer, device: torch.device, has_rtd_head: bool = True
     ) -> None:
         self.electra, self.tokenizer, self.device = electra.float().to(device).eval(), tokenizer, device
-        self.has_rtd_head = has_rtd_head  # a discriminator taken from a bare encoder has none that was trained
+        self.has_rtd_head = has_rtd_head
 
-    def detect(self, text: str) -> Detected:
-        """How surely each token of `text` was replaced."""
+    @torch.no_grad()
+    def detect(self, text: str) -> Detection:
+        """The probability of each token of `text` that it was replaced."""
         if self.electra.discriminator is not None and not self.has_rtd_head:
-            raise ConfigError("this model came as a bare encoder, without a discriminator's head; it can only embed")
-        ids, tokens, is_truncated = self.encode(text, self.electra.require_discriminator().encoder)
-        with torch.no_grad():
-            verdicts = self.electra.require_discriminator()(ids)[0].sigmoid()
-        return Detected(tokens, [round(verdict, 4) for verdict in verdicts.tolist()], is_truncated)
+            raise ConfigError("this model is an encoder without a replaced token detection head; it can only embed")
+        discriminator = self.electra.require_discriminator()
+        text_tokens = self.tokenize(text, discriminator.encoder)
+        probabilities = discriminator(text_tokens.input_ids)[0].sigmoid()  # [L]
+        rounded = [round(probability, 4) for probability in probabilities.tolist()]
+        return Detection(text_tokens.tokens, rounded, text_tokens.is_truncated)
 
-    def fill(self, text: str, count: int = 5) -> Filled:
-        """The likeliest tokens for each [MASK] in `text`."""
+    @torch.no_grad()
+    def fill(self, text: str, count: int = 5) -> MaskPredictions:
+        """The `count` most likely tokens for each [MASK] in `text`."""
         if count < 1:
-            raise ConfigError(f"count is {count}; it must be at least 1")
-        encoder, mask_id = self.electra.require_generator().encoder, self.tokenizer.vocabulary.mask_id
-        ids, tokens, is_truncated = self.encode(text, encoder)
-        blanks = (ids[0] == mask_id).nonzero().flatten()
-        if not len(blanks) and mask_id in self.tokenizer.library.encode(text).ids:
-            positions = encoder.config.positions
+            raise ConfigError(f"is {count}; it must be at least 1", field="count")
+        generator = self.electra.require_generator()
+        text_tokens = self.tokenize(text, generator.encoder)
+        positions = self.mask_positions(text, text_tokens)
+        probabilities = generator(text_tokens.input_ids, at=positions[None])[0].softmax(1)  # [M, V]
+        best = probabilities.topk(min(count, probabilities.shape[1]), dim=1)
+        masks = []
+        for position, values, ids in zip(positions.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
+            names = [self.token_name(token_id) for token_id in ids]
+            masks.append(MaskPrediction(position, dict(zip(names, [round(value, 4) for value in values], strict=True))))
+        return MaskPredictions(text_tokens.tokens, masks, text_tokens.is_truncated)
+
+    def mask_positions(self, text: str, text_tokens: Tokens) -> Tensor:
+        """The positions [M] of the [MASK] tokens; there must be one."""
+        mask_id = self.tokenizer.vocabulary.mask_id
+        positions = (text_tokens.input_ids[0] == mask_id).nonzero().flatten()
+        if len(positions):
+            return positions
+        if mask_id in self.tokenizer.library.encode(text).ids:
+            length = text_tokens.input_ids.shape[1]
             raise ConfigError(
-                f"the [MASK] lies beyond the {positions} tokens that the model can read; shorten the text"
+                f"the [MASK] is after the first {length} tokens, which is all the model reads; shorten the text"
             )
-        if not len(blanks):
-            raise ConfigError("there is no [MASK] in the text; write one where a word is to be filled in")
-        with torch.no_grad():
-            guesses = self.electra.require_generator()(ids, at=blanks[None])[0].softmax(1)  # [blanks, V]
-        best = guesses.topk(min(count, guesses.shape[1]), dim=1)
-        return Filled(tokens, [self.blank(*row) for row in zip(blanks, *best, strict=True)], is_truncated)
+        raise ConfigError("the text has no [MASK]; write [MASK] in place of the word to predict")
 
-    def blank(self, position: Tensor, probabilities: Tensor, ids: Tensor) -> Blank:
-        """A blank with its guesses."""
-        names = [self.name(number) for number in ids.tolist()]
-        return Blank(int(position), dict(zip(names, [round(p, 4) for p in probabilities.tolist()], strict=True)))
-
+    @torch.no_grad()
     def embed(self, texts: str | Sequence[str], pooling: Pooling = "mean") -> Tensor:
-        """A vector for each text [N, D]: the mean of its tokens' hidden states, or that of [CLS]."""
-        texts = [texts] if isinstance(texts, str) else texts
-        vectors = [self.vector(text, pooling) for text in texts]
-        return torch.stack(vectors) if vectors else torch.empty(0, self.reader().config.width)
+        """The embedding of each text [N, D]: the mean of its hidden states, or the hidden state of [CLS]."""
+        encoder, vectors = self.encoder(), []
+        for text in [texts] if isinstance(texts, str) else texts:
+            hidden = encoder(self.tokenize(text, encoder).input_ids)[0]  # [L, D]
+            vectors.append((hidden[0] if pooling == "cls" else hidden.mean(0)).cpu())
+        return torch.stack(vectors) if vectors else torch.empty(0, encoder.config.width)
 
-    def vector(self, text: str, pooling: Pooling) -> Tensor:
-        """The vector of one text [D]."""
-        encoder = self.reader()
-        with torch.no_grad():
-            hidden = encoder(self.encode(text, encoder)[0])[0]  # [L, D]
-        return (hidden[0] if pooling == "cls" else hidden.mean(0)).cpu()
-
-    def is_cut(self, text: str) -> bool:
+    def is_truncated(self, text: str) -> bool:
         """Whether a text has more tokens than `embed` can read."""
-        return self.encode(text, self.reader())[2]
+        return self.tokenize(text, self.encoder()).is_truncated
 
-    def reader(self) -> Encoder:
-        """The encoder whose hidden states a text is turned into."""
+    def encoder(self) -> Encoder:
+        """The discriminator's encoder, or that of a lone generator."""
         return (self.electra.discriminator or self.electra.require_generator()).encoder
 
-    def encode(self, text: str, encoder: Encoder) -> tuple[Tensor, list[str], bool]:
-        """Token ids [1, L], the tokens as words, and whether the text was cut to the model's positions."""
+    def tokenize(self, text: str, encoder: Encoder) -> Tokens:
+        """The tokens of a text, truncated to the encoder's positions."""
         ids = self.tokenizer.library.encode(text).ids
         kept = ids[: encoder.config.positions]
-        return torch.tensor([kept], device=self.device), [self.name(number) for number in kept], len(kept) < len(ids)
+        input_ids = torch.tensor([kept], device=self.device)
+        return Tokens(input_ids, [self.token_name(token_id) for token_id in kept], len(kept) < len(ids))
 
-    def name(self, number: int) -> str:
-        """A token as a word."""
-        return self.tokenizer.library.id_to_token(number) or f"<{number}>"
+    def token_name(self, token_id: int) -> str:
+        return self.tokenizer.library.id_to_token(token_id) or f"<{token_id}>"
 
 
 def load(path: str | Path, device: Device = "auto") -> Model:
@@ -124,6 +176,22 @@ def load(path: str | Path, device: Device = "auto") -> Model:
     config, weights = read_model(folder)
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))
-    return Model(
-        build_model(config, weights, folder / WEIGHTS), tokenizer, choose_device(device), has_rtd_head(weights)
-    )
+    electra = build_model(config, weights, folder / WEIGHTS)
+    return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights))
+
+
+def truncation_note(is_truncated: bool) -> str:
+    return "\n(the text was truncated to the model's positions)" if is_truncated else ""
+
+
+def detect(config: DetectConfig) -> Detection:
+    return load(config.input.model, config.input.device).detect(config.input.text)
+
+
+def fill(config: FillConfig) -> MaskPredictions:
+    return load(config.input.model, config.input.device).fill(config.input.text, config.count)
+
+
+def embed(config: EmbedConfig) -> Embedding:
+    text, model = config.input.text, load(config.input.model, config.input.device)
+    return Embedding(model.embed(text, config.pooling)[0].tolist(), model.is_truncated(text))

@@ -1,4 +1,4 @@
-"""What this machine has: device, precision, memory, speed, and the versions a run is recorded with."""
+"""Device, precision and compilation of a run, and the environment it is recorded with."""
 
 import os
 import platform
@@ -7,23 +7,16 @@ import subprocess
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 import electra
 from electra.errors import ConfigError
 from electra.kernels.dispatch import HAS_TRITON
+from electra.training.config import Device, HardwareConfig, Precision
 
-Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
-
-COMPILERS = {
-    "cpu": "a C++ compiler (g++)",
-    "cuda": "Triton and a C compiler (gcc)",
-}  # by device: what torch.compile needs
-
-PEAKS = {  # dense bf16 operations a second, from the makers' datasheets
+COMPILERS = {"cpu": "a C++ compiler (g++)", "cuda": "Triton and a C compiler (gcc)"}  # that torch.compile needs
+PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
     "H200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -36,61 +29,69 @@ PEAKS = {  # dense bf16 operations a second, from the makers' datasheets
 
 
 def choose_device(device: Device) -> torch.device:
-    """The device a run uses: the GPU where there is one."""
+    """The device of a `--device` setting; raises a ConfigError if it is missing."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no CUDA device here; run with --device cpu")
+        raise ConfigError("no CUDA device is available; use --device cpu")
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU that has it, fp32 elsewhere: on the CPU and on older GPUs bf16 is many times slower."""
+    """The dtype of a `--precision` setting; auto avoids bf16 where it is emulated, which is many times slower."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision == "auto":
         precision = "bf16" if has_bf16 else "fp32"
     if precision == "bf16" and device.type == "cuda" and not has_bf16:
         name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"bf16 needs a GPU of compute capability 8.0 or more, and {name} has less; choose fp32")
+        raise ConfigError(f"bf16 needs a GPU of compute capability 8.0 or above, unlike {name}; use --precision fp32")
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether torch.compile finds the compiler that a device needs."""
+    """Whether the compiler that torch.compile needs for a device is installed."""
     return HAS_TRITON if device.type == "cuda" else shutil.which("g++") is not None
 
 
+def uses_compile(config: HardwareConfig, device: torch.device) -> bool:
+    """Whether the training step is compiled; raises a ConfigError if there is no compiler."""
+    is_compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+    if is_compiled and not can_compile(device):
+        raise ConfigError(f"torch.compile needs {COMPILERS[device.type]}; install it or use --compile off")
+    return is_compiled
+
+
 def peak_flops(device: torch.device) -> float | None:
-    """The most operations a second the device is sold with; None where we do not know."""
+    """Peak bf16 FLOP/s of a known GPU, else None."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for model, peak in PEAKS.items() if model in name), None)
+    return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
-def measured_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a plain matrix product, measured for a moment."""
+def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a matrix product on this machine, the best of five."""
     width = 4096 if device.type == "cuda" else 768
     matrix = torch.randn(width, width, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        start = time.perf_counter()
         (matrix @ matrix).sum().item()  # waits for the device
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - start)
     return 2 * width**3 / best
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Memory of the device."""
+def device_memory(device: torch.device) -> int:
+    """Memory of the device in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def environment() -> dict[str, str]:
-    """Versions and hardware, for the record."""
+    """Versions and hardware, recorded with each run."""
     device = choose_device("auto")
     return {
         "electra": electra.__version__,
-        "commit": commit() or "not from a checkout",
+        "commit": git_commit() or "not from a checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
@@ -99,22 +100,19 @@ def environment() -> dict[str, str]:
     }
 
 
-def commit() -> str | None:
-    """The commit this code was checked out from; never that of a repository it was only installed into."""
+def git_commit() -> str | None:
+    """The commit of this checkout of electra; None if it is installed, even if that is inside another repository."""
     root = Path(electra.__file__).parent.parent
-    if not (root / ".git").exists() or not is_ours(root / "pyproject.toml") or not shutil.which("git"):
+    pyproject = root / "pyproject.toml"
+    is_checkout = (root / ".git").exists() and pyproject.exists() and shutil.which("git")
+    if not is_checkout or 'name = "electra"' not in pyproject.read_text(encoding="utf-8").splitlines():
         return None
-    ask = ["git", "--git-dir", str(root / ".git"), "rev-parse", "HEAD"]  # whatever GIT_DIR says
-    return subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip() or None
+    command = ["git", "--git-dir", str(root / ".git"), "rev-parse", "HEAD"]  # overrides GIT_DIR
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def is_ours(pyproject: Path) -> bool:
-    """Whether a pyproject.toml is this project's."""
-    return pyproject.exists() and 'name = "electra"' in pyproject.read_text(encoding="utf-8").splitlines()
-
-
-def installed(library: str) -> str | None:
-    """The version of an optional library, None where it is not installed."""
+def installed_version(library: str) -> str | None:
+    """The version of a library; None if it is not installed."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:

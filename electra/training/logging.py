@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, TensorBoard, and a progress bar with loss, speed and time left."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar with losses, speed and remaining time."""
 
 import json
 import sys
@@ -14,65 +14,62 @@ from electra.runfolder import dump_json, write_file
 METRICS = "metrics.jsonl"
 
 
-class Window:
-    """Losses and speed since the last line; losses stay on the device until they are asked for."""
+class RunningAverages:
+    """Average losses and speed of the steps since the last report; losses stay on the device until they are read."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps = self.timed_steps = self.tokens = 0
         self.seconds = 0.0
 
-    def add(self, numbers: dict[str, Tensor], tokens: int, seconds: float | None) -> None:
-        """Count a step: its losses, the gradient's norm, whether it was skipped; and, where that counts, its time."""
-        for name, number in numbers.items():
-            self.sums[name] = self.sums[name] + number if name in self.sums else number.clone()
+    def add(self, metrics: dict[str, Tensor], tokens: int, seconds: float | None) -> None:
+        """Add a step with its losses, gradient norm and `nonfinite_steps` (0 or 1); `seconds` is None if untimed."""
+        for name, value in metrics.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
         self.steps += 1
         if seconds is not None:
             self.timed_steps += 1
             self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
-    def skipped(self) -> int:
-        """Steps that were not taken."""
-        return int(self.sums["skipped"].item()) if self.sums else 0
+    def nonfinite_steps(self) -> int:
+        return int(self.sums["nonfinite_steps"].item()) if self.sums else 0
 
     def means(self) -> dict[str, float]:
-        """Means over the steps taken."""
-        taken = self.steps - self.skipped()
-        return {name: (value / max(1, taken)).item() for name, value in self.sums.items() if name != "skipped"}
+        """Means over the steps with finite losses."""
+        steps = max(1, self.steps - self.nonfinite_steps())
+        return {name: (value / steps).item() for name, value in self.sums.items() if name != "nonfinite_steps"}
 
-    def speed(self) -> float:
-        """Tokens a second."""
+    def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def pace(self) -> float:
-        """Seconds a step."""
+    def seconds_per_step(self) -> float:
         return self.seconds / max(1, self.timed_steps)
 
 
 class MetricsLogger:
-    """The metrics of a run, a line a time; what a killed run wrote after its last checkpoint is forgotten."""
+    """Appends metrics to metrics.jsonl and TensorBoard; removes lines of a killed run after `step`, its checkpoint."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / METRICS
-        kept = [line for line in read_lines(self.path) if line["step"] <= step]
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.board = open_tensorboard(run, step)
+        self.tensorboard = open_tensorboard(run, step)
 
-    def write(self, kind: str, step: int, numbers: dict[str, float]) -> None:
-        """Add a line: `kind` is train or validation."""
+    def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
+        """Append a line; `kind` is train or validation."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(dump_json({"kind": kind, "step": step, **numbers}) + "\n")
-        if self.board is not None:
-            for name, number in numbers.items():
-                self.board.add_scalar(f"{kind}/{name}", number, step)
+            file.write(dump_json({"kind": kind, "step": step, **metrics}) + "\n")
+        if self.tensorboard is not None:
+            for name, value in metrics.items():
+                self.tensorboard.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; the last may have been cut by a kill."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a metrics file, up to one that a killed process left incomplete."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -83,7 +80,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def open_tensorboard(run: Path, step: int) -> Any:
-    """A TensorBoard writer in the run folder, where TensorBoard is installed."""
+    """A TensorBoard writer in the run folder, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -91,8 +88,7 @@ def open_tensorboard(run: Path, step: int) -> Any:
     return SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
 
-def duration(minutes: float) -> str:
-    """Minutes in the unit that people would use."""
+def format_duration(minutes: float) -> str:
     for unit, size in (("days", 24 * 60), ("hours", 60)):
         if minutes > 2 * size:
             return f"{minutes / size:.1f} {unit}"
@@ -100,14 +96,13 @@ def duration(minutes: float) -> str:
 
 
 class ProgressBar:
-    """A progress bar on standard error: share of the budget, step, time left, loss, tokens a second."""
+    """A progress bar on standard error with losses, speed and remaining time; plain lines without a terminal."""
 
-    def __init__(self, is_quiet: bool = False) -> None:
-        self.is_quiet = is_quiet
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
         columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"))
-        self.progress = Progress(
-            *columns, console=Console(file=sys.stderr), disable=is_quiet or not sys.stderr.isatty()
-        )
+        is_disabled = quiet or not sys.stderr.isatty()
+        self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=is_disabled)
         self.task = self.progress.add_task("", total=1.0)
 
     def __enter__(self) -> "ProgressBar":
@@ -117,21 +112,21 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         self.progress.stop()
 
-    def move(self, share: float) -> None:
-        """Move the bar to `share` of the budget."""
-        self.progress.update(self.task, completed=share)
+    def update(self, fraction: float) -> None:
+        """Set the completed fraction."""
+        self.progress.update(self.task, completed=fraction)
 
     def describe(self, text: str) -> None:
-        """Put a text beside the bar; where there is no terminal, print it."""
+        """Set the text beside the bar."""
         if self.progress.disable:
-            self.say(text)
+            self.print(text)
         self.progress.update(self.task, description=text)
 
-    def say(self, sentence: str) -> None:
-        """A line above the bar; where there is no terminal, a plain line."""
-        if self.is_quiet:
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.quiet:
             return
         if self.progress.disable:
-            print(sentence, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
         else:
-            self.progress.console.print(sentence, highlight=False)
+            self.progress.console.print(text, highlight=False)

@@ -1,7 +1,7 @@
-"""Muon: matrices are moved by the orthogonal matrix nearest to their momentum, all of one shape at once.
+"""Muon: updates matrices by their orthogonalized momentum, all matrices of one shape in one batch.
 
-`torch.optim.Muon` takes matrices one by one, in bf16 on every device: a thousand small kernels for the small size, and
-slow on a CPU. The updates here are the same but for rounding.
+`torch.optim.Muon` handles matrices one by one, in bf16 on every device: about a thousand small kernels for the small
+size, and slow on a CPU. The updates here are equal except for rounding.
 """
 
 from collections import defaultdict
@@ -12,31 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ITERATIONS = 5
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, as in Keller Jordan's Muon
-MATCH = 0.2  # the size of AdamW's usual update, so that one learning rate serves both (arXiv 2502.16982)
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's
+ADAMW_RMS = 0.2  # scales updates to the RMS of AdamW's, so that both share one learning rate (arXiv 2502.16982)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, Nesterov's step ahead, orthogonalised; decoupled weight decay."""
+    """Nesterov momentum, orthogonalized by Newton-Schulz iterations; decoupled weight decay.
+
+    `found_inf` and `grad_scale` have the meaning they have in torch's fused optimizers.
+    """
 
     def __init__(self, groups: Iterable[Any], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        self.found_inf: Tensor | None = None  # [] 1 where a step is to move nothing
-        self.grad_scale: Tensor | None = None  # [] what gradients are divided by; both as torch's fused optimizers ask
-        self.together: dict[tuple[Tensor, ...], Tensor] = {}  # the momenta of matrices of one shape
-        self.streams: list[torch.cuda.Stream] = []  # one for each shape, on a GPU
+        self.found_inf: Tensor | None = None  # [] 1: skip this step
+        self.grad_scale: Tensor | None = None  # [] gradients are divided by it
+        self.momentum_buffers: dict[tuple[Tensor, ...], Tensor] = {}  # of all matrices of one shape
+        self.streams: list[torch.cuda.Stream] = []  # one for each shape
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures here
-        updates = [partial(self.update, alike, group) for group in self.param_groups for alike in of_one_shape(group)]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures
+        updates = [
+            partial(self.update, parameters, group)
+            for group in self.param_groups
+            for parameters in group_by_shape(group["params"])
+        ]
         if not self.param_groups[0]["params"][0].is_cuda:
             for update in updates:
                 update()
             return
         main = torch.cuda.current_stream()
         self.streams += [torch.cuda.Stream() for _ in updates[len(self.streams) :]]
-        for update, stream in zip(updates, self.streams, strict=False):  # small kernels, which fill a GPU together only
+        for update, stream in zip(updates, self.streams, strict=False):  # each alone is too small to fill the GPU
             stream.wait_stream(main)
             with torch.cuda.stream(stream):
                 update()
@@ -44,51 +51,54 @@ class Muon(torch.optim.Optimizer):
             main.wait_stream(stream)
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonal(μm + (1 − μ)g) + wd θ), for matrices of one shape."""
+        """Update matrices of one shape: m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonalize(μm + (1 − μ)g) + wd θ)."""
         gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
-        momentum, lr, pace = group["momentum"], group["lr"], 1 - group["momentum"]
-        if self.found_inf is not None and self.grad_scale is not None:  # the device says whether this step is wanted
-            is_wanted = 1 - self.found_inf
-            gradients = (gradients / self.grad_scale).where(is_wanted > 0, 0.0)
-            lr, pace = lr * is_wanted, pace * is_wanted
-        means = self.momenta(parameters).lerp_(gradients, pace)  # [N, rows, columns]
-        ahead = gradients.lerp_(means, momentum)
-        scale = MATCH * max(ahead.shape[1:]) ** 0.5
-        moves = orthogonal(ahead).to(ahead.dtype).mul_(lr * scale)
+        momentum, lr, weight = group["momentum"], group["lr"], 1 - group["momentum"]
+        if self.found_inf is not None and self.grad_scale is not None:
+            is_finite = 1 - self.found_inf
+            gradients = (gradients / self.grad_scale).where(is_finite > 0, 0.0)
+            lr, weight = lr * is_finite, weight * is_finite
+        averages = self.momentum_buffer(parameters).lerp_(gradients, weight)  # [N, rows, columns]
+        nesterov = gradients.lerp_(averages, momentum)
+        scale = ADAMW_RMS * max(nesterov.shape[1:]) ** 0.5
+        updates = orthogonalize(nesterov).to(nesterov.dtype).mul_(lr * scale)
         torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
-        torch._foreach_sub_(parameters, list(moves.unbind()))
+        torch._foreach_sub_(parameters, list(updates.unbind()))
 
-    def momenta(self, parameters: list[Tensor]) -> Tensor:
-        """The momenta of matrices of one shape [N, rows, columns]; each matrix remembers its part."""
+    def momentum_buffer(self, parameters: list[Tensor]) -> Tensor:
+        """Return the momentum of `parameters` as one tensor [N, rows, columns], of which each state is a view."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-        parts = [self.state[parameter]["momentum"] for parameter in parameters]
-        stacked = self.together.get(tuple(parameters))
-        if stacked is None or any(part.data_ptr() != own.data_ptr() for part, own in zip(parts, stacked, strict=True)):
-            stacked = self.together[tuple(parameters)] = torch.stack(parts)
-            for parameter, own in zip(parameters, stacked.unbind(), strict=True):
-                self.state[parameter]["momentum"] = own
-        return stacked
+        states = [self.state[parameter]["momentum"] for parameter in parameters]
+        buffer = self.momentum_buffers.get(tuple(parameters))
+        is_current = buffer is not None and all(
+            state.data_ptr() == view.data_ptr() for state, view in zip(states, buffer, strict=True)
+        )
+        if buffer is None or not is_current:  # the first step, or other parameters had gradients before
+            buffer = self.momentum_buffers[tuple(parameters)] = torch.stack(states)
+            for parameter, view in zip(parameters, buffer.unbind(), strict=True):
+                self.state[parameter]["momentum"] = view
+        return buffer
 
 
-def of_one_shape(group: dict[str, Any]) -> Iterable[list[Tensor]]:
-    """The matrices of a group that have gradients, by shape."""
+def group_by_shape(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Group the parameters that have gradients by shape."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-    for parameter in group["params"]:
+    for parameter in parameters:
         if parameter.grad is not None:
             by_shape[parameter.shape].append(parameter)
     return by_shape.values()
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """About the nearest matrices [N, rows, columns] whose singular values are all 1: between 0.7 and 1.2."""
-    first, third, fifth = COEFFICIENTS
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Move the singular values of matrices [N, rows, columns] close to 1 (0.7 to 1.2) by Newton-Schulz iterations."""
+    first, third, fifth = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
-    flat = matrices.mT if is_tall else matrices
-    flat = flat.bfloat16() if flat.is_cuda else flat
-    flat = flat / flat.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(ITERATIONS):
-        gram = flat @ flat.mT  # [N, shorter, shorter]
-        flat = torch.baddbmm(flat, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), flat, beta=first)
-    return flat.mT if is_tall else flat
+    wide = matrices.mT if is_tall else matrices
+    wide = wide.bfloat16() if wide.is_cuda else wide
+    wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = wide @ wide.mT  # [N, shorter, shorter]
+        wide = torch.baddbmm(wide, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), wide, beta=first)
+    return wide.mT if is_tall else wide

@@ -1,0 +1,121 @@
+"""The commands, for the command line and as functions of the package.
+
+A command is a config dataclass, whose fields are its flags, and a function that takes it. Its result prints well as
+`str` and, with `--json`, as the JSON of its fields.
+"""
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from electra.config import build
+
+INTERRUPTED = "electra: interrupted"
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # the shell's convention
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command; its modules are imported when they are needed."""
+
+    name: str
+    config: str  # "module:class"; the module should not import torch, so that a wrong flag is reported fast
+    function: str  # "module:function"
+    help: str
+
+    def config_class(self) -> type:
+        return import_object(self.config)
+
+    def run(self) -> Callable[[Any], Any]:
+        return import_object(self.function)
+
+
+def import_object(reference: str) -> Any:
+    """The object that "module:name" refers to."""
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(f"electra.{module}"), name)
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("demo", "demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
+        Command(
+            "tokenizer",
+            "data.tokenizer:TokenizerConfig",
+            "data.tokenizer:train_tokenizer",
+            "train a WordPiece vocabulary",
+        ),
+        Command("shard", "data.prepare:ShardConfig", "data.prepare:shard", "tokenize text into shards"),
+        Command("inspect", "data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),
+        Command(
+            "pretrain",
+            "pretraining.config:PretrainConfig",
+            "pretraining.command:pretrain",
+            "pre-train a generator and a discriminator",
+        ),
+        Command(
+            "finetune",
+            "finetuning.command:FinetuneConfig",
+            "finetuning.command:finetune",
+            "fine-tune an encoder on a task",
+        ),
+        Command("glue", "finetuning.glue:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
+        Command(
+            "evaluate",
+            "finetuning.predict:EvaluateConfig",
+            "finetuning.predict:evaluate",
+            "evaluate a fine-tuned model on a file",
+        ),
+        Command(
+            "predict",
+            "finetuning.predict:PredictConfig",
+            "finetuning.predict:predict",
+            "predict labels for a file with a fine-tuned model",
+        ),
+        Command("detect", "serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
+        Command("fill", "serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
+        Command("embed", "serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
+        Command("doctor", "doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
+        Command(
+            "flops", "report.flops:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"
+        ),
+        Command("report", "report.tables:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
+        Command("export", "export.command:ExportConfig", "export.command:export", "export a model to Hugging Face"),
+        Command(
+            "import", "export.command:ImportConfig", "export.command:import_model", "import a model from Hugging Face"
+        ),
+    )
+}
+
+
+def as_function(name: str) -> Callable[..., Any]:
+    """A command as a function of flat keyword arguments, named like its flags."""
+    command = COMMANDS[name]
+
+    def function(**settings: Any) -> Any:
+        return command.run()(build(command.config_class(), **settings))
+
+    function.__name__ = name
+    function.__doc__ = f"{command.help.capitalize()}; `electra {name} --help` lists the settings."
+    return function
+
+
+@contextlib.contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Let Ctrl-C end the process while libraries are imported: a KeyboardInterrupt inside them may become any error."""
+
+    def interrupt(number: int, frame: object) -> None:
+        print(INTERRUPTED, file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # not ignored, as in background jobs
+        signal.signal(signal.SIGINT, interrupt)
+    yield
+    signal.signal(signal.SIGINT, before)

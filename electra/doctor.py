@@ -1,0 +1,66 @@
+"""`electra doctor`: the hardware and libraries of this machine, and what a run would use."""
+
+from dataclasses import dataclass
+
+EXTRAS = {
+    # optional dependencies of pyproject.toml: libraries, purpose
+    "hub": (("datasets",), "corpora from the Hugging Face hub"),
+    "parquet": (("pyarrow",), "Parquet files"),
+    "zstd": (("zstandard",), ".zst files"),
+    "plot": (("matplotlib",), "plots"),
+    "tensorboard": (("tensorboard",), "TensorBoard"),
+    "yaml": (("pyyaml",), "--config files in YAML"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig:
+    """Show the hardware and libraries of this machine, and what a run would use."""
+
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    environment: dict[str, str]
+    uses: dict[str, str]
+    extras: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = []
+        for title, table in (("this machine", self.environment), ("a run uses", self.uses), ("extras", self.extras)):
+            lines += [title, *(f"  {name:<13}{value}" for name, value in table.items())]
+        return "\n".join(lines)
+
+
+def diagnose(config: DoctorConfig) -> Diagnosis:
+    """Examine this machine."""
+    import torch
+
+    from electra.training import hardware
+
+    device = hardware.choose_device("auto")
+    precision = hardware.choose_precision("auto", device)
+    can_compile = hardware.can_compile(device)
+    uses = {
+        "device": device.type,
+        "precision": str(precision).removeprefix("torch."),
+        "memory": f"{hardware.device_memory(device) / 1e9:.0f} GB",
+        "speed": f"{hardware.measure_flops(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
+        "threads": str(torch.get_num_threads()),
+        "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",
+    }
+    extras = {name: describe_extra(*row) for name, row in EXTRAS.items()}
+    return Diagnosis(hardware.environment(), uses, extras)
+
+
+def describe_extra(libraries: tuple[str, ...], purpose: str) -> str:
+    """The versions of an extra's libraries, or how to install them."""
+    from electra.training.hardware import installed_version
+
+    versions = {library: installed_version(library) for library in libraries}
+    missing = [library for library, version in versions.items() if version is None]
+    if missing:
+        return f"{purpose}: pip install {' '.join(missing)}"
+    return f"{purpose}: " + ", ".join(f"{library} {version}" for library, version in versions.items())

@@ -1,0 +1,190 @@
+"""Settings that contradict each other, the models and data they refer to, or the run in the output folder."""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from electra.config import flat_fields
+from electra.data.shards import Shards
+from electra.errors import ConfigError, DataError
+from electra.model.config import ElectraConfig, get_size
+from electra.model.storage import load_model_tokenizer, read_model_config
+from electra.objectives.objectives import OBJECTIVES, ObjectiveName
+from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings
+from electra.pretraining.initialize import generator_source, is_lone_generator
+from electra.pretraining.phases import Phase, initializes_discriminator, parse_phases
+from electra.runfolder import (
+    CONFIG,
+    check_same_settings,
+    checkpoint_folders,
+    is_empty,
+    join_names,
+    read_json,
+    remove_partial,
+)
+from electra.training.checkpoint import STATE, model_folder
+from electra.training.hardware import environment
+
+CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
+
+
+def check_settings(config: PretrainConfig) -> None:
+    """Check the settings of a new run against each other."""
+    specs = parse_phases(config.phases)
+    objectives = [spec.settings.get("objective", config.objective.name) for spec in specs]
+    for spec in specs:
+        steps = config.budget.steps
+        if steps is not None and steps * spec.fraction() < 1 - 1e-9:
+            raise ConfigError(f"a phase with fraction {spec.fraction():g} of {steps} steps has less than one step")
+    for before, after in pairwise(objectives):
+        if OBJECTIVES[before].head and not OBJECTIVES[after].head:
+            raise ConfigError(f"--phases: {after} after {before} would drop the trained discriminator; put it first")
+    check_generator(config, objectives)
+    check_init(config, objectives)
+
+
+def check_generator(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Check that objectives have the generator they need."""
+    kind, sharing = config.objective.generator, config.model.sharing
+    for name in objectives:
+        if kind != "model" and OBJECTIVES[name].needs_generator:
+            others = ", ".join(other for other, objective in OBJECTIVES.items() if not objective.needs_generator)
+            raise ConfigError(
+                f"--objective {name} needs a generator, but --generator is {kind}; use --generator model or another "
+                f"objective ({others})"
+            )
+    frozen = [name for name in objectives if OBJECTIVES[name].is_frozen]
+    if frozen and objectives[0] == frozen[0] and not has_trained_generator(config):
+        raise ConfigError(
+            f"--objective {frozen[0]} needs a trained generator; train it in a first phase "
+            f"(--phases objective=mlm objective={frozen[0]} {two_stage_flags(config)}), or give one with --init"
+        )
+    if frozen and sharing != "none":
+        is_copied = OBJECTIVES[objectives[0]].head is None and config.init.discriminator_from_generator
+        flags = two_stage_flags(config) if is_copied else "--sharing none"
+        raise ConfigError(f"--sharing {sharing} would train the frozen generator; add {flags}")
+
+
+def has_trained_generator(config: PretrainConfig) -> bool:
+    """Whether a run starts with the weights of a trained generator."""
+    if config.init.model is None:
+        return config.init.branch_from is not None
+    return generator_source(config.init) is not None
+
+
+def two_stage_flags(config: PretrainConfig) -> str:
+    """The flags for a discriminator that is initialised from the generator, which is then frozen."""
+    return f"--sharing none --generator-width {config.model.width or get_size(config.model.size).discriminator.width}"
+
+
+def check_init(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+    """Check settings that depend on where the initial weights come from."""
+    init = config.init
+    if config.optimizer.schedule == "decay" and init.model is None and init.branch_from is None:
+        raise ConfigError("--schedule decay anneals a trained model; give one with --branch-from or --init")
+    if init.model is None:
+        return
+    overrides = [name for name in config.model.overrides() if "dropout" not in name]
+    if overrides:
+        flags = " and ".join(f"--{name.replace('_', '-')} {getattr(config.model, name)}" for name in overrides)
+        raise ConfigError(f"{flags} cannot be combined with --init {init.model}, which has a size; leave them out")
+    heads = [OBJECTIVES[name].head for name in objectives]
+    if any(heads) and not heads[0] and not is_lone_generator(init):
+        raise ConfigError(
+            f"--phases starts with {objectives[0]}, which trains only a generator: --init {init.model} must be a "
+            f"masked language model, and be given as --init-generator too"
+        )
+
+
+def check_phases(phases: list[Phase]) -> None:
+    """Check that a discriminator that is initialised from the generator has the same encoder."""
+    for previous, phase in pairwise(phases):
+        if not initializes_discriminator(previous, phase):
+            continue
+        generator, discriminator = phase.model.generator, phase.model.discriminator
+        if generator and discriminator and generator != discriminator:
+            raise ConfigError(
+                f"the discriminator ({discriminator.layers} layers, width {discriminator.width}) cannot be initialised "
+                f"from a generator of {generator.layers} layers, width {generator.width}; use --generator-width "
+                f"{discriminator.width} or --no-init-discriminator-from-generator"
+            )
+        if phase.model.sharing == "disentangled":
+            raise ConfigError(
+                "--sharing disentangled already takes its embeddings from the generator; use another --sharing, or "
+                "--no-init-discriminator-from-generator"
+            )
+
+
+def check_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) -> None:
+    """Check that a branch has the tokenizer, model and optimizer of its trunk."""
+    trunk = config.init.branch_from
+    assert trunk is not None
+    checkpoint = model_folder(trunk)
+    trunk_model = comparable(read_model_config(checkpoint))
+    if not (checkpoint / STATE).exists():
+        raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
+    shards.check_tokenizer(load_model_tokenizer(checkpoint))
+    optimizer = config.optimizer.name
+    before = trunk_model | {"optimizer": run_settings(checkpoint).get("optimizer", optimizer)}
+    now = comparable(model) | {"optimizer": optimizer}
+    names = ["parts"] if before["parts"] != now["parts"] else [name for name in before if before[name] != now[name]]
+    if names:
+        changes = [f"{name} was {before[name]} and is now {now[name]}" for name in names]
+        raise ConfigError(f"--branch-from {trunk} has other settings: {join_names(changes)}; leave out these flags")
+
+
+def comparable(pair: ElectraConfig) -> dict[str, Any]:
+    """What the models of a trunk and its branch must have in common, by setting."""
+    parts = ["generator with baseline" if pair.has_baseline else "generator"] if pair.generator else []
+    parts += [f"discriminator with {pair.head} head"] if pair.discriminator else []
+    settings: dict[str, Any] = {"parts": " and ".join(parts), "sharing": pair.sharing}
+    for prefix, encoder in (("", pair.discriminator), ("generator_", pair.generator)):
+        values = asdict(encoder) if encoder else {}
+        settings |= {f"{prefix}{name}": values[name] for name in values if name not in CHANGEABLE_BY_BRANCH}
+    return settings
+
+
+def find_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from, if any; raises if the output folder is in use or has other settings."""
+    run, checkpoints = config.output, checkpoint_folders(config.output)
+    if not (run / CONFIG).exists():
+        if not is_empty(run):
+            raise DataError(f"{run} is not empty and holds no run; choose another --output")
+        return None
+    stored = read_json(run / CONFIG)
+    if "pretraining" not in stored:
+        raise ConfigError(f"{run} holds a model, not a run; choose another --output")
+    if checkpoints and not config.resume:
+        raise ConfigError(f"{run} already holds a run; continue it with --resume, or choose another --output")
+    if checkpoints:
+        check_same_settings(run, comparable_settings(stored), comparable_settings(record), ignore=CHANGEABLE)
+    else:
+        print(f"the run in {run} ended before its first checkpoint; starting again", file=sys.stderr)
+    remove_partial(run)
+    return checkpoints[-1] if checkpoints else None
+
+
+def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
+    """The content of config.json: the final model, flat settings, data, command and environment."""
+    settings = flat_fields(config) | {"data": config.data.absolute()}  # it may be resumed from another folder
+    record = {
+        "model": asdict(phases[-1].model),
+        "pretraining": settings,
+        "data": {"tokens": shards.index.totals("tokens"), "tokenizer": shards.tokenizer.fingerprint},
+        "command": shlex.join(sys.argv),
+        "environment": environment(),
+    }
+    return json.loads(json.dumps(record, default=str))
+
+
+def comparable_settings(record: dict[str, Any]) -> dict[str, Any]:
+    """The settings and the data of a run, to compare with those of the run that resumes it."""
+    data, model = record["data"], record["model"]
+    vocab_size = (model["generator"] or model["discriminator"])["vocab_size"]
+    text = "{train:,} tokens and {validation:,} held out".format(**data["tokens"])
+    tokenizer = f"{vocab_size:,} entries ({data['tokenizer'][:8]})"
+    return record["pretraining"] | {"text in --data": text, "tokenizer of --data": tokenizer}
