@@ -17,7 +17,8 @@ import torch
 from kills import killed
 
 from electra.cli import main
-from electra.data.loader import LoaderConfig, validation_batches
+from electra.data.loader import validation_batches
+from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
@@ -28,10 +29,13 @@ from electra.pretraining.command import plan, pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, recipe_settings
 from electra.pretraining.initialize import sinusoids
 from electra.pretraining.task import PretrainingTask, held_out_batches, unigram_frequencies
+from electra.runfolder import checkpoint_folders
 from electra.training import trainer
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.checkpoint import model_folder
+from electra.training.config import Budget
+from electra.training.hardware import uses_compile
 from electra.training.logging import read_metrics
-from electra.training.trainer import Budget, Trainer
+from electra.training.trainer import Trainer
 
 
 def weights(run: Path) -> bytes:
@@ -644,8 +648,8 @@ def test_few_held_out_rows_are_warned_of(run_config, tmp_path, shards, capsys, l
 def test_without_a_compiler_nothing_is_compiled(run_config, monkeypatch, device, flags, sentence):
     monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: False)
     with pytest.raises(ConfigError, match=sentence):
-        run_config(**flags).hardware.uses_compile(torch.device(device))
-    assert not run_config(compile="off").hardware.uses_compile(torch.device(device))
+        uses_compile(run_config(**flags).hardware, torch.device(device))
+    assert not uses_compile(run_config(compile="off").hardware, torch.device(device))
 
 
 def test_a_full_disk_loses_nothing(run_config, monkeypatch, capsys):
