@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from electra.data.workers import start_worker
+from electra.data.prepare import init_worker
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, TuningConfig, read_result
 from electra.finetuning.metrics import Metrics, median, standard_deviation
@@ -178,7 +178,7 @@ def run_unfinished(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, 
     with exit_on_sigterm(), share_gpu() if is_on_gpu else nullcontext(False) as has_mps:
         count = min(workers or default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(count, context, init_worker, (count,)) as pool, stop_workers_on_error(pool):
+        with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):
             futures = [pool.submit(run_in_worker, job) for job in jobs]
             yield from (future.result() for future in as_completed(futures))
 
@@ -224,9 +224,9 @@ def run_in_worker(job: Job) -> tuple[Job, Result]:
         os._exit(1)  # the pool would treat the exception as the job's and start the next job
 
 
-def init_worker(workers: int) -> None:
+def init_job_worker(workers: int) -> None:
     """Divide the cores among the workers, and end with the parent process."""
-    start_worker()
+    init_worker()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
