@@ -98,9 +98,7 @@ def flat_defaults(config_class: type) -> dict[str, Any]:
 def defaults_for(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """The defaults beside some given values: those of the class, and those that its `defaults_for(values)` returns."""
     method = getattr(config_class, "defaults_for", None) or getattr(config_class, "preset", None)
-    flat_names = {each.path[-1]: name for name, each in settings(config_class).items()}
-    dependent = {flat_names.get(name, name): value for name, value in (method(values) if method else {}).items()}
-    return flat_defaults(config_class) | dependent
+    return flat_defaults(config_class) | (method(values) if method else {})
 
 
 def missing_settings(config_class: type, values: Iterable[str]) -> list[Setting]:

@@ -13,13 +13,15 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 from electra.cli import main
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
-from electra.huggingface.convert import merge_embedding_delta, read_huggingface
+from electra.huggingface.convert import merge_embedding_delta
+from electra.huggingface.folders import read_huggingface
 from electra.model.config import ElectraConfig, size_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import recipe_settings
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
 from electra.training.logging import read_metrics
 
 ENTRIES = 22  # of the vocabulary of simple text
@@ -334,9 +336,12 @@ def cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (without_tokenizer, "source has no tokenizer; put the tokenizer.json or vocab.txt it was trained with into it"),
+        (
+            without_tokenizer,
+            "source has no tokenizer; copy the tokenizer.json or vocab.txt it was trained with into it",
+        ),
         (with_other_words, "another tokenizer .* than the model's .*; make shards with the model's: electra shard"),
-        (cut, "model.safetensors is cut short or damaged"),
+        (cut, "model.safetensors is truncated or damaged"),
         (shutil.rmtree, "there is no folder .*source"),
     ],
 )

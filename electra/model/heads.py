@@ -1,11 +1,15 @@
-"""What the models of a pair say of their encoders' hidden states."""
+"""Output heads of generator and discriminator."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+<<<<<<< HEAD
 from electra.kernels.dispatch import can_fuse_mlm_head, mlm_loss_and_sample
 from electra.model.activation import gelu_of
+=======
+from electra.kernels.dispatch import linear_gelu
+>>>>>>> main
 from electra.model.config import EncoderConfig
 from electra.model.encoder import initialize, linear, norm
 from electra.random import Purpose, RowRandomness, sample_logits
@@ -72,10 +76,10 @@ class TokenPredictions:
 
 
 class MLMHead(nn.Module):
-    """p_G(x | masked) before the softmax: e(x)·transformed hidden state, plus a bias per vocabulary entry.
+    """Transforms hidden states for the product with the tied token table, and has the output bias (p_G of section 2).
 
-    The modern head stays as wide as hidden states and meets the table through the encoder's own projection, so that
-    both multiply out to one table, as ModernBertForMaskedLM has it.
+    The modern head keeps the hidden size and applies the encoder's projection before the product, so that table and
+    projection fold into one table, as ModernBertForMaskedLM has it.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -86,14 +90,27 @@ class MLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         initialize(self, config.init_std)
 
+<<<<<<< HEAD
     def forward(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """States [..., E] to compare with the token table; a modern encoder has a `projection` [D, E] before it."""
         states = self.norm(gelu_of(self.dense, hidden))
         return states if projection is None else states @ projection
+=======
+    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
+        """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
+
+        So is a modern encoder's `projection` [D, E]."""
+        return functional.linear(self.transformed(hidden, projection), table, self.bias)
+
+    def transformed(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
+        """What is compared with the entries of the table: [..., E]."""
+        transformed = self.norm(linear_gelu(self.dense, hidden))
+        return transformed if projection is None else transformed @ projection
+>>>>>>> main
 
 
 class RTDHead(nn.Module):
-    """D(x, t) before the sigmoid: how surely each token was replaced. The modern head has a norm before the verdict."""
+    """Logit of D(x, t) of section 2 for every token; the modern head normalises before the last layer."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -104,27 +121,27 @@ class RTDHead(nn.Module):
         nn.init.xavier_uniform_(self.classifier.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
-        return self.classifier(self.norm(gelu_of(self.dense, hidden))).squeeze(-1)
+        """Logits [B, L] from `hidden` [B, L, D]: positive for replaced tokens."""
+        return self.classifier(self.norm(linear_gelu(self.dense, hidden))).squeeze(-1)
 
 
 class CopyGate(nn.Module):
-    """Between copying the token that is read and the softmax over the vocabulary (All-Tokens MLM)."""
+    """Mixes a copy of the input token with the softmax over the vocabulary (All-Tokens MLM)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, 1)
         initialize(self, config.init_std)
 
-    def forward(self, hidden: Tensor, likelihoods: Tensor, is_read: Tensor) -> Tensor:
-        """log(gate · [x is read] + (1 − gate) · p(x)) of some tokens x [..., X]; `likelihoods` are their log p(x)."""
+    def forward(self, hidden: Tensor, log_probs: Tensor, is_input: Tensor) -> Tensor:
+        """log(gate · [x is the input] + (1 − gate) · p(x)) for tokens x [..., X], of which `log_probs` has log p(x)."""
         gate = self.dense(hidden).float()  # [..., 1]
-        spoken = functional.logsigmoid(-gate) + likelihoods
-        return torch.where(is_read, torch.logaddexp(functional.logsigmoid(gate), spoken), spoken)
+        predicted = functional.logsigmoid(-gate) + log_probs
+        return torch.where(is_input, torch.logaddexp(functional.logsigmoid(gate), predicted), predicted)
 
 
 class BaselineHead(nn.Module):
-    """What the generator expects before the discriminator is asked (adversarial training, appendix F)."""
+    """Predicts the generator's reward (adversarial training, appendix F)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -132,5 +149,5 @@ class BaselineHead(nn.Module):
         initialize(self, config.init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [B, M] of `hidden` [B, M, D]: positive where the discriminator is expected to be right."""
+        """Logits [B, M] from `hidden` [B, M, D]: positive where the discriminator is predicted to be right."""
         return self.dense(hidden).squeeze(-1)

@@ -16,6 +16,7 @@ from electra.random import Number, Purpose, random_bits, random_uniform, row_key
 
 MILLION = 1_000_000
 WHOLE_WORD_ROUNDS = 3
+MaskCount = Literal["paper", "released"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class MaskingConfig:
 
     mask_fraction: float = 0.15
     """Fraction p of the tokens to mask."""
-    mask_count: Literal["paper", "released"] = "released"
+    mask_count: MaskCount = "released"
     """Masked tokens of n tokens; paper: ceil(p·n); released: max(1, round(p·n)), at most int((p + .005)·length)."""
     whole_word_masking: bool = False
     """Mask all word pieces of a word or none."""
