@@ -56,11 +56,8 @@ OLD_FLAGS = {
     "--keep-checkpoints": "--keep",
     "--max-grad-norm": "--clip",
     "--decay-fraction": "--decay",
-<<<<<<< HEAD
     "fraction=0.5": "share=0.5",
     "fraction=0.5,length=48,batch-size=4,temperature=0.5": "share=0.5,length=48,batch-size=4,temperature=0.5",
-=======
->>>>>>> main
 }
 OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
 OLD_METRICS = {
@@ -78,11 +75,7 @@ OLD_FOLDER = "electra/objective"  # only there until 42b7143
 MODEL = "--size tiny --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --positions 64"
 ROWS = "--length 32 --batch-size 8 --steps 20 --log-every 1 --evaluate-every 10 --evaluation-rows 16"
 RUN = "--seed 3 --device cpu --precision fp32 --keep-checkpoints 1"
-<<<<<<< HEAD
 TUNE = "--epochs 2 --batch 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
-=======
-TUNE = "--epochs 2 --batch-size 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
->>>>>>> main
 SAME_SIZE = "--generator-width 32 --sharing none"
 TWO_STAGE = f"--phases objective=mlm objective=frozen-rtd {SAME_SIZE}"
 TIMINGS = ("seconds", "per_second", "minutes")

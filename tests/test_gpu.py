@@ -330,7 +330,7 @@ def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
         MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1),
         MaskingConfig(mask_fraction=0.4, whole_word_masking=True),
     ):
-        here, there = mask(batch, vocabulary, config, 7), mask(on_gpu(batch), vocabulary, config, 7)
+        here, there = mask(batch, config, vocabulary, 7), mask(on_gpu(batch), config, vocabulary, 7)
         assert torch.equal(here.input_ids, there.input_ids.cpu())
         assert torch.equal(
             here.positions[here.weights > 0].sort()[0], there.positions.cpu()[here.weights > 0].sort()[0]

@@ -12,13 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
-<<<<<<< HEAD
-from electra.model.encoder import Encoder, disentangled
-from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
-=======
 from electra.model.encoder import Encoder, disentangled_embeddings
-from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead
->>>>>>> main
+from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
 
 CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 

@@ -4,12 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-<<<<<<< HEAD
-from electra.kernels.dispatch import can_fuse_mlm_head, mlm_loss_and_sample
-from electra.model.activation import gelu_of
-=======
-from electra.kernels.dispatch import linear_gelu
->>>>>>> main
+from electra.kernels.dispatch import can_fuse_mlm_head, linear_gelu, mlm_loss_and_sample
 from electra.model.config import EncoderConfig
 from electra.model.encoder import initialize, linear, norm
 from electra.random import Purpose, RowRandomness, sample_logits
@@ -90,23 +85,10 @@ class MLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         initialize(self, config.init_std)
 
-<<<<<<< HEAD
     def forward(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """States [..., E] to compare with the token table; a modern encoder has a `projection` [D, E] before it."""
-        states = self.norm(gelu_of(self.dense, hidden))
+        states = self.norm(linear_gelu(self.dense, hidden))
         return states if projection is None else states @ projection
-=======
-    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
-        """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
-
-        So is a modern encoder's `projection` [D, E]."""
-        return functional.linear(self.transformed(hidden, projection), table, self.bias)
-
-    def transformed(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
-        """What is compared with the entries of the table: [..., E]."""
-        transformed = self.norm(linear_gelu(self.dense, hidden))
-        return transformed if projection is None else transformed @ projection
->>>>>>> main
 
 
 class RTDHead(nn.Module):
