@@ -59,6 +59,7 @@ OLD_FLAGS = {
     "fraction=0.5": "share=0.5",
     "fraction=0.5,length=48,batch-size=4,temperature=0.5": "share=0.5,length=48,batch-size=4,temperature=0.5",
 }
+OLD_FINETUNE_FLAGS = {"--batch-size": "--batch"}
 OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
 OLD_METRICS = {
     "nonfinite_steps": "skipped",
@@ -75,7 +76,7 @@ OLD_FOLDER = "electra/objective"  # only there until 42b7143
 MODEL = "--size tiny --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --positions 64"
 ROWS = "--length 32 --batch-size 8 --steps 20 --log-every 1 --evaluate-every 10 --evaluation-rows 16"
 RUN = "--seed 3 --device cpu --precision fp32 --keep-checkpoints 1"
-TUNE = "--epochs 2 --batch 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
+TUNE = "--epochs 2 --batch-size 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
 SAME_SIZE = "--generator-width 32 --sharing none"
 TWO_STAGE = f"--phases objective=mlm objective=frozen-rtd {SAME_SIZE}"
 TIMINGS = ("seconds", "per_second", "minutes")
@@ -188,7 +189,7 @@ def write_inputs(folder: Path) -> None:
 
 def old_words(arguments: list[str]) -> list[str]:
     """The same arguments in the words of 42b7143."""
-    renamed = OLD_FLAGS | ({"--batch-size": "--batch"} if arguments[0] == "finetune" else {})
+    renamed = OLD_FLAGS | (OLD_FINETUNE_FLAGS if arguments[0] == "finetune" else {})
     flags = [renamed.get(argument, argument) for argument in arguments]
     pairs = zip(["", *arguments], arguments, flags, strict=False)
     return [OLD_VALUES.get((before, argument), flag) for before, argument, flag in pairs]
@@ -217,8 +218,13 @@ def run_electra(checkout: Path, arguments: list[str], log: Path) -> None:
     os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
     sys.argv = ["electra", *arguments]
     with suppress(ImportError):  # drawing takes longer than 20 steps
-        import_module("matplotlib.figure").Figure.savefig = lambda self, path, **options: Path(path).touch()
+        import_module("matplotlib.figure").Figure.savefig = save_nothing
     runpy.run_module("electra", run_name="__main__", alter_sys=True)
+
+
+def save_nothing(figure: Any, file: Any, **options: Any) -> None:
+    if isinstance(file, str | Path):
+        Path(file).touch()
 
 
 def results(case: Case, folder: Path) -> dict[str, str]:

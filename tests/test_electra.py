@@ -19,7 +19,8 @@ def gradients(electra: Electra, part: str) -> set[str]:
     """The parameters that a loss on the outputs of `part` trains, under their first names."""
     electra.zero_grad()
     output = getattr(electra, part)(torch.tensor([[2, 11, 12, 3]]))
-    output.square().sum().backward()
+    logits = output.logits if part == "generator" else output
+    logits.square().sum().backward()
     return {name for name, p in electra.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
 
 
