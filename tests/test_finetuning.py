@@ -13,7 +13,8 @@ from made import write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
-from electra.export.command import ExportConfig, export
+from electra.export.command import export
+from electra.export.config import ExportConfig
 from electra.finetuning.command import FinetuneConfig, finetune, mean_logits, over_seeds
 from electra.finetuning.job import Score
 from electra.finetuning.jobs import Job
