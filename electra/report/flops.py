@@ -60,7 +60,7 @@ def table_row(name: str, parameters: int, flops: int) -> str:
 
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
-    model = config.electra_config()
+    model = electra_config(config)
     for part in filter(None, (model.generator, model.discriminator)):
         check_length(config.length, part)
     parts, training_flops_per_row = count_parts(model, config)
