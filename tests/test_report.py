@@ -116,7 +116,7 @@ def write_table(
 ) -> Path:
     """Write a table like electra glue's."""
     folder.mkdir(parents=True)
-    table = {"model": str(model), "mean": mean, "lines": [{"task": task} for task in tasks]}
+    table = {"model": str(model), "mean": mean, "rows": [{"task": task} for task in tasks]}
     (folder / "table.json").write_text(json.dumps(table))
     return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from electra.config import Positional
 from electra.errors import ConfigError, DataError
-from electra.finetuning.glue import markdown
+from electra.finetuning.glue import markdown_table
 from electra.plotting import Panel, Points, plot_panels
 from electra.report.runs import Run, find_glue_tables, read_run
 from electra.runfolder import write_file, write_json
@@ -56,9 +56,9 @@ class Report:
         """The tables with their notes, as Markdown."""
         final = {name: run.final_metrics for name, run in self.runs.items()}
         best = {name: run.best_metrics for name, run in self.runs.items()}
-        parts = ["Cost (FLOPs of matrix products):", markdown(cost_table(self.runs))]
-        parts += ["Held-out metrics at the end:", markdown(metrics_table(final))]
-        parts += ["Best held-out metrics:", markdown(metrics_table(best))]
+        parts = ["Cost (FLOPs of matrix products):", markdown_table(cost_table(self.runs))]
+        parts += ["Held-out metrics at the end:", markdown_table(metrics_table(final))]
+        parts += ["Best held-out metrics:", markdown_table(metrics_table(best))]
         parts += [f"skipped: {folder}: {reason}" for folder, reason in self.skipped.items()]
         return "\n\n".join([*parts, *self.notes])
 
