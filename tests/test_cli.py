@@ -21,8 +21,8 @@ from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.pretraining.config import PretrainConfig
-from electra.report.costs import FlopsConfig
-from electra.report.overview import ReportConfig
+from electra.report.flops import FlopsConfig
+from electra.report.tables import ReportConfig
 from electra.serve.config import DetectConfig
 
 
@@ -164,7 +164,7 @@ def test_an_interrupted_command_is_one_line(capsys, monkeypatch):
     def interrupted(config: FlopsConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("electra.report.costs.count_costs", interrupted)
+    monkeypatch.setattr("electra.report.flops.count_flops", interrupted)
     monkeypatch.setattr(sys, "argv", ["electra", "flops"])
     with pytest.raises(SystemExit) as exit:
         electra.__main__.main()
