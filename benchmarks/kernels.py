@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.kernels.dispatch import HAS_TRITON
-from electra.model.attention import turned, turns_of
+from electra.kernels.reference import apply_rope
+from electra.model.attention import make_rope
 
 if HAS_TRITON:
     import triton
 
-    from electra.kernels.attention import LONGEST, attend_in_short_rows
-    from electra.kernels.fused_layers import layer_at_once
-    from electra.kernels.geglu import gated_gelu
-    from electra.kernels.gelu import biased_gelu
-    from electra.kernels.mlm_head import loss_and_sample
+    from electra.kernels.attention import MAX_LENGTH, short_attention
+    from electra.kernels.fused_layers import fused_classic_layer
+    from electra.kernels.gelu import bias_gelu, geglu
+    from electra.kernels.mlm_head import mlm_loss_and_sample
 
 Way = Callable[..., Tensor]
 EPSILON, NO_WINDOW, VOCABULARY, EMBEDDING, MASKED = 1e-12, -1, 30522, 128, 0.15
@@ -85,7 +85,7 @@ def documents_of(sizes: Sizes) -> Tensor:
 def attention(sizes: Sizes, is_turned: bool) -> Case:
     """Tokens look at those of their document; with rotary positions (the modern style), or with dropout."""
     K, dropout = sizes.width // sizes.heads, 0.0 if is_turned else sizes.dropout
-    documents, turns = documents_of(sizes), turns_of(sizes.length, K, 1e4, torch.device("cuda"))
+    documents, turns = documents_of(sizes), make_rope(sizes.length, K, 1e4, torch.device("cuda"))
     same = (documents[:, :, None] == documents[:, None, :])[:, None]
     flat, seed = turns.squeeze(2).contiguous(), torch.ones((), device="cuda", dtype=torch.int32)
     ways = (flat if is_turned else None), (seed if dropout else None), NO_WINDOW, dropout
@@ -93,13 +93,13 @@ def attention(sizes: Sizes, is_turned: bool) -> Case:
     def torchs(qkv: Tensor) -> Tensor:
         query, key, value = qkv.unbind(2)
         if is_turned:
-            query, key = turned(query, turns), turned(key, turns)
+            query, key = apply_rope(query, turns), apply_rope(key, turns)
         heads = [each.transpose(1, 2) for each in (query, key, value)]
         return functional.scaled_dot_product_attention(*heads, attn_mask=same, dropout_p=dropout).transpose(1, 2)
 
     qkv = numbers(sizes.rows, sizes.length, 3, sizes.heads, K)
     name = "attention, turned" if is_turned else "attention"
-    return Case(name, lambda qkv: attend_in_short_rows(qkv, documents, *ways), torchs, (qkv,))
+    return Case(name, lambda qkv: short_attention(qkv, documents, *ways), torchs, (qkv,))
 
 
 def layer(sizes: Sizes) -> Case:
@@ -113,7 +113,10 @@ def layer(sizes: Sizes) -> Case:
         parameter.requires_grad_()
 
     def ours(hidden: Tensor, *weights: Tensor) -> Tensor:
-        return layer_at_once(hidden, list(weights), None, None, sizes.heads, True, rate, rate, EPSILON)
+        return fused_classic_layer(
+            hidden, list(weights), None, None, None,
+            heads=sizes.heads, is_short=True, attention_dropout=rate, dropout=rate, epsilon=EPSILON,
+        )  # fmt: skip
 
     def torchs(hidden: Tensor, *weights: Tensor) -> Tensor:
         qkv = functional.linear(hidden, *weights[:2]).unflatten(-1, (3, sizes.heads, -1))
@@ -131,12 +134,12 @@ def layer(sizes: Sizes) -> Case:
 def activations(sizes: Sizes) -> list[Case]:
     """GELU with a bias, and with a gate."""
     N, F = sizes.rows * sizes.length, sizes.feedforward
-    biased = Case("bias and GELU", biased_gelu, lambda x, b: functional.gelu(x + b), (numbers(N, F), numbers(F)))
+    biased = Case("bias and GELU", bias_gelu, lambda x, b: functional.gelu(x + b), (numbers(N, F), numbers(F)))
 
     def gated(both: Tensor) -> Tensor:
         return functional.gelu(both[:, :F]) * both[:, F:]
 
-    return [biased, Case("GELU with a gate", gated_gelu, gated, (numbers(N, 2 * F),))]
+    return [biased, Case("GELU with a gate", geglu, gated, (numbers(N, 2 * F),))]
 
 
 def vocabulary(sizes: Sizes) -> Case:
@@ -153,7 +156,7 @@ def vocabulary(sizes: Sizes) -> Case:
         return losses.view_as(originals)
 
     inputs = numbers(sizes.rows, guesses, EMBEDDING), numbers(VOCABULARY, EMBEDDING), numbers(VOCABULARY)
-    return Case("loss and draw", lambda *given: loss_and_sample(*given, originals, *keys)[0], torchs, inputs)
+    return Case("loss and draw", lambda *given: mlm_loss_and_sample(*given, originals, *keys)[0], torchs, inputs)
 
 
 def microseconds(act: Callable[[], object]) -> float:
@@ -195,8 +198,8 @@ def main() -> None:
     as_json, sizes = given.pop("json"), Sizes(**given)
     if not (HAS_TRITON and torch.cuda.is_available()):
         parser.error("our kernels need an NVIDIA GPU, Triton and a C compiler, and not all of these are here")
-    if sizes.length > LONGEST:
-        parser.error(f"--length is {sizes.length}; these kernels take rows of at most {LONGEST} tokens")
+    if sizes.length > MAX_LENGTH:
+        parser.error(f"--length is {sizes.length}; these kernels take rows of at most {MAX_LENGTH} tokens")
     found = [measured(case) for case in cases(sizes)]
     if as_json:
         print(json.dumps({"sizes": asdict(sizes), "microseconds": [asdict(one) for one in found]}, indent=2))

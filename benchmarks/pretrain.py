@@ -44,7 +44,8 @@ from electra.config import construct
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import ARCHITECTURES, to_huggingface
+from electra.huggingface.convert import to_huggingface
+from electra.huggingface.names import ARCHITECTURES
 from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops

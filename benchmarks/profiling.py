@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 STEPS = 2  # that are looked at
 KINDS = {  # by what is in a name, the first that fits
     "embeddings": r"embedding|index|gather",
-    "vocabulary": r"score_kernel|log_softmax|nll_loss|cross_entropy",
-    "attention": r"mix_kernel|sdpa|flash|cudnn|side_by_side|scaled_dot_product",
+    "vocabulary": r"mlm_loss|log_softmax|nll_loss|cross_entropy",
+    "attention": r"attention_kernel|attention_backward|sdpa|flash|cudnn|pack_qkv|scaled_dot_product",
     "gelu": r"gelu",
-    "norms": r"norm_kernel|layer_norm",
-    "column sums": r"^sum_kernel|queries_and_values",
+    "norms": r"layernorm|layer_norm",
+    "column sums": r"column_sum_kernel|query_value_sum",
     "optimizer": r"multi_tensor_apply|LpNorm|adam|foreach",
     "products": r"nvjet|gemm|splitK|cutlass|::mm$|addmm|bmm|matmul|linear",
     "other": r"",

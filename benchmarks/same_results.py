@@ -53,9 +53,13 @@ OLD_FLAGS = {
     "--no-scale-init-by-width": "--no-starts-by-width",
     "--global-attention-every": "--global-every",
     "--packing": "--form",
+    "--keep-checkpoints": "--keep",
+    "--max-grad-norm": "--clip",
+    "--decay-fraction": "--decay",
 }
 OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
 OLD_METRICS = {
+    "nonfinite_steps": "skipped",
     "sample_accuracy": "samples_right",
     "replace_mlm": "corrector",
     "all_tokens_mlm": "corrector",
@@ -68,8 +72,8 @@ OLD_FOLDER = "electra/objective"  # only there until 42b7143
 
 MODEL = "--size tiny --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --positions 64"
 ROWS = "--length 32 --batch-size 8 --steps 20 --log-every 1 --evaluate-every 10 --evaluation-rows 16"
-RUN = "--seed 3 --device cpu --precision fp32 --keep 1"
-TUNE = "--epochs 2 --batch 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
+RUN = "--seed 3 --device cpu --precision fp32 --keep-checkpoints 1"
+TUNE = "--epochs 2 --batch-size 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
 SAME_SIZE = "--generator-width 32 --sharing none"
 TWO_STAGE = f"--phases objective=mlm objective=frozen-rtd {SAME_SIZE}"
 TIMINGS = ("seconds", "per_second", "minutes")
@@ -140,8 +144,8 @@ def option_cases() -> Iterator[Case]:
     yield pretraining("whole-words", "--whole-word-masking --mask-count paper")
     yield pretraining("bert-masking", "--objective mlm --mask-token-probability 0.8 --random-token-probability 0.1")
     yield pretraining("no-init-options", "--no-unigram-output-bias --no-sinusoidal-positions --no-scale-init-by-width")
-    yield pretraining("adamw-cosine", "--optimizer adamw --schedule cosine --clip 0 --warmup 3")
-    yield pretraining("wsd", "--schedule wsd --decay 0.3")
+    yield pretraining("adamw-cosine", "--optimizer adamw --schedule cosine --max-grad-norm 0 --warmup 3")
+    yield pretraining("wsd", "--schedule wsd --decay-fraction 0.3")
     yield pretraining("init", "--init {runs}/classic-rtd-embeddings", model="")
 
 
@@ -182,7 +186,8 @@ def write_inputs(folder: Path) -> None:
 
 def old_words(arguments: list[str]) -> list[str]:
     """The same arguments in the words of 42b7143."""
-    flags = [OLD_FLAGS.get(argument, argument) for argument in arguments]
+    renamed = OLD_FLAGS | ({"--batch-size": "--batch"} if arguments[0] == "finetune" else {})
+    flags = [renamed.get(argument, argument) for argument in arguments]
     pairs = zip(["", *arguments], arguments, flags, strict=False)
     return [OLD_VALUES.get((before, argument), flag) for before, argument, flag in pairs]
 

@@ -83,9 +83,9 @@ COMMANDS = {
         Command("embed", "serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
         Command("doctor", "doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
         Command(
-            "flops", "report.costs:FlopsConfig", "report.costs:count_costs", "count parameters and FLOPs of a model"
+            "flops", "report.flops:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"
         ),
-        Command("report", "report.overview:ReportConfig", "report.overview:report", "compare runs in tables and plots"),
+        Command("report", "report.tables:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
         Command("export", "export.command:ExportConfig", "export.command:export", "export a model to Hugging Face"),
         Command(
             "import", "export.command:ImportConfig", "export.command:import_model", "import a model from Hugging Face"

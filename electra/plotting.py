@@ -1,12 +1,146 @@
-"""Figures for PNGs, where matplotlib is installed."""
+"""Plots as PNG files. Without matplotlib, which is optional, none are written and functions return False."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 
-def empty_figure(width: float, height: float) -> Any:
-    """A matplotlib figure of so many inches to draw in; None where matplotlib is missing: plots are then left out."""
+from electra.runfolder import open_atomic
+
+CURVES = "curves.png"
+MAX_CLASSES = 30  # a larger confusion matrix is unreadable
+
+Points = list[tuple[float, float]]
+MetricPanels = dict[
+    str, list[tuple[str, str]]
+]  # metrics, as (kind, name) in metrics.jsonl, by the title of their panel
+
+PRETRAINING_PANELS: MetricPanels = {  # training and held-out curves share a panel if their masks and losses are equal
+    "total loss": [("train", "loss"), ("validation", "loss")],
+    "training: generator loss": [("train", "generator")],
+    "training: discriminator loss": [("train", name) for name in ("discriminator", "replace_mlm", "all_tokens_mlm")],
+    "held out: generator MLM loss": [("validation", "mlm_loss")],
+    "held out: discriminator loss": [
+        ("validation", name) for name in ("rtd_loss", "unigram_rtd_loss", "replace_mlm_loss")
+    ],
+    "held out: AUC": [("validation", "rtd_auc"), ("validation", "unigram_rtd_auc")],
+    "held out: accuracy": [("validation", "mlm_accuracy"), ("validation", "sample_accuracy")],
+    "learning rate": [("train", "learning_rate")],
+    "tokens per second": [("train", "tokens_per_second")],
+}
+LOSS_TERMS = {"generator", "discriminator", "replace_mlm", "all_tokens_mlm", "mlm_loss", "rtd_loss", "replace_mlm_loss"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes with its lines by label."""
+
+    lines: dict[str, Points]
+    xlabel: str
+    ylabel: str = ""
+    title: str = ""
+
+
+def save_figure(path: Path, size: tuple[float, float], draw: Callable[[Any], None], dpi: int = 100) -> bool:
+    """Let `draw` fill a matplotlib figure of `size` inches, and write it to `path`."""
     try:
         from matplotlib import figure
     except ImportError:
+        return False
+    canvas = figure.Figure(figsize=size, layout="constrained")
+    draw(canvas)
+    with open_atomic(path, "wb") as file:
+        canvas.savefig(file, format="png", dpi=dpi)
+    return True
+
+
+def plot_panels(path: Path, panels: list[Panel], columns: int, panel_height: float) -> bool:
+    """Plot panels in a grid."""
+    rows = -(-len(panels) // columns)
+
+    def draw(figure: Any) -> None:
+        for panel, axes in zip(panels, figure.subplots(rows, columns, squeeze=False).flat, strict=True):
+            for label, points in panel.lines.items():
+                if points:
+                    marker = "." if len(points) < 30 else None
+                    axes.plot(*zip(*points, strict=True), label=label, marker=marker)
+            axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, title=panel.title)
+            axes.locator_params(axis="x", nbins=5)  # keeps large numbers apart
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend(fontsize=8)
+
+    return save_figure(path, (12, panel_height * rows), draw)
+
+
+def plot_metrics(run: Path, lines: list[dict[str, Any]], panels: MetricPanels) -> bool:
+    """Plot the lines of metrics.jsonl against steps, into the run folder."""
+    filled = [
+        Panel({f"{kind}: {name}": metric_points(lines, kind, name) for kind, name in metrics}, "step", title=title)
+        for title, metrics in panels.items()
+    ]
+    return plot_panels(run / CURVES, filled, columns=3, panel_height=3.5)
+
+
+def plot_pretraining(run: Path, lines: list[dict[str, Any]], discriminator_weight: float) -> bool:
+    """Plot the metrics of a pre-training run."""
+    lines = [
+        line | {"loss": total_loss(line, discriminator_weight)} if line["kind"] == "train" else line for line in lines
+    ]
+    return plot_metrics(run, lines, PRETRAINING_PANELS)
+
+
+def total_loss(line: dict[str, Any], discriminator_weight: float) -> float | None:
+    """The weighted sum of training losses; None in adversarial training, whose held-out loss has other terms."""
+    if "baseline" in line:
         return None
-    return figure.Figure(figsize=(width, height), layout="constrained")
+    weights = {"generator": 1.0, "replace_mlm": 1.0, "all_tokens_mlm": 1.0, "discriminator": discriminator_weight}
+    return sum(weight * line[name] for name, weight in weights.items() if line.get(name) is not None)
+
+
+def metric_points(lines: list[dict[str, Any]], kind: str, name: str) -> Points:
+    """Steps and values of a metric; the total loss has a gap (NaN) where its terms change between phases."""
+    points: Points = []
+    terms: set[str] | None = None
+    for line in lines:
+        if line["kind"] == kind and line.get(name) is not None:
+            line_terms = LOSS_TERMS & line.keys()
+            if name == "loss" and terms not in (None, line_terms):
+                points.append((line["step"], nan))
+            terms = line_terms
+            points.append((line["step"], line[name]))
+    return points
+
+
+def plot_confusion(path: Path, counts: NDArray, labels: tuple[str, ...]) -> bool:
+    """Plot a confusion matrix [true class, predicted class]; False if it has too many classes to be readable."""
+    if len(labels) > MAX_CLASSES:
+        return False
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.imshow(counts / counts.sum(1, keepdims=True).clip(min=1), cmap="Blues", vmin=0, vmax=1)
+        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set(xlabel="predicted", ylabel="true")
+        for row, column in np.ndindex(counts.shape):
+            is_dark = counts[row, column] > 0.6 * counts[row].sum()
+            axes.text(column, row, f"{counts[row, column]:,}", ha="center", va="center", color="w" if is_dark else "k")
+
+    side = 3 + 0.5 * len(labels)
+    return save_figure(path, (side, side), draw)
+
+
+def plot_document_lengths(path: Path, lengths: NDArray) -> bool:
+    """Plot a histogram of document lengths in tokens."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.hist(lengths, bins=np.geomspace(1, max(2, lengths.max() + 1), 60).tolist())
+        axes.set(xscale="log", xlabel="tokens per document", ylabel="documents", title=f"{len(lengths):,} documents")
+
+    return save_figure(path, (7, 4), draw, dpi=150)

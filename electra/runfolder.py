@@ -30,6 +30,8 @@ LOCK = "electra.lock"
 """Names the process that uses a folder."""
 CHECKSUM = "sha256:"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
+CONFIG = "config.json"  # of a run and of a model
+CHECKPOINTS = "checkpoints"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -213,3 +215,8 @@ def changed_settings(
         else:
             changes.append(f"{prefix}{name} was {old} and is now {new}")
     return changes
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((run / CHECKPOINTS).glob("step-*"))

@@ -1,17 +1,20 @@
 """What many tests share: one thread each, so that two workers fit two cores, and small pairs and batches."""
 
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from synthetic import write_rows
 
-from electra.config import check_names, construct
+from electra import plotting
+from electra.config import build, check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
+from electra.finetuning.command import FinetuneConfig, FinetuneResult, finetune
 from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model
@@ -22,6 +25,28 @@ from electra.pretraining.config import PretrainConfig, recipe_settings
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is no wrong result
 hypothesis.settings.load_profile("calm")
+
+save_figure = plotting.save_figure
+
+
+def save_empty_figure(path: Path, size: tuple[float, float], draw: object, dpi: int = 100) -> bool:
+    path.touch()
+    return True
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stub_plotting():
+    """Write empty files instead of plots, which would be most of the time of a small run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plotting, "save_figure", save_empty_figure)
+        yield
+
+
+@pytest.fixture
+def real_plots(monkeypatch):
+    """Draw plots, for tests about them."""
+    monkeypatch.setattr(plotting, "save_figure", save_figure)
+
 
 VOCABULARY = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 WIDE = EncoderConfig(layers=2, width=24, heads=3, feedforward=40, embedding_width=16, vocab_size=60, positions=32)
@@ -108,7 +133,7 @@ def shards(tmp_path_factory):
 
 
 def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
-    """The config of a run that takes about a second; `settings` differ from the defaults below."""
+    """The config of a run that takes about a second; `settings` replace the defaults below."""
     size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
     size |= {} if settings.get("objective") == "mlm" else {"generator_width": 32}
     rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
@@ -126,6 +151,28 @@ def run_config(shards, tmp_path):
         return small_run(**{"data": shards, "output": tmp_path / output} | settings)
 
     return build
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A finished fine-tuning: do not change its files."""
+
+    config: FinetuneConfig
+    result: FinetuneResult
+    output: Path
+    dev: Path
+
+
+@pytest.fixture(scope="session")
+def finetuned(encoder_folder, tmp_path_factory):
+    """A fine-tuning of three classes with two seeds."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    train = write_rows(folder / "train.jsonl", "classification", 240, seed=0)
+    dev = write_rows(folder / "dev.jsonl", "classification", 60, seed=1)
+    files = {"model": encoder_folder, "train": train, "dev": dev, "output": folder / "out", "device": "cpu"}
+    tuning = {"epochs": 8, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
+    config = build(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
+    return Finetuned(config, finetune(config), folder / "out", dev)
 
 
 @pytest.fixture(scope="session")

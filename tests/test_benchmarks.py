@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peers import shaken
+from transformers_models import add_noise
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_setting_that_cannot_be_is_refused(pretrain, shards, capsys, words, se
 
 
 def test_the_peers_two_losses_are_one(pretrain, make_pair, make_batch, vocabulary):
-    pair = shaken(pretrain.Pair(make_pair().config))
+    pair = add_noise(pretrain.Pair(make_pair().config))
     input_ids = make_batch(rows=4, length=16, lengths=[16] * 4).input_ids  # [CLS], 14 tokens, [SEP]
     eager, lean = (losses(pair, input_ids, 14, vocabulary) for losses in pretrain.PEERS.values())
     assert eager["generator"].item() == pytest.approx(lean["generator"].item(), rel=1e-5)

@@ -21,8 +21,8 @@ from electra.errors import ConfigError
 from electra.export.command import ExportConfig, ImportConfig, export
 from electra.model.storage import save_model
 from electra.pretraining.config import PretrainConfig
-from electra.report.costs import FlopsConfig
-from electra.report.overview import ReportConfig
+from electra.report.flops import FlopsConfig
+from electra.report.tables import ReportConfig
 from electra.serve.config import DetectConfig
 
 
@@ -110,7 +110,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --config", "--config needs a value: "),
         ("flops --config missing.json", "missing.json does not exist; --config takes a JSON, YAML or TOML file"),
         ("flops --length 0", "length is 0; "),
-        ("flops --width 100 --heads 3", "try width 99"),
+        ("flops --width 100 --heads 3", "not a multiple of 3 heads; try 99"),
         ("export --model nowhere --output x", "nowhere"),
         ("import --from . --output x", "no config.json"),
     ],
@@ -164,7 +164,7 @@ def test_an_interrupted_command_is_one_line(capsys, monkeypatch):
     def interrupted(config: FlopsConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("electra.report.costs.count_costs", interrupted)
+    monkeypatch.setattr("electra.report.flops.count_flops", interrupted)
     monkeypatch.setattr(sys, "argv", ["electra", "flops"])
     with pytest.raises(SystemExit) as exit:
         electra.__main__.main()

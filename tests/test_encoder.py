@@ -62,7 +62,7 @@ def test_states_without_gradients_are_those_with_them(either):
 
 @pytest.mark.parametrize("is_global", [False, True])
 def test_a_hook_sees_what_comes_before_gelu(encoder, is_global):
-    widen, kept = encoder.layers[0].feedforward.widen, []
+    widen, kept = encoder.layers[0].feedforward.up, []
 
     def keep(module: torch.nn.Module, given: tuple[torch.Tensor, ...], found: torch.Tensor) -> None:
         if module is widen:
@@ -149,7 +149,7 @@ def test_padding_far_from_all_tokens_gives_numbers_and_no_gradient(modern, has_d
 def test_what_modern_layers_add_starts_smaller_with_depth():
     torch.manual_seed(0)
     shallow, deep = (Encoder(replace(MODERN, width=96, layers=layers)).layers[0] for layers in (1, 4))
-    for name in ("attention.output", "feedforward.narrow"):
+    for name in ("attention.output", "feedforward.down"):
         ratio = shallow.get_submodule(name).weight.std() / deep.get_submodule(name).weight.std()
         assert ratio.item() == pytest.approx(2, rel=0.1)
 
@@ -185,8 +185,8 @@ def test_each_kind_of_dropout_works_in_training_and_only_there(kind, size):
 @pytest.mark.parametrize(
     ("place", "silent"),
     [
-        ("embeddings", ["attention.output", "feedforward.narrow"]),
-        ("attention", ["feedforward.narrow"]),
+        ("embeddings", ["attention.output", "feedforward.down"]),
+        ("attention", ["feedforward.down"]),
         ("feedforward", ["attention.output"]),
     ],
 )
@@ -209,18 +209,18 @@ def test_a_verdict_starts_as_released():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"width": 100, "heads": 3}, "width 100 is not divisible by 3 heads; try width 99"),
+        ({"width": 100, "heads": 3}, "width is 100, not a multiple of 3 heads; try 99"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
         ({"norm_epsilon": -1}, "norm_epsilon is -1; it must be between 0 and 1"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
-        ({"pad_id": 60}, "pad_id 60 is not in the vocabulary of 60 entries"),
-        ({"style": "baroque"}, "unknown style 'baroque'; choose from classic, modern"),
+        ({"pad_id": 60}, "pad_id is 60; the vocabulary has 60 entries"),
+        ({"style": "baroque"}, "style is 'baroque'; choose from classic, modern"),
         (
             {"global_attention_every": 3},
-            "global_attention_every is 3, but the classic style does not have it",
+            "global_attention_every is 3, but only --style modern has it",
         ),
-        ({"local_theta": 5.0}, "local_theta is 5.0, but the classic style does not have it"),
-        ({"style": "modern", "heads": 8}, "8 heads of width 3 cannot use rotary positions"),
+        ({"local_theta": 5.0}, "local_theta is 5.0, but only --style modern"),
+        ({"style": "modern", "heads": 8}, "8 heads of width 3, but rotary positions need an even"),
         ({"style": "modern", "global_theta": 1}, "global_theta is 1; it must be greater than 1"),
         ({"style": "modern", "global_attention_every": 0}, "global_attention_every is 0; it must be at least 1"),
     ],
@@ -238,5 +238,5 @@ def test_a_row_longer_than_the_positions_is_refused(either):
 def test_a_classic_layer_has_its_parameters_in_the_order_that_its_operation_takes_them():
     """`gpu/classic_layer.py` gets them as a list."""
     names = [name for name, _ in ClassicLayer(EncoderConfig()).named_parameters()]
-    modules = "attention.qkv attention.output attention_norm feedforward.widen feedforward.narrow feedforward_norm"
+    modules = "attention.qkv attention.output attention_norm feedforward.up feedforward.down feedforward_norm"
     assert names == [f"{module}.{kind}" for module in modules.split() for kind in ("weight", "bias")]

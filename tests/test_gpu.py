@@ -6,26 +6,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import by_steps, made_layer
-from made import write_rows
+from layers import random_layer, reference_layer
 from safetensors.torch import load_file
+from synthetic import write_rows
+from torch import Tensor
 from torch.nn import functional
 
+from electra.config import build
 from electra.data.loader import Batch, compute_cu_seqlens
 from electra.errors import TrainingError
-from electra.finetuning import job as tuning
 from electra.finetuning.command import FinetuneConfig, finetune
-from electra.model import encoder as encoder_module
-from electra.model.attention import AttentionBias, attention_bias_of
+from electra.finetuning.job import FinetuningTask, Job, TuningConfig
+from electra.finetuning.tasks import custom_task
+from electra.kernels import dispatch, reference
+from electra.kernels.dispatch import AttentionBias
+from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
+from electra.model.heads import RTDHead
 from electra.objectives.losses import total
 from electra.objectives.masking import MaskingConfig, mask
-from electra.objectives.objectives import SAMPLING, Settings, mlm_loss, replaced_token_detection, sample
+from electra.objectives.objectives import Settings, replaced_token_detection
 from electra.pretraining.command import pretrain
-from electra.random import row_keys
-from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
+from electra.training.config import Budget, HardwareConfig, TrainerConfig
+from electra.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 COMPILED = pytest.mark.filterwarnings(  # the compiler advises TF32, and looks at gradients that are not kept
@@ -38,59 +44,93 @@ def on_gpu(batch: Batch) -> Batch:
     return replace(batch, **{name: value.cuda() for name, value in tensors.items()})
 
 
-@pytest.mark.parametrize("kernel", ["documents", "documents, listed", "short rows"])
+@pytest.fixture(autouse=True)
+def reset_kernels():
+    yield
+    dispatch.set_kernels("auto")
+
+
+def assert_as_exact_as(ours: list[Tensor], rounded: list[Tensor], exact: list[Tensor], slack: float = 0.0) -> None:
+    """Ours are about as close to fp32 (`exact`) as plain operations in bf16 (`rounded`) are."""
+    for mine, plain, truth in zip(ours, rounded, exact, strict=True):
+        assert (mine - truth).norm() < 1.5 * (plain - truth).norm() + slack * truth.norm()
+
+
+@pytest.mark.parametrize("backend", ["varlen", "varlen with cu_seqlens", "short"])
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_attention_without_a_mask_equals_that_with_one(monkeypatch, is_padded, kernel, style):
+def test_attention_backends_equal_masked_attention(monkeypatch, is_padded, backend, style):
     torch.manual_seed(0)
-    own = {"global_attention_every": 2, "local_attention": 32} if style == "modern" else {}
-    config = EncoderConfig(style=style, layers=3, vocab_size=500, dropout=0, attention_dropout=0, **own)
+    local = {"global_attention_every": 2, "local_attention": 32} if style == "modern" else {}
+    config = EncoderConfig(style=style, layers=3, vocab_size=500, dropout=0, attention_dropout=0, **local)
     encoder = Encoder(config).cuda()
-    ids = torch.randint(5, 500, (6, 120), device="cuda")
-    documents = (torch.rand(6, 120, device="cuda") < 0.03).cumsum(1)
+    input_ids = torch.randint(5, 500, (6, 120), device="cuda")
+    document_ids = (torch.rand(6, 120, device="cuda") < 0.03).cumsum(1)
     lengths = torch.tensor([[120], [90], [1], [64], [120], [17]], device="cuda")
     attention_mask = torch.arange(120, device="cuda") < lengths if is_padded else None
-    is_token = torch.ones_like(ids).bool() if attention_mask is None else attention_mask
-    weights = torch.randn(6, 120, 256, device="cuda")
+    is_token = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask
+    grad_out = torch.randn(6, 120, 256, device="cuda")
 
-    def outcome(dtype: torch.dtype, kernel: str) -> tuple[torch.Tensor, ...]:
-        starts = compute_cu_seqlens(documents, 100) if "listed" in kernel else None
-        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel.removesuffix(", listed"))
+    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        cu_seqlens = compute_cu_seqlens(document_ids, 100) if "cu_seqlens" in backend else None
+        monkeypatch.setattr(dispatch, "attention_backend", lambda *_: backend.split()[0])
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            hidden = encoder(ids, attention_mask, None, documents, starts).float()
-        (hidden * weights)[is_token].sum().backward()
+            hidden = encoder(input_ids, attention_mask, None, document_ids, cu_seqlens).float()
+        (hidden * grad_out)[is_token].sum().backward()
         qkv = encoder.layers[0].attention.qkv
-        return hidden.detach()[is_token], *(parameter.grad.clone() for parameter in qkv.parameters())
+        return [hidden.detach()[is_token], *(parameter.grad.clone() for parameter in qkv.parameters())]
 
-    exact, by_mask, by_kernel = (
-        outcome(torch.float32, "mask"),
-        outcome(torch.bfloat16, "mask"),
-        outcome(torch.bfloat16, kernel),
-    )
-    for truth, masked, found in zip(exact, by_mask, by_kernel, strict=True):
-        rounding = (masked - truth).norm()
-        assert (found - truth).norm() < 1.5 * rounding  # both are as far from fp32 as bf16 is
-        assert (found - masked).norm() < 2 * rounding
+    exact, masked = run(torch.float32, "sdpa"), run(torch.bfloat16, "sdpa")
+    ours = run(torch.bfloat16, backend)
+    assert_as_exact_as(ours, masked, exact)
+    for mine, plain, truth in zip(ours, masked, exact, strict=True):
+        assert (mine - plain).norm() < 2 * (plain - truth).norm()
 
 
-def test_kernels_are_for_half_precision():
+def test_kernels_are_used_in_half_precision_unless_switched_off():
     encoder = Encoder(EncoderConfig(layers=1, vocab_size=50)).cuda()
-    assert encoder.eval().kernel(128) == encoder.kernel(512) == "mask"
+    assert encoder.eval().attention_backend(128) == encoder.attention_backend(512) == "sdpa"
     with torch.autocast("cuda", torch.bfloat16):
-        assert (encoder.eval().kernel(128), encoder.kernel(512)) == ("short rows", "documents")
-        assert (encoder.train().kernel(128), encoder.kernel(512)) == ("short rows", "documents")
+        assert (encoder.eval().attention_backend(128), encoder.attention_backend(512)) == ("short", "varlen")
+        assert (encoder.train().attention_backend(128), encoder.attention_backend(512)) == ("short", "varlen")
+        dispatch.set_kernels("auto", without=["short_attention"])
+        assert encoder.attention_backend(128) == "varlen"
+        dispatch.set_kernels("off")
+        assert encoder.attention_backend(128) == encoder.attention_backend(512) == "sdpa"
 
 
-def test_dropout_of_short_rows_leaves_the_mean_and_another_seed_drops_others():
-    from electra.kernels.attention import attend_in_short_rows
+@pytest.mark.parametrize("without", dispatch.KERNELS)
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_gradients_are_the_same_without_any_single_kernel(style, without):
+    torch.manual_seed(0)
+    config = EncoderConfig(style=style, layers=2, vocab_size=500, dropout=0, attention_dropout=0)
+    model, head = Encoder(config).cuda(), RTDHead(config).cuda()
+    input_ids, grad_out = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, device="cuda")
+    document_ids = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = head(model(input_ids, document_ids=document_ids)).float()
+        (logits * grad_out).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    dispatch.set_kernels("auto", without=[without])
+    for ours, theirs in zip(gradients(), expected, strict=True):
+        assert (ours - theirs).norm() < 0.03 * theirs.norm() + 1e-4
+
+
+def test_dropout_of_short_attention_keeps_the_mean_and_depends_on_the_seed():
+    from electra.kernels.attention import short_attention
 
     torch.manual_seed(0)
     qkv = torch.randn(64, 100, 3, 2, 32, device="cuda")
     seed = torch.tensor(7, device="cuda", dtype=torch.int32)
 
-    def attend(qkv: torch.Tensor, seed: torch.Tensor = seed) -> torch.Tensor:
-        return attend_in_short_rows(qkv, None, None, seed, -1, 0.3)
+    def attend(qkv: Tensor, seed: Tensor = seed) -> Tensor:
+        return short_attention(qkv, None, None, seed, -1, 0.3)
 
     ones = torch.cat([qkv[:, :, :2], torch.ones_like(qkv[:, :, 2:])], dim=2)
     assert attend(ones).mean().item() == pytest.approx(1, abs=0.01)
@@ -99,189 +139,188 @@ def test_dropout_of_short_rows_leaves_the_mean_and_another_seed_drops_others():
     assert not torch.equal(attend(qkv), attend(qkv, seed + 1))
 
 
-def test_gelu_and_a_gate_in_one_kernel_are_those_of_torch():
-    from electra.kernels.geglu import gated_gelu
+def test_geglu_equals_the_reference():
+    from electra.kernels.gelu import geglu
 
     torch.manual_seed(0)
-    product, grown = 2 * torch.randn(37, 11, 400, device="cuda"), torch.randn(37, 11, 200, device="cuda")
-    outcomes = []
-    for way in (gated_gelu, lambda both: functional.gelu(both[..., :200]) * both[..., 200:]):
-        inputs = product.clone().requires_grad_()
-        found = way(inputs)
-        found.backward(grown)
-        outcomes.append((found.detach(), inputs.grad))
-    for ours, exact in zip(*outcomes, strict=True):
+    x, grad_out = 2 * torch.randn(37, 11, 400, device="cuda"), torch.randn(37, 11, 200, device="cuda")
+    results = []
+    for function in (geglu, reference.geglu):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf)
+        out.backward(grad_out)
+        results.append((out.detach(), leaf.grad))
+    for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
 
 
-def test_a_bias_and_gelu_in_one_kernel_are_those_of_torch():
-    from electra.kernels.gelu import biased_gelu
+def test_bias_gelu_equals_the_reference():
+    from electra.kernels.gelu import bias_gelu
 
     torch.manual_seed(0)
-    product, grown = (2 * torch.randn(37, 11, 200, device="cuda") for _ in range(2))
+    x, grad_out = (2 * torch.randn(37, 11, 200, device="cuda") for _ in range(2))
     bias = torch.randn(200, device="cuda")
-    outcomes = []
-    for ours in (True, False):
-        inputs = product.bfloat16().requires_grad_(), bias.bfloat16().requires_grad_()
-        activated = biased_gelu(*inputs) if ours else functional.gelu(inputs[0].float() + inputs[1].float())
-        activated.backward(grown.bfloat16() if ours else grown.bfloat16().float())
-        outcomes.append((activated.float(), inputs[0].grad.float(), inputs[1].grad.float()))
-    for ours, exact in zip(*outcomes, strict=True):
+    results = []
+    for is_ours in (True, False):
+        leaves = x.bfloat16().requires_grad_(), bias.bfloat16().requires_grad_()
+        out = bias_gelu(*leaves) if is_ours else functional.gelu(leaves[0].float() + leaves[1].float())
+        out.backward(grad_out.bfloat16() if is_ours else grad_out.bfloat16().float())
+        results.append((out.float(), leaves[0].grad.float(), leaves[1].grad.float()))
+    for ours, exact in zip(*results, strict=True):
         assert (ours - exact).norm() < 0.005 * exact.norm()
 
 
-@pytest.mark.parametrize("kernel", ["short rows", "documents"])
+@pytest.mark.parametrize("backend", ["short", "varlen"])
 @pytest.mark.parametrize("has_documents", [True, False])
 @pytest.mark.parametrize(("width", "length"), [(64, 110), (192, 128), (768, 110)])  # cuDNN takes rows of 128
-def test_a_layer_at_once_is_as_exact_as_step_by_step(width, length, kernel, has_documents):
-    layer, hidden, grown, documents = made_layer(width, length=length, device="cuda")
-    reach = attention_bias_of(None, documents if has_documents else None, kernel=kernel)
-    as_exact_as_by_steps(layer, hidden, grown, reach, documents if has_documents else None)
+def test_fused_classic_layer_is_as_exact_as_the_reference(width, length, backend, has_documents):
+    layer, hidden, grad_out, document_ids = random_layer(width, length=length, device="cuda")
+    document_ids = document_ids if has_documents else None
+    bias = make_attention_bias(None, document_ids, backend=backend)
+    assert_layer_as_exact_as_reference(layer, hidden, grad_out, bias, document_ids)
 
 
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
-@pytest.mark.parametrize(("length", "heads", "wanted"), [(110, 1, None), (40, 2, None), (13, 2, None), (40, 2, 7)])
-def test_a_layer_at_once_drops_as_one_by_steps_does(rates, length, heads, wanted):
-    layer, hidden, grown, documents = made_layer(64, *rates, length=length, heads=heads, device="cuda")
-    at = None if wanted is None else torch.randint(0, length, (len(hidden), wanted), device="cuda")
-    as_exact_as_by_steps(layer, hidden, grown, attention_bias_of(None, documents, kernel="short rows"), documents, at)
+@pytest.mark.parametrize(
+    ("length", "heads", "num_positions"), [(110, 1, None), (40, 2, None), (13, 2, None), (40, 2, 7)]
+)
+def test_fused_classic_layer_has_the_dropout_noise_of_the_reference(rates, length, heads, num_positions):
+    layer, hidden, grad_out, document_ids = random_layer(64, *rates, length=length, heads=heads, device="cuda")
+    bias, positions = make_attention_bias(None, document_ids, backend="short"), None
+    if num_positions is not None:
+        positions = torch.randint(0, length, (len(hidden), num_positions), device="cuda")
+    assert_layer_as_exact_as_reference(layer, hidden, grad_out, bias, document_ids, positions)
 
 
-def as_exact_as_by_steps(
-    layer: ClassicLayer, hidden: torch.Tensor, grown: torch.Tensor, reach: AttentionBias, documents: torch.Tensor | None,
-    at: torch.Tensor | None = None,
+def assert_layer_as_exact_as_reference(
+    layer: ClassicLayer, hidden: Tensor, grad_out: Tensor, bias: AttentionBias, document_ids: Tensor | None,
+    positions: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The layer's states and gradients are as far from those in fp32 as those of plain operations in bf16 are."""
-    from electra.kernels.fused_layers import seeds_for
+    """The fused layer's output and gradients in bf16 are about as exact as those of the reference in bf16."""
+    from electra.kernels.fused_layers import dropout_seeds
 
-    rates = layer.dropout.p, layer.attention.dropout
     torch.manual_seed(1)
-    seeds = seeds_for(hidden, max(rates))
+    seeds = dropout_seeds(hidden, max(layer.dropout.p, layer.attention.dropout))
 
-    def outcome(dtype: torch.dtype, is_at_once: bool) -> list[torch.Tensor]:
-        given = hidden.to(dtype, copy=True).requires_grad_()
+    def run(dtype: torch.dtype, is_fused: bool) -> list[Tensor]:
+        leaf = hidden.to(dtype, copy=True).requires_grad_()
         layer.zero_grad()
         torch.manual_seed(1)
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            found = layer.at_once(given, reach, at) if is_at_once else by_steps(layer, given, documents, seeds, at)
-        (found * grown[:, : found.shape[1]]).sum().backward()
-        return [each.float().clone() for each in (found.detach(), given.grad, *(p.grad for p in layer.parameters()))]
+            if is_fused:
+                out = layer.forward_fused(leaf, bias, positions)
+            else:
+                out = reference_layer(layer, leaf, document_ids, seeds, positions)
+        (out * grad_out[:, : out.shape[1]]).sum().backward()
+        return [each.float().clone() for each in (out.detach(), leaf.grad, *(p.grad for p in layer.parameters()))]
 
-    exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
-    for truth, rounded, ours in zip(exact, plain, found, strict=True):
-        assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
+    exact, rounded = run(torch.float32, is_fused=False), run(torch.bfloat16, is_fused=False)
+    assert_as_exact_as(run(torch.bfloat16, is_fused=True), rounded, exact, slack=1e-4)
 
 
-@pytest.mark.parametrize(("is_made_again", "has_documents"), [(False, True), (True, True), (False, False)])
-def test_modern_layers_at_once_are_as_exact_as_step_by_step(monkeypatch, is_made_again, has_documents):
+@pytest.mark.parametrize(("checkpointing", "has_documents"), [(False, True), (True, True), (False, False)])
+def test_fused_modern_layers_are_as_exact_as_eager_ones(monkeypatch, checkpointing, has_documents):
     torch.manual_seed(0)
-    own = {"global_attention_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
-    encoder = Encoder(EncoderConfig(style="modern", layers=3, vocab_size=500, **own)).cuda()
-    encoder.activation_checkpointing = is_made_again
-    ids, grown = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, 256, device="cuda")
-    documents = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1) if has_documents else None
+    options = {"global_attention_every": 2, "local_attention": 32, "dropout": 0, "attention_dropout": 0}
+    encoder = Encoder(EncoderConfig(style="modern", layers=3, vocab_size=500, **options)).cuda()
+    encoder.activation_checkpointing = checkpointing
+    input_ids, grad_out = torch.randint(5, 500, (9, 110), device="cuda"), torch.randn(9, 110, 256, device="cuda")
+    document_ids = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1) if has_documents else None
 
-    def outcome(dtype: torch.dtype, kernel: str) -> list[torch.Tensor]:
-        monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)
+    def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        monkeypatch.setattr(dispatch, "attention_backend", lambda *_: backend)
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            found = encoder(ids, None, None, documents).float()
-        (found * grown).sum().backward()
-        return [found.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
+            hidden = encoder(input_ids, document_ids=document_ids).float()
+        (hidden * grad_out).sum().backward()
+        return [hidden.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
 
-    exact, plain = outcome(torch.float32, "mask"), outcome(torch.bfloat16, "mask")
-    for truth, rounded, ours in zip(exact, plain, outcome(torch.bfloat16, "short rows"), strict=True):
-        assert (ours - truth).norm() < 1.5 * (rounded - truth).norm() + 1e-4 * truth.norm()
+    exact, rounded = run(torch.float32, "sdpa"), run(torch.bfloat16, "sdpa")
+    assert_as_exact_as(run(torch.bfloat16, "short"), rounded, exact, slack=1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["short rows", "documents"])
+@pytest.mark.parametrize("backend", ["short", "varlen"])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_states_at_some_positions_are_those_of_all(monkeypatch, style, kernel):
+def test_states_at_positions_equal_those_of_all_tokens(monkeypatch, style, backend):
     torch.manual_seed(0)
-    own = {"vocab_size": 500, "dropout": 0, "attention_dropout": 0}
-    encoder = Encoder(EncoderConfig(style=style, layers=2, **own)).cuda()
-    ids, at = torch.randint(5, 500, (9, 110), device="cuda"), torch.randint(0, 110, (9, 20), device="cuda")
-    grown = torch.randn(9, 20, 256, device="cuda")
-    monkeypatch.setattr(encoder_module, "kernel_for", lambda *_: kernel)
+    options = {"vocab_size": 500, "dropout": 0, "attention_dropout": 0}
+    encoder = Encoder(EncoderConfig(style=style, layers=2, **options)).cuda()
+    input_ids, positions = torch.randint(5, 500, (9, 110), device="cuda"), torch.randint(0, 110, (9, 20), device="cuda")
+    grad_out = torch.randn(9, 20, 256, device="cuda")
+    monkeypatch.setattr(dispatch, "attention_backend", lambda *_: backend)
 
-    def outcome(**wanted: torch.Tensor) -> list[torch.Tensor]:
+    def run(**arguments: Tensor) -> list[Tensor]:
         encoder.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            hidden = encoder(ids, **wanted).float()
-        found = hidden if wanted else hidden.gather(1, at[:, :, None].expand(-1, -1, 256))
-        (found * grown).sum().backward()
-        return [found.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
+            hidden = encoder(input_ids, **arguments).float()
+        states = hidden if arguments else reference.gather_positions(hidden, positions)
+        (states * grad_out).sum().backward()
+        return [states.detach(), *(parameter.grad.clone() for parameter in encoder.parameters())]
 
-    for some, every in zip(outcome(positions=at), outcome(), strict=True):
+    for some, every in zip(run(positions=positions), run(), strict=True):
         assert (some - every).norm() < 0.02 * every.norm() + 1e-6
 
 
 @pytest.mark.parametrize(("has_documents", "length"), [(True, 110), (False, 110), (False, 128)])
-def test_dropout_in_long_rows_drops_and_has_its_own_gradient(has_documents, length):
-    layer, hidden, grown, documents = made_layer(64, 0.0, 0.2, length=length, device="cuda")
-    reach = attention_bias_of(None, documents if has_documents else None, kernel="documents")
+def test_dropout_of_long_attention_has_its_own_gradient(has_documents, length):
+    layer, hidden, grad_out, document_ids = random_layer(64, 0.0, 0.2, length=length, device="cuda")
+    bias = make_attention_bias(None, document_ids if has_documents else None, backend="varlen")
 
-    def found(states: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    def run(states: Tensor, seed: int = 1) -> Tensor:
         torch.manual_seed(seed)
         with torch.autocast("cuda", torch.bfloat16):
-            return layer.at_once(states.bfloat16(), reach).float()
+            return layer.forward_fused(states.bfloat16(), bias).float()
 
-    assert torch.equal(found(hidden), found(hidden))
-    assert (found(hidden) - found(hidden, seed=2)).norm() > 0.02 * found(hidden).norm()
-    given = hidden.clone().requires_grad_()
-    (found(given) * grown).sum().backward()
-    ways = torch.randn(32, *hidden.shape, device="cuda")
+    assert torch.equal(run(hidden), run(hidden))
+    assert (run(hidden) - run(hidden, seed=2)).norm() > 0.02 * run(hidden).norm()
+    leaf = hidden.clone().requires_grad_()
+    (run(leaf) * grad_out).sum().backward()
+    directions = torch.randn(32, *hidden.shape, device="cuda")
     with torch.no_grad():
-        risen = [((found(hidden + 0.05 * way) - found(hidden - 0.05 * way)) * grown).sum() / 0.1 for way in ways]
-    slopes = (given.grad * ways).flatten(1).sum(1)
-    assert (slopes - torch.stack(risen)).norm() < 0.3 * slopes.norm()
+        differences = [((run(hidden + 0.05 * d) - run(hidden - 0.05 * d)) * grad_out).sum() / 0.1 for d in directions]
+    slopes = (leaf.grad * directions).flatten(1).sum(1)
+    assert (slopes - torch.stack(differences)).norm() < 0.3 * slopes.norm()
 
 
 @pytest.mark.parametrize("length", [192, 200])
-def test_whole_long_rows_are_as_exact_as_plain_attention(length):
-    torch.manual_seed(0)
-    qkv, grown = torch.randn(5, length, 3, 2, 64, device="cuda"), torch.randn(5, length, 2, 64, device="cuda")
-
-    def outcome(dtype: torch.dtype, is_ours: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        from electra.kernels import library_attention as long_rows
-
-        given = qkv.to(dtype, copy=True)
-        if is_ours:
-            kept = long_rows.mix(given, None, 0.0)
-            gradient, parts = long_rows.gradients_of_mix(given, None, *kept, grown.to(dtype), 0.0)
-            torch.testing.assert_close(parts.sum(0), gradient.float().flatten(2).sum((0, 1)), rtol=1e-3, atol=1e-2)
-            return kept[0].float(), gradient.float()
-        query, key, value = (each.transpose(1, 2) for each in given.requires_grad_().unbind(2))
-        mixed = ((query @ key.transpose(-1, -2) / 8).softmax(-1) @ value).transpose(1, 2)
-        mixed.backward(grown.to(dtype))
-        return mixed.detach().float(), given.grad.float()
-
-    exact, plain, found = outcome(torch.float32, False), outcome(torch.bfloat16, False), outcome(torch.bfloat16, True)
-    for truth, rounded, ours in zip(exact, plain, found, strict=True):
-        assert (ours - truth).norm() < 1.5 * (rounded - truth).norm()
-
-
-def test_loss_and_sample_in_one_pass_are_the_plain_ones(make_batch, vocabulary):
-    from electra.kernels import mlm_head
+def test_long_attention_is_as_exact_as_plain_attention(length):
+    from electra.kernels.attention import long_attention_backward, long_attention_forward
 
     torch.manual_seed(0)
-    batch, settings = on_gpu(make_batch(rows=64, lengths=[16] * 64)), Settings(vocabulary=vocabulary, seed=3)
-    masked = mask(batch, vocabulary, settings, settings.seed)
-    size = 1000
-    masked = replace(masked, originals=torch.randint(0, size, masked.originals.shape, device="cuda"))
-    states, table = torch.randn(*masked.positions.shape, 64, device="cuda"), torch.randn(size, 64, device="cuda")
-    given = states.bfloat16(), 0.4 * table, torch.randn(size, device="cuda")
-    keys = [row_keys(settings.seed, batch.step, batch.row_ids, purpose) for purpose in SAMPLING]
-    one, other = ([each.clone().requires_grad_() for each in given] for _ in range(2))
-    losses, sampled = mlm_head.loss_and_sample(*one, masked.originals, *keys)
-    (losses * masked.weights).sum().backward()
-    logits = functional.linear(other[0], other[1].bfloat16(), other[2].bfloat16())
-    loss = mlm_loss(logits, masked)
-    loss.sum.backward()
-    torch.testing.assert_close((losses * masked.weights).sum(), loss.sum, rtol=1e-5, atol=1e-3)
-    for ours, plain in zip(one, other, strict=True):
-        assert (ours.grad - plain.grad).norm() < 0.01 * plain.grad.norm()
-    assert (sampled == sample(logits, masked, batch, settings)).float().mean() > 0.99  # noise differs in last digits
+    qkv, grad_out = torch.randn(5, length, 3, 2, 64, device="cuda"), torch.randn(5, length, 2, 64, device="cuda")
+
+    def run_plain(dtype: torch.dtype) -> list[Tensor]:
+        leaf = qkv.to(dtype, copy=True).requires_grad_()
+        out = reference.short_attention(leaf, None, None, None, -1, 0.0)
+        out.backward(grad_out.to(dtype))
+        return [out.detach().float(), leaf.grad.float()]
+
+    half = qkv.bfloat16()
+    stored = long_attention_forward(half, None, 0.0)
+    grad_qkv, partials = long_attention_backward(half, None, *stored, grad_out.bfloat16(), 0.0)
+    torch.testing.assert_close(partials.sum(0), grad_qkv.float().flatten(2).sum((0, 1)), rtol=1e-3, atol=1e-2)
+    ours = [stored[0].float(), grad_qkv.float()]
+    assert_as_exact_as(ours, run_plain(torch.bfloat16), run_plain(torch.float32))
+
+
+def test_mlm_loss_and_sample_equal_the_reference():
+    torch.manual_seed(0)
+    B, M, E, V = 64, 5, 64, 1000
+    labels = torch.randint(0, V, (B, M), device="cuda")
+    inputs = [torch.randn(B, M, E, device="cuda").bfloat16(), 0.4 * torch.randn(V, E, device="cuda")]
+    inputs.append(torch.randn(V, device="cuda"))
+    keys = [torch.randint(2**31, (B, 2), device="cuda") for _ in range(2)]
+    results = []
+    for function in (dispatch.mlm_loss_and_sample, reference.mlm_loss_and_sample):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        losses, samples = function(*leaves, labels, *keys)
+        losses.sum().backward()
+        results.append((losses, samples, [leaf.grad for leaf in leaves]))
+    (losses, samples, grads), (expected_losses, expected_samples, expected_grads) = results
+    torch.testing.assert_close(losses.sum(), expected_losses.sum(), rtol=1e-5, atol=1e-3)
+    for ours, expected in zip(grads, expected_grads, strict=True):
+        assert (ours - expected).norm() < 0.01 * expected.norm()
+    assert (samples == expected_samples).float().mean() > 0.99  # the noise differs in its last digits
 
 
 def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
@@ -354,29 +393,33 @@ def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(run_config):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dropout):
+def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, dropout):
     """Fine-tuning by replaying CUDA graphs ends with the weights of fine-tuning step by step."""
     train = write_rows(tmp_path / "rows.jsonl", "classification", 200, seed=0)
-    settings = {"precision": "fp32", "dropout": dropout, "batch": 16, "epochs": 4, "length": 32, "workers": 1}
+    settings = {"precision": "fp32", "dropout": dropout, "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
     outcomes = []
-    for name, is_recorded in (("recorded", True), ("by hand", False)):
+    for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name
-        config = FinetuneConfig(model=encoder_folder, train=train, output=output, device="cuda", **settings)
-        with monkeypatch.context() as patched:
-            if not is_recorded:
-                patched.setattr(
-                    tuning, "Trainer", lambda *args, **options: Trainer(*args, **options | {"cuda_graphs": False})
-                )
-            finetune(config)
+        config = build(
+            FinetuneConfig, model=encoder_folder, train=train, output=output, device="cuda", compile=compile, **settings
+        )
+        finetune(config)
         outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
     assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5
 
 
 def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_path):
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
-    config = FinetuneConfig(model=encoder_folder, train=train, output=tmp_path, device="cuda", batch=8, length=32)
-    lesson = tuning.FinetuningTask(config, config.the_task(), 1, tmp_path / "tokens")
-    optimizer, settings = config.optimizer(lesson.model.encoder.config), TrainerConfig(max_nonfinite_steps=2)
+    job = Job(
+        model=encoder_folder,
+        task=custom_task(train=train, text="text", label="label"),
+        tuning=TuningConfig(batch_size=8, length=32),
+        hardware=HardwareConfig(device="cuda"),
+        seed=1,
+        folder=tmp_path / "seed-1",
+    )
+    lesson = FinetuningTask(job)
+    optimizer, settings = job.tuning.optimizer_config(lesson.encoder), TrainerConfig(max_nonfinite_steps=2)
     trainer = Trainer(lesson, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True)
     trainer.run_step = trainer.graphed_step()
     for _ in range(4):

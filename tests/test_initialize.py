@@ -14,7 +14,8 @@ from electra.cli import main
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
-from electra.huggingface.convert import merge_embedding_delta, read_huggingface
+from electra.huggingface.convert import merge_embedding_delta
+from electra.huggingface.folders import read_huggingface
 from electra.model.config import ElectraConfig, size_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
@@ -22,7 +23,8 @@ from electra.pretraining.command import plan, pretrain
 from electra.pretraining.config import recipe_settings
 from electra.pretraining.initialize import read_initial_weights, sinusoids
 from electra.pretraining.task import PretrainingTask
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
 from electra.training.logging import read_metrics
 
 VOCAB_SIZE = 22  # of the test shards

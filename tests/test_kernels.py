@@ -1,192 +1,279 @@
-"""Our kernels on a CPU: in Triton's interpreter they make what plain operations make, and the same gradients.
+"""Triton kernels on a CPU, in Triton's interpreter: equal to `electra.kernels.reference`, with the same gradients.
 
     TRITON_INTERPRET=1 python -m pytest tests/test_kernels.py
 
-Rounding, streams and speed show on a GPU only (test_gpu.py); whether a kernel is right shows here, in fp32.
+Rounding, streams and speed are tested on a GPU (test_gpu.py); whether a kernel computes the right thing, here in fp32.
 """
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from layers import by_steps, factors, made_layer
+from layers import random_layer, reference_layer
 from torch import Tensor, nn
 
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
-from electra.kernels import dispatch as kernels
-from electra.model.attention import attention_bias_of
+from electra.errors import ConfigError
+from electra.kernels import dispatch, reference
+from electra.model.attention import make_attention_bias, make_rope
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
-from electra.objectives.objectives import OBJECTIVES, Settings, goes_in_one_pass
+from electra.objectives.objectives import OBJECTIVES, Settings
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (kernels.IS_INTERPRETED and kernels.HAS_TRITON), reason="needs Triton and TRITON_INTERPRET=1"
-    ),
-    pytest.mark.filterwarnings("ignore:divide by zero"),  # the interpreter's numpy says it of log(0), which is meant
-]
+interpreted = pytest.mark.skipif(
+    not (dispatch.IS_INTERPRETED and dispatch.HAS_TRITON), reason="needs Triton and TRITON_INTERPRET=1"
+)
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # numpy, in the interpreter, on the intended log(0)
 
 
 @pytest.fixture
-def both_ways(monkeypatch):
-    """Do something by kernels and by plain operations: what comes of it, and the gradients of a module's parameters."""
+def one_program(monkeypatch):
+    """Let one program of a summing kernel loop over several blocks, as happens on a GPU with many rows."""
+    from electra.kernels import reductions
 
-    def outcomes(model: nn.Module, act: Callable[[], tuple[Tensor, ...]]) -> tuple[list[Tensor], list[Tensor]]:
-        found = []
-        for is_interpreted in (True, False):
-            with monkeypatch.context() as patched:
-                patched.setattr(kernels, "IS_INTERPRETED", is_interpreted)
-                model.zero_grad()
-                made = act()
-            gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-            found.append([*(each.detach() for each in made), *gradients])
-        return found[0], found[1]
-
-    return outcomes
+    monkeypatch.setattr(reductions, "NUM_PROGRAMS", 0)
 
 
 @pytest.fixture
-def few_programs(monkeypatch):
-    """One, so that it takes several tiles in turn, as on a GPU."""
-    from electra.kernels import reductions as column_sums
+def kernels_off():
+    """A function that switches the kernels off until the end of the test."""
+    yield lambda: dispatch.set_kernels("off")
+    dispatch.set_kernels("auto")
 
-    monkeypatch.setattr(column_sums, "PROGRAMS", 0)
 
-
-def assert_equal(ours: list[Tensor], plain: list[Tensor]) -> None:
-    """Equal but for the order of sums."""
-    for one, other in zip(ours, plain, strict=True):
+def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
+    """Equal except for the order of sums."""
+    for one, other in zip(ours, expected, strict=True):
         assert (one.float() - other.float()).norm() <= 1e-5 * other.float().norm() + 1e-7
 
 
-def small_encoder(style: str, **own: int) -> Encoder:
-    """An encoder whose parameters all matter."""
+def assert_same_gradients(ours: Callable[..., Tensor], expected: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Two functions have the same value and the same gradients of their inputs."""
+    results = []
+    for function in (ours, expected):
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        out = function(*leaves)
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    assert_close(*results)
+
+
+def assert_same_with_kernels_off(
+    kernels_off: Callable[[], None], model: nn.Module, run: Callable[[], tuple[Tensor, ...]]
+) -> None:
+    """`run` returns the same with and without kernels, and leaves the same gradients in the model."""
+    results = []
+    for switch in (lambda: None, kernels_off):
+        switch()
+        model.zero_grad()
+        outputs = [each.detach() for each in run()]
+        results.append(outputs + [each.grad.clone() for each in model.parameters() if each.grad is not None])
+    assert_close(*results)
+
+
+def small_encoder(style: str, **options: int) -> Encoder:
+    """An encoder with random norms and biases."""
     torch.manual_seed(0)
     sizes = {"layers": 2, "width": 64, "heads": 2, "feedforward": 96, "embedding_width": 32, "vocab_size": 60}
-    encoder = Encoder(EncoderConfig(style=style, dropout=0.0, attention_dropout=0.0, **sizes, **own))
+    encoder = Encoder(EncoderConfig(style=style, dropout=0.0, attention_dropout=0.0, **sizes, **options))
     for name, parameter in encoder.named_parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=float("weight" in name), std=0.3)
     return encoder
 
 
-@pytest.mark.parametrize("wanted", ["all", "some"])
-@pytest.mark.parametrize("hidden_part", ["documents", "padding", "nothing"])
-@pytest.mark.parametrize("style", ["classic", "modern"])
-def test_an_encoder_makes_the_same_states(both_ways, style, hidden_part, wanted):
-    encoder = small_encoder(style, **({"global_attention_every": 2, "local_attention": 8} if style == "modern" else {}))
-    ids, documents = torch.randint(5, 60, (3, 21)), (torch.rand(3, 21) < 0.1).cumsum(1)
-    is_token = torch.arange(21) < torch.tensor([[21], [9], [17]]) if hidden_part == "padding" else None
-    at = torch.randint(0, 9, (3, 5)) if wanted == "some" else None
-    assert encoder.kernel(21) == "short rows"
+def weighted_sum(states: Tensor) -> Tensor:
+    return (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum()
 
-    def act() -> tuple[Tensor]:
-        states = encoder(ids, is_token, None, documents if hidden_part == "documents" else None, positions=at)
-        if is_token is not None and at is None:
-            states = states[is_token]
-        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+
+def test_kernels_can_be_switched_off_alone_or_together(kernels_off):
+    hidden = torch.empty(2, 8, 64)
+    kernels_off()
+    assert not any(dispatch.can_use(kernel, hidden) for kernel in dispatch.KERNELS)
+    dispatch.set_kernels("auto", without=["geglu"])
+    assert dispatch.disabled == {"geglu"}
+    with pytest.raises(ConfigError, match="unknown kernels gelu; choose from short_attention"):
+        dispatch.set_kernels("auto", without=["gelu"])
+
+
+@interpreted
+@pytest.mark.parametrize("has_positions", [False, True])
+@pytest.mark.parametrize("bias", ["documents", "padding", "none"])
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_encoder_equals_the_eager_one(kernels_off, style, bias, has_positions):
+    local = {"global_attention_every": 2, "local_attention": 8} if style == "modern" else {}
+    encoder = small_encoder(style, **local)
+    input_ids, document_ids = torch.randint(5, 60, (3, 21)), (torch.rand(3, 21) < 0.1).cumsum(1)
+    attention_mask = torch.arange(21) < torch.tensor([[21], [9], [17]]) if bias == "padding" else None
+    positions = torch.randint(0, 9, (3, 5)) if has_positions else None
+    assert encoder.attention_backend(21) == "short"
+
+    def run() -> tuple[Tensor]:
+        documents = document_ids if bias == "documents" else None
+        states = encoder(input_ids, attention_mask, document_ids=documents, positions=positions)
+        if attention_mask is not None and positions is None:
+            states = states[attention_mask]
+        weighted_sum(states).backward()
         return (states,)
 
-    assert_equal(*both_ways(encoder, act))
+    assert_same_with_kernels_off(kernels_off, encoder, run)
 
 
-@pytest.mark.parametrize("wanted", ["all", "some"])
+@interpreted
+@pytest.mark.parametrize("has_positions", [False, True])
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
-def test_a_layer_drops_what_its_noise_says(rates, wanted):
-    from electra.kernels.fused_layers import seeds_for
+def test_fused_classic_layer_has_the_dropout_noise_of_the_reference(rates, has_positions):
+    from electra.kernels.fused_layers import dropout_seeds
 
-    layer, hidden, grown, documents = made_layer(64, *rates, rows=2, length=19, heads=2)
-    at = torch.randint(0, 19, (2, 7)) if wanted == "some" else None
-    reach = attention_bias_of(None, documents, kernel="short rows")
+    layer, hidden, grad_out, document_ids = random_layer(64, *rates, rows=2, length=19, heads=2)
+    positions = torch.randint(0, 19, (2, 7)) if has_positions else None
+    bias = make_attention_bias(None, document_ids, backend="short")
     torch.manual_seed(1)
-    seeds, found = seeds_for(hidden, max(rates)), []
-    for is_at_once in (True, False):
-        given = hidden.clone().requires_grad_()
+    seeds, results = dropout_seeds(hidden, max(rates)), []
+    for is_fused in (True, False):
+        leaf = hidden.clone().requires_grad_()
         layer.zero_grad()
         torch.manual_seed(1)
-        states = layer.at_once(given, reach, at) if is_at_once else by_steps(layer, given, documents, seeds, at)
-        (states * grown[:, : states.shape[1]]).sum().backward()
-        found.append([states.detach(), given.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
-    assert_equal(*found)
+        if is_fused:
+            out = layer.forward_fused(leaf, bias, positions)
+        else:
+            out = reference_layer(layer, leaf, document_ids, seeds, positions)
+        (out * grad_out[:, : out.shape[1]]).sum().backward()
+        results.append([out.detach(), leaf.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    assert_close(*results)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("width", [40, 256, 768, 1024, 1100])  # in one chunk, not full and full, and in several
-def test_a_norm_has_the_gradients_of_plain_operations(few_programs, width, dropout):
-    from electra.kernels.layernorm import gradients_of_norm_of_sum, norm_of_sum
+@interpreted
+@pytest.mark.parametrize("has_rope", [False, True])
+@pytest.mark.parametrize(("window", "dropout"), [(-1, 0.0), (3, 0.2)])
+def test_short_attention_equals_the_reference(has_rope, window, dropout):
+    from electra.kernels.attention import short_attention
 
     torch.manual_seed(0)
-    product, residual, grown = (torch.randn(150, width) for _ in range(3))
-    bias, weight, offset = (torch.randn(width) for _ in range(3))
-    given = [each.requires_grad_() for each in (residual, product, weight, offset, bias)]
+    qkv, document_ids = torch.randn(2, 19, 3, 2, 32), (torch.rand(2, 19) < 0.1).cumsum(1).int()
+    rope = make_rope(19, 32, 1e4, torch.device("cpu")).squeeze(2) if has_rope else None
     seed = torch.tensor(5, dtype=torch.int32) if dropout else None
-    added = (product + bias) * factors(5, torch.arange(product.numel()).view_as(product), dropout)
-    plain = nn.functional.layer_norm(added + residual, (width,), weight, offset, 1e-5)
-    plain.backward(grown)
+    options = document_ids, rope, seed, window, dropout
+    assert_same_gradients(
+        lambda qkv: short_attention(qkv, *options), lambda qkv: reference.short_attention(qkv, *options), qkv
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("width", [40, 256, 768, 1024, 1100])  # one chunk, partly filled or full; several chunks
+def test_dropout_add_layernorm_equals_the_reference(one_program, width, dropout):
+    from electra.kernels.layernorm import dropout_add_layernorm_backward, dropout_add_layernorm_forward
+
+    torch.manual_seed(0)
+    x, residual, grad_out = (torch.randn(9, width) for _ in range(3))
+    bias, norm_weight, norm_bias = (torch.randn(width) for _ in range(3))
+    inputs = [each.requires_grad_() for each in (residual, x, norm_weight, norm_bias, bias)]
+    seed = torch.tensor(5, dtype=torch.int32) if dropout else None
+    expected = reference.dropout_add_layernorm(x, bias, residual, norm_weight, norm_bias, 1e-5, seed, dropout)
+    expected.backward(grad_out)
     with torch.no_grad():
-        hidden = norm_of_sum(product, bias, residual, weight, offset, 1e-5, seed, dropout)
-        *found, parts = gradients_of_norm_of_sum(product, bias, residual, weight, grown, 1e-5, seed, dropout)
-    assert_equal([hidden, *found, *parts.sum(0)], [plain.detach(), *(each.grad for each in given)])
+        out = dropout_add_layernorm_forward(x, bias, residual, norm_weight, norm_bias, 1e-5, seed, dropout)
+        *grads, partials = dropout_add_layernorm_backward(x, bias, residual, norm_weight, grad_out, 1e-5, seed, dropout)
+    assert_close([out, *grads, *partials.sum(0)], [expected.detach(), *(each.grad for each in inputs)])
 
 
-def test_a_bias_of_queries_keys_and_values_gets_its_gradient(few_programs):
-    from electra.kernels.reductions import sums_but_of_keys
+@interpreted
+@pytest.mark.parametrize("width", [40, 600])
+def test_add_layernorm_equals_the_reference(one_program, width):
+    from electra.kernels.layernorm import add_layernorm_backward, add_layernorm_forward
 
-    of_qkv = torch.randn(70, 3, 200)
-    found = sums_but_of_keys(of_qkv.flatten(1), torch.float32).view(3, 200)
-    assert_equal([found[0], found[1], found[2]], [of_qkv[:, 0].sum(0), torch.zeros(200), of_qkv[:, 2].sum(0)])
+    torch.manual_seed(0)
+    residual, x, grad_out, grad_total = (torch.randn(9, width) for _ in range(4))
+    inputs = [each.requires_grad_() for each in (residual, x, torch.randn(width))]
+    expected = reference.add_layernorm(*inputs, 1e-5)
+    torch.autograd.backward(expected, [grad_total, grad_out])
+    with torch.no_grad():
+        total, out = add_layernorm_forward(*inputs, 1e-5)
+        *grads, partials = add_layernorm_backward(total, inputs[2], grad_out, grad_total, 1e-5)
+    assert_close(
+        [total, out, *grads, partials.sum(0)], [*(each.detach() for each in expected), *(each.grad for each in inputs)]
+    )
 
 
+@interpreted
+def test_gelu_kernels_equal_the_reference(one_program):
+    from electra.kernels import gelu
+
+    torch.manual_seed(0)
+    assert_same_gradients(gelu.bias_gelu, reference.bias_gelu, 2 * torch.randn(5, 7, 150), torch.randn(150))
+    assert_same_gradients(gelu.geglu, reference.geglu, 2 * torch.randn(5, 7, 300))
+
+
+@interpreted
+def test_mlm_loss_and_sample_equal_the_reference(one_program):
+    torch.manual_seed(0)
+    labels, keys = torch.randint(0, 300, (2, 3)), [torch.randint(2**31, (2, 2)) for _ in range(2)]
+    inputs = torch.randn(2, 3, 16), torch.randn(300, 16), torch.randn(300)
+    ours, expected = dispatch.mlm_loss_and_sample, reference.mlm_loss_and_sample
+    assert torch.equal(ours(*inputs, labels, *keys)[1], expected(*inputs, labels, *keys)[1])
+    assert_same_gradients(
+        lambda *each: ours(*each, labels, *keys)[0], lambda *each: expected(*each, labels, *keys)[0], *inputs
+    )
+
+
+@interpreted
+def test_qkv_bias_gradient_equals_the_reference(one_program):
+    from electra.kernels.reductions import qkv_bias_grad
+
+    grad_qkv = torch.randn(70, 3 * 200)
+    assert_close([qkv_bias_grad(grad_qkv, torch.float32)], [reference.qkv_bias_grad(grad_qkv)])
+
+
+@interpreted
+def test_qkv_gradients_are_packed_and_summed(one_program):
+    from electra.kernels.attention import pack_qkv_grads
+
+    grads = [torch.randn(2, 20, 2, 32) for _ in range(3)]
+    packed, partials = pack_qkv_grads(torch.empty(2, 20, 3, 2, 32), *grads)
+    assert torch.equal(packed, torch.stack(grads, dim=2))
+    torch.testing.assert_close(partials.sum(0), packed.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_a_step_has_the_same_losses_and_gradients(both_ways, few_programs, style, objective):
+def test_objectives_have_the_same_losses_and_gradients(kernels_off, one_program, style, objective):
     vocabulary, needs = Vocabulary(size=300), OBJECTIVES[objective]
     sizes = {"layers": 1, "heads": 1, "width": 32, "feedforward": 48, "embedding_width": 16, "positions": 32}
     size = EncoderConfig(style=style, vocab_size=vocabulary.size, dropout=0.0, attention_dropout=0.0, **sizes)
     torch.manual_seed(0)
-    kinds = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline}
-    parts = (
-        {"discriminator": size, "sharing": "embeddings"} if needs.head else {"discriminator": None, "sharing": "none"}
-    )
-    electra = Electra(ElectraConfig(generator=size, **parts, **kinds))
-    ids = torch.randint(110, vocabulary.size, (3, 20))
-    batch = Batch(ids, torch.tensor(3), torch.arange(3), document_ids=(torch.rand(3, 20) < 0.1).cumsum(1).int())
+    discriminator = {"discriminator": size, "sharing": "embeddings"}
+    pair = discriminator if needs.head else {"discriminator": None, "sharing": "none"}
+    config = ElectraConfig(generator=size, **pair, head=needs.head or "rtd", has_baseline=needs.has_baseline)
+    electra = Electra(config)
+    input_ids = torch.randint(110, vocabulary.size, (3, 20))
+    document_ids = (torch.rand(3, 20) < 0.1).cumsum(1).int()
+    batch = Batch(input_ids, torch.tensor(3), torch.arange(3), document_ids=document_ids)
+    assert electra.require_generator().encoder.attention_backend(20) == "short"
 
-    settings = Settings(vocabulary=vocabulary)
-    assert electra.require_generator().encoder.kernel(20) == "short rows"
-    assert goes_in_one_pass(torch.empty(0), settings)
-
-    def act() -> tuple[Tensor, ...]:
-        losses = needs.losses(electra, batch, settings)
+    def run() -> tuple[Tensor, ...]:
+        losses = needs.losses(electra, batch, Settings(vocabulary=vocabulary))
         total(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 
-    assert_equal(*both_ways(electra, act))
+    assert_same_with_kernels_off(kernels_off, electra, run)
 
 
+@interpreted
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_a_compiled_encoder_has_the_same_shapes_and_gradients(both_ways, style):
+def test_compiled_encoder_equals_the_eager_one(kernels_off, style):
     encoder = small_encoder(style)
     compiled = torch.compile(encoder, backend="aot_eager", dynamic=False)
-    assert encoder.kernel(12) == "short rows"
-    ids, at = torch.randint(5, 60, (2, 12)), torch.randint(0, 12, (2, 3))
+    input_ids, positions = torch.randint(5, 60, (2, 12)), torch.randint(0, 12, (2, 3))
 
-    def act() -> tuple[Tensor]:
+    def run() -> tuple[Tensor]:
         torch._dynamo.reset()
-        states = (compiled if kernels.IS_INTERPRETED else encoder)(ids, positions=at)
-        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        states = (encoder if dispatch.disabled else compiled)(input_ids, positions=positions)
+        weighted_sum(states).backward()
         return (states,)
 
-    assert_equal(*both_ways(encoder, act))
-
-
-def test_gradients_are_put_side_by_side_and_summed(few_programs):
-    from electra.kernels import library_attention as long_rows
-
-    parts = [torch.randn(2, 40, 2, 32) for _ in range(3)]
-    together, sums = long_rows.side_by_side(torch.empty(2, 40, 3, 2, 32), *parts)
-    assert torch.equal(together, torch.stack(parts, dim=2))
-    torch.testing.assert_close(sums.sum(0), together.flatten(2).sum((0, 1)), rtol=1e-5, atol=1e-5)
+    assert_same_with_kernels_off(kernels_off, encoder, run)

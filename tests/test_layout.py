@@ -19,7 +19,7 @@ STAGES = [
     "export",
     "serve",
 ]
-FLOW = ["errors", "config", "random", "plotting", "runfolder", *STAGES]
+FLOW = ["errors", "config", "random", "runfolder", "plotting", *STAGES]
 FLOW += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 

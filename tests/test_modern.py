@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import MODERN
-from made import write_rows
+from synthetic import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetuning.job import FinetuningTask, TuningConfig
+from electra.finetuning.job import FinetuningTask, Job, TuningConfig
 from electra.finetuning.model import (
     TaskModel,
     build_task_model,
@@ -27,6 +27,7 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.serve.inference import load
 from electra.training.checkpoint import model_folder
+from electra.training.config import HardwareConfig
 from electra.training.logging import read_metrics
 
 SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
@@ -93,34 +94,20 @@ def test_a_resumed_run_ends_as_an_unbroken_one(run_config):
     assert files[0] == files[1]
 
 
-def test_a_run_from_before_there_were_styles_goes_on(run_config):
-    config = run_config()
-    pretrain(config)
-    record = json.loads((config.output / "config.json").read_text())
-    for name in ("style", "global_attention_every", "local_attention"):
-        del record["pretraining"][name]
-    (config.output / "config.json").write_text(json.dumps(record))
-    assert pretrain(replace(config, resume=True)).step == 20
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (
             "--style modern --sinusoidal-positions",
-            "--sinusoidal-positions fills the position table, and the modern style",
+            "needs position embeddings, which --style modern does not have",
         ),
         (
             "--style classic --global-attention-every 3",
-            "--global-attention-every is 3, but the classic style does not have it",
+            "--global-attention-every is 3, but only --style modern has it",
         ),
-        (
-            "--style modern --local-attention 64",
-            "--local-attention is 64, but every layer sees the whole row; add --global",
-        ),
-        ("--style baroque", "unknown style 'baroque'; choose from classic, modern"),
-        ("--style modern --width 36 --heads 4", "4 heads of width 9 cannot turn by position"),
-        ("--style modern --sharing all --generator-width 16", "sharing=all needs generator and discriminator of"),
+        ("--style baroque", "--style is 'baroque'"),
+        ("--style modern --width 36 --heads 4", "4 heads of width 9, but rotary positions need an even"),
+        ("--style modern --sharing all --generator-width 16", "--sharing is all, which needs the same width"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsys, flags, sentence):
@@ -132,8 +119,8 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path, capsy
 
 def test_a_run_says_what_its_layers_see(shards, tmp_path, capsys):
     flags = f"--data {shards} --output {tmp_path}/run --size tiny --style modern --steps 2 --dry-run"
-    assert "window" not in run(f"pretrain {flags}", capsys)
-    assert "all but one in 2 layers with a window of 16" in run(
+    assert "attention within" not in run(f"pretrain {flags}", capsys)
+    assert "attention within 16 tokens" in run(
         f"pretrain {flags} --global-attention-every 2 --local-attention 16", capsys
     )
 
@@ -149,7 +136,7 @@ def test_a_trained_pair_detects_fills_and_embeds(run_config):
     pretrain(config)
     model = load(config.output, "cpu")
     assert len(model.detect("the big cat sat").replaced) == 6
-    assert len(model.fill("the big [MASK] sat", 3).blanks[0].guesses) == 3
+    assert len(model.fill("the big [MASK] sat", 3).masks[0].tokens) == 3
     assert model.embed(["the big cat", "the dog"]).shape == (2, 32)
 
 
@@ -231,7 +218,10 @@ def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path)
     task = custom_task(
         train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
     )
-    lesson = FinetuningTask(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
+    tuning, folder = TuningConfig(length=32), tmp_path / "seed-1"
+    lesson = FinetuningTask(
+        Job(model=modern_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
+    )
     shares = [lesson.lr_scale(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")]
     assert shares == [0.8, 0.8]
 

@@ -1,4 +1,4 @@
-"""Model folders: whole or not there, and clear words for what cannot be read."""
+"""Model folders: atomic writes, exact loading, and errors for folders that cannot be loaded."""
 
 import json
 import resource
@@ -23,7 +23,7 @@ def folder(tmp_path, make_pair):
 
 
 @pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
-def test_what_is_saved_is_loaded(tmp_path, make_pair, size):
+def test_loaded_model_equals_the_saved_one(tmp_path, make_pair, size):
     saved = make_pair(size=size)
     save_model(saved, tmp_path / "folder")
     loaded = load_model(tmp_path / "folder")
@@ -33,12 +33,12 @@ def test_what_is_saved_is_loaded(tmp_path, make_pair, size):
         assert theirs.requires_grad
 
 
-def test_weights_keep_the_precision_they_are_stored_in(tmp_path, make_pair):
+def test_weights_keep_their_precision(tmp_path, make_pair):
     save_model(make_pair().bfloat16(), tmp_path / "half")
     assert {parameter.dtype for parameter in load_model(tmp_path / "half").parameters()} == {torch.bfloat16}
 
 
-def test_an_output_folder_that_exists_is_left_alone(folder, make_pair):
+def test_existing_output_folder_is_not_changed(folder, make_pair):
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(DataError, match="exists already; remove it or choose another"):
         save_model(make_pair("none"), folder)
@@ -51,66 +51,66 @@ def fail_to_write(folder):
         raise OSError("disk full")
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path):
+def test_failed_write_leaves_no_files(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         fail_to_write(tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 
 
-def cut(folder):
+def truncate(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
 
 
-def emptied(folder):
+def empty(folder):
     (folder / "model.safetensors").write_bytes(b"")
 
 
-def pickled(folder):
+def replace_by_pickle(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
 
 
-def integers(folder):
+def convert_to_integers(folder):
     weights = load_file(folder / "model.safetensors")
     save_file({name: tensor.long() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("damage", "sentence"),
+    ("damage", "message"),
     [
-        (cut, "model.safetensors is cut short or damaged"),
-        (emptied, "model.safetensors is cut short or damaged"),
-        (pickled, "in pytorch_model.bin, a pickle, which can run code and is never opened here; rewrite it"),
-        (integers, "holds torch.int64; only floating-point weights can be read"),
+        (truncate, "model.safetensors is truncated or damaged"),
+        (empty, "model.safetensors is truncated or damaged"),
+        (replace_by_pickle, "in pytorch_model.bin, a pickle, which can run code and is not read; convert it"),
+        (convert_to_integers, "is torch.int64; only floating-point weights"),
     ],
 )
-def test_a_damaged_folder_is_named_with_what_to_do(folder, damage, sentence):
+def test_damaged_weights_are_an_error(folder, damage, message):
     damage(folder)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=message):
         load_model(folder)
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("settings", "message"),
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
-        ({"feedforward": 41}, r"narrow.weight is \(24, 40\), but the config.json beside it asks for \(24, 41\)"),
+        ({"feedforward": 41}, r"down.weight has shape \(24, 40\), but config.json requires \(24, 41\)"),
         ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
         ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
         ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),
     ],
 )
-def test_a_setting_that_does_not_fit_the_weights_or_cannot_be_is_named(folder, settings, sentence):
+def test_settings_that_are_invalid_or_do_not_fit_the_weights_are_an_error(folder, settings, message):
     config = json.loads((folder / "config.json").read_text())
     config["model"]["discriminator"] |= settings
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=message):
         load_model(folder)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(EncoderConfig)])
-def test_a_missing_setting_is_never_guessed(folder, name):
+def test_missing_setting_is_an_error(folder, name):
     config = json.loads((folder / "config.json").read_text())
     del config["model"]["generator"][name]
     (folder / "config.json").write_text(json.dumps(config))
@@ -118,36 +118,32 @@ def test_a_missing_setting_is_never_guessed(folder, name):
         load_model(folder)
 
 
+def pair_json(**settings) -> str:
+    pair = {"generator": None, "discriminator": None, "sharing": "none", "head": "rtd", "has_baseline": False}
+    return json.dumps({"model": pair | settings})
+
+
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("{", "config.json is not valid JSON"),
-        ("{}", "config.json describes no model"),
+        ("{}", "config.json has no model"),
         ('{"model": null}', "expected the settings of ElectraConfig, not None"),
         ('{"model": []}', r"expected the settings of ElectraConfig, not \[\]"),
         ('{"model": "x"}', "expected the settings of ElectraConfig, not 'x'"),
         ('{"model": {"generator": null}}', "ElectraConfig lacks discriminator, has_baseline, head, sharing"),
-        (
-            '{"model": {"generator": 0, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
-            "generator: expected .* not 0",
-        ),
-        (
-            '{"model": {"generator": {}, "discriminator": null, "sharing": "none", "head": "rtd", "has_baseline": false}}',
-            "generator: EncoderConfig lacks attention_dropout, ",
-        ),
-        (
-            '{"model": {"generator": null, "discriminator": null, "sharing": [], "head": "rtd", "has_baseline": false}}',
-            r"at `\$.sharing`",
-        ),
+        (pair_json(generator=0), "generator: expected .* not 0"),
+        (pair_json(generator={}), "generator: EncoderConfig lacks attention_dropout, "),
+        (pair_json(sharing=[]), r"at `\$.sharing`"),
     ],
 )
-def test_a_config_that_describes_no_model_is_refused(folder, text, sentence):
+def test_config_without_a_model_is_an_error(folder, text, message):
     (folder / "config.json").write_text(text)
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=message):
         load_model(folder)
 
 
-def test_a_missing_head_is_drawn_in_the_precision_of_the_weights(tmp_path, make_pair):
+def test_missing_head_is_initialised_in_the_precision_of_the_weights(tmp_path, make_pair):
     save_model(make_pair().bfloat16(), tmp_path / "half")
     weights = load_file(tmp_path / "half/model.safetensors")
     bare = {name: tensor for name, tensor in weights.items() if not name.startswith("discriminator.head.")}
@@ -161,30 +157,30 @@ def test_a_missing_head_is_drawn_in_the_precision_of_the_weights(tmp_path, make_
     assert not torch.equal(heads[0], heads[2])
 
 
-def test_an_output_may_be_reached_by_a_link(tmp_path, make_pair):
-    (tmp_path / "place").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "place")
+def test_output_may_be_a_symbolic_link(tmp_path, make_pair):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
     save_model(make_pair(), tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert load_model(tmp_path / "place").config == make_pair().config
+    assert load_model(tmp_path / "target").config == make_pair().config
 
 
-def test_the_current_folder_is_not_replaced(tmp_path, make_pair, monkeypatch):
+def test_current_folder_cannot_be_the_output(tmp_path, make_pair, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="the output cannot be the current folder"):
         save_model(make_pair(), Path("."))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_a_model_is_named(tmp_path):
+def test_folder_without_a_model_is_an_error(tmp_path):
     with pytest.raises(DataError, match=r"has no config.json"):
         load_model(tmp_path)
     with pytest.raises(DataError, match=r"there is no folder .*missing"):
         load_model(tmp_path / "missing")
 
 
-def test_tensors_that_do_not_fit_the_disk_are_named_like_any_file(tmp_path):
-    """safetensors has an error of its own for a full disk; a limit on the size of files stands for one."""
+def test_full_disk_raises_an_os_error_with_the_file(tmp_path):
+    """A limit on file sizes simulates the full disk, for which safetensors has its own error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:

@@ -12,51 +12,49 @@ from electra.errors import ConfigError
 from electra.finetuning.jobs import best_model
 from electra.finetuning.model import load_finetuned
 from electra.huggingface.convert import (
-    ARCHITECTURES,
-    CLASSIFIERS,
-    EXPORT_CLASSES,
-    ImportedModel,
-    Settings,
+    CLASSIFICATION_HEADS,
     Tensors,
     fold_projection,
-    huggingface_config,
-    labelled,
+    label_settings,
     merge_embedding_delta,
-    read_huggingface,
-    select_part,
     to_huggingface,
+    to_huggingface_config,
 )
-from electra.huggingface.folders import join
+from electra.huggingface.folders import combine, read_huggingface, select_part
+from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, SEQUENCE_CLASSIFIERS, Part, Settings
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
-    CONFIG,
     TOKENIZER_FILES,
     WEIGHTS,
     copy_tokenizer,
     has_rtd_head,
     load_model,
     read_names,
-    write_parts,
+    write_model_files,
     write_tensors,
 )
-from electra.runfolder import read_json, write_folder, write_json
+from electra.runfolder import CONFIG, read_json, write_folder, write_json
 from electra.training.checkpoint import model_folder
 
-Part = Literal["discriminator", "generator", "encoder"]
+PROBLEM_TYPES = {
+    "classification": "single_label_classification",
+    "multi-label": "multi_label_classification",
+    "regression": "regression",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a model as a folder that `transformers` loads without custom code. A fine-tuned one leaves as
-    ElectraForSequenceClassification or ModernBertForSequenceClassification, with the same answers."""
+    """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
+    ElectraForSequenceClassification or ModernBertForSequenceClassification."""
 
     model: Path
-    """A model folder; a run stands for its newest checkpoint, the output of electra finetune for its best seed."""
+    """Model folder, run (its newest checkpoint), or output of electra finetune (its best seed)."""
     output: Path
-    """The folder to write; it must not exist yet."""
+    """Folder to write; it must not exist yet."""
     to: Literal["huggingface"] = "huggingface"
-    """The format."""
+    """Format."""
     part: Part = "discriminator"
     """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
@@ -66,42 +64,43 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
-    """Make a model folder of a Hugging Face folder: ElectraForPreTraining, ElectraForMaskedLM, ElectraModel, BertModel,
-    BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or ModernBertForTokenClassification where its labels are
-    original and replaced; in safetensors."""
+    """Write a model folder from a Hugging Face folder with safetensors: ElectraForPreTraining, ElectraForMaskedLM,
+    ElectraModel, BertModel, BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or
+    ModernBertForTokenClassification with the labels original and replaced."""
 
     source: Annotated[Path, Parameter(name="--from")]
-    """The Hugging Face folder."""
+    """Hugging Face folder."""
     output: Path
-    """The model folder to write; it must not exist yet."""
+    """Model folder to write; it must not exist yet."""
     generator: Path | None = None
-    """A second Hugging Face folder, with the generator (ForMaskedLM) of the discriminator in --from."""
+    """Second Hugging Face folder, with the generator (ForMaskedLM) of the discriminator in --from."""
     json: bool = False
     """Print the result as JSON."""
 
 
 @dataclass(frozen=True)
-class Written:
-    """What was written, and what of the source was not."""
+class ConversionResult:
+    """The folder that an export or import wrote."""
 
     output: str
     model: str
     parameters: int
-    tokenizer: list[str]
-    left_out: list[str] = field(default_factory=list)
+    tokenizer: list[str]  # its files
+    ignored: list[str] = field(default_factory=list)  # tensors of the source that were not needed
 
     def __str__(self) -> str:
-        missing = (
-            "no tokenizer was there, and without one it reads no text (detect, fill, embed; AutoTokenizer): copy the "
+        tokenizer = (
+            f"tokenizer files: {', '.join(self.tokenizer)}"
+            if self.tokenizer
+            else "no tokenizer: to use the model with text (electra detect, fill, embed; AutoTokenizer), copy the "
             f"tokenizer.json or vocab.txt it was trained with into {self.output}"
         )
-        tokenizer = f"tokenizer files: {', '.join(self.tokenizer)}" if self.tokenizer else missing
-        left_out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"{self.output}: {self.model}, {self.parameters:,} parameters; {tokenizer}{left_out}"
+        ignored = f"; ignored tensors: {', '.join(self.ignored)}" if self.ignored else ""
+        return f"{self.output}: {self.model}, {self.parameters:,} parameters; {tokenizer}{ignored}"
 
 
-def export(config: ExportConfig) -> Written:
-    """Write one part of a model, or a fine-tuned one, as a Hugging Face folder."""
+def export(config: ExportConfig) -> ConversionResult:
+    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder."""
     if is_finetuned(config.model):
         return export_finetuned(config)
     folder = model_folder(config.model)
@@ -109,89 +108,81 @@ def export(config: ExportConfig) -> Written:
     if config.part == "discriminator":
         check_discriminator(electra, folder)
     part = select_part(electra, config.part)
-    size = part.encoder.config
-    name = EXPORT_CLASSES[size.style][config.part]
-    tensors = to_huggingface(fold_projection(merge_embedding_delta(part.state_dict()), size), ARCHITECTURES[name])
-    settings = huggingface_config(size, name, next(iter(tensors.values())).dtype, vocabulary_of(folder, size))
-    return write_huggingface(config.output, tensors, settings | labelled(ARCHITECTURES[name].labels), folder)
+    encoder = part.encoder.config
+    name = EXPORT_CLASSES[encoder.style][config.part]
+    tensors = to_huggingface(fold_projection(merge_embedding_delta(part.state_dict()), encoder), ARCHITECTURES[name])
+    dtype = next(iter(tensors.values())).dtype
+    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary(folder, encoder))
+    return write_huggingface(config.output, tensors, settings | label_settings(ARCHITECTURES[name].labels), folder)
 
 
-def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> Written:
-    """Write a Hugging Face folder, with the tokenizer files of another."""
+def check_discriminator(electra: Electra, folder: Path) -> None:
+    """Check that there is a discriminator and that its head was trained."""
+    if electra.discriminator is None:
+        raise ConfigError(f"{folder} has no discriminator; export its generator with --part generator")
+    if not isinstance(electra.discriminator, Discriminator):
+        raise ConfigError(
+            f"{folder} has no discriminator but a masked language model; export its encoder with --part encoder"
+        )
+    if not has_rtd_head(read_names(folder / WEIGHTS)):
+        raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
+
+
+def is_finetuned(folder: Path) -> bool:
+    """Whether a folder is the output of electra finetune or one of its models."""
+    return (folder / CONFIG).exists() and "task" in read_json(folder / CONFIG)
+
+
+def export_finetuned(config: ExportConfig) -> ConversionResult:
+    """Write a fine-tuned model as a sequence classifier; scores are in the unit of the training data."""
+    if config.part != ExportConfig.part:
+        raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
+    folder = best_model(config.model)
+    model, task = load_finetuned(folder)
+    encoder = model.encoder.config
+    name = SEQUENCE_CLASSIFIERS[encoder.style]
+    state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
+    head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
+    head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
+    architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
+    tensors = to_huggingface(fold_projection(state, encoder), architecture) | CLASSIFICATION_HEADS[encoder.style](head)
+    settings = to_huggingface_config(encoder, name, torch.float32, read_vocabulary(folder, encoder))
+    settings |= label_settings(task.labels or ("score",)) | {"problem_type": PROBLEM_TYPES[task.kind]}
+    if encoder.is_modern():
+        settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
+    return write_huggingface(config.output, tensors, settings, folder)
+
+
+def read_vocabulary(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
+    """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
+    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+    return load_tokenizer(folder).vocabulary if encoder.is_modern() and has_tokenizer else None
+
+
+def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> ConversionResult:
+    """Write a Hugging Face folder with the tokenizer files of the folder `tokenizer`."""
     with write_folder(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
         copied = copy_tokenizer(tokenizer, draft)
-    return Written(str(output), settings["architectures"][0], count(tensors), copied)
+    return ConversionResult(str(output), settings["architectures"][0], count_parameters(tensors), copied)
 
 
-def vocabulary_of(folder: Path, size: EncoderConfig) -> Vocabulary | None:
-    """The vocabulary of the tokenizer beside a model, where there is one and ModernBERT's config.json tells of it."""
-    has_tokenizer = size.is_modern() and any((folder / name).exists() for name in TOKENIZER_FILES)
-    return load_tokenizer(folder).vocabulary if has_tokenizer else None
-
-
-def is_finetuned(folder: Path) -> bool:
-    """Whether there is a fine-tuned model in a folder, or several seeds of one."""
-    return (folder / CONFIG).exists() and "task" in read_json(folder / CONFIG)
-
-
-def export_finetuned(config: ExportConfig) -> Written:
-    """Write a fine-tuned model as a classifier of texts; scores leave in the unit they came in."""
-    if config.part != ExportConfig.part:
-        raise ConfigError(f"{config.model} is fine-tuned: it leaves whole; leave out --part {config.part}")
-    folder = best_model(config.model)
-    model, task = load_finetuned(folder)
-    size = model.encoder.config
-    name, alike, head_of = CLASSIFIERS[size.style]
-    state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
-    head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
-    head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
-    tensors = to_huggingface(fold_projection(state, size), ARCHITECTURES[alike]) | head_of(head)
-    settings = huggingface_config(size, name, torch.float32, vocabulary_of(folder, size))
-    settings |= labelled(task.labels or ("score",)) | {"problem_type": PROBLEMS[task.kind]}
-    settings |= {"classifier_dropout": size.dropout, "classifier_pooling": model.pooling} if size.is_modern() else {}
-    return write_huggingface(config.output, tensors, settings, folder)
-
-
-PROBLEMS = {
-    "classification": "single_label_classification",
-    "multi-label": "multi_label_classification",
-    "regression": "regression",
-}
-
-
-def check_discriminator(electra: Electra, folder: Path) -> None:
-    """Refuse to hand out a discriminator that is not there, or whose head was never trained."""
-    if electra.discriminator is None:
-        raise ConfigError(f"{folder} has no discriminator; hand out its generator with --part generator")
-    if not isinstance(electra.discriminator, Discriminator):
-        raise ConfigError(f"{folder} corrects tokens and has no verdicts of them; hand out its --part encoder")
-    if not has_rtd_head(read_names(folder / WEIGHTS)):
-        raise ConfigError(f"the discriminator in {folder} has no trained head; leave it out with --part encoder")
-
-
-def import_model(config: ImportConfig) -> Written:
-    """Write a model folder from one Hugging Face folder, or from a discriminator's and its generator's."""
-    arrivals = [read_huggingface(config.source)]
+def import_model(config: ImportConfig) -> ConversionResult:
+    """Write a model folder from one Hugging Face folder, or from those of a discriminator and its generator."""
+    models = [read_huggingface(config.source)]
     if config.generator is not None:
-        arrivals.append(read_huggingface(config.generator))
-        check_roles(arrivals)
-    model, tensors = join(arrivals)
+        models.append(read_huggingface(config.generator))
+        parts = [model.part for model in models]
+        if parts != ["discriminator", "generator"]:
+            raise ConfigError(f"--from must be a discriminator and --generator a generator, not {' and '.join(parts)}")
+    electra, tensors = combine(models)
     with write_folder(config.output) as draft:
-        tokenizer = write_parts(model, tensors, draft, config.source)
-    described = f"{' and '.join(arrival.part for arrival in arrivals)}, sharing {model.sharing}"
-    left_out = [name for arrival in arrivals for name in arrival.left_out]
-    return Written(str(config.output), described, count(tensors), tokenizer, left_out)
+        tokenizer = write_model_files(electra, tensors, draft, config.source)
+    description = f"{' and '.join(model.part for model in models)}, sharing {electra.sharing}"
+    ignored = [name for model in models for name in model.ignored]
+    return ConversionResult(str(config.output), description, count_parameters(tensors), tokenizer, ignored)
 
 
-def check_roles(arrivals: list[ImportedModel]) -> None:
-    """Refuse two folders that are not a discriminator and a generator, in this order."""
-    came = [arrival.part for arrival in arrivals]
-    if came != ["discriminator", "generator"]:
-        raise ConfigError(f"--from holds a {came[0]} and --generator a {came[1]}; give the discriminator to --from")
-
-
-def count(tensors: Tensors) -> int:
-    """Numbers in tensors."""
+def count_parameters(tensors: Tensors) -> int:
     return sum(tensor.numel() for tensor in tensors.values())

@@ -23,8 +23,8 @@ from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, linear, norm
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
-from electra.runfolder import read_json, write_json
+from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
+from electra.runfolder import CONFIG, read_json, write_json
 from electra.training.checkpoint import model_folder
 
 
@@ -187,8 +187,9 @@ def load_finetuned(folder: Path) -> tuple[TaskModel, Task]:
     encoder = read_encoder_config(settings, folder)
     try:
         task = Task.from_dict(settings["task"])
+        pooling: Any = settings.get("pooling")
         with torch.device("meta"):
-            model = TaskModel(Encoder(encoder), task.num_labels, settings.get("pooling"))
+            model = TaskModel(Encoder(encoder), task.num_labels, pooling)
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
     weights = read_tensors(folder / WEIGHTS)

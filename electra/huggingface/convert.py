@@ -1,13 +1,13 @@
-"""Hugging Face folders: one table of names, read both ways.
+"""Tensors and config.json of `transformers` from ours and back.
 
-Left stands our name, right the name in `transformers`. Only names change, so a model that arrives and leaves again has
-the same bytes in every tensor. Our query, key and value are one tensor; in ELECTRA and BERT they are three, in that
-order. What ModernBERT has no place for, tables narrower than hidden states, leaves multiplied out.
+Tensors are only renamed, so import followed by export is byte-identical. Only what their classes cannot represent is
+computed on export: disentangled embeddings are summed, and a modern encoder's embedding table and projection are
+multiplied to one table.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,411 +16,126 @@ from torch import Tensor
 
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError, DataError
-from electra.huggingface import modernbert
-from electra.model.config import BASE, SMALL, EncoderConfig
-from electra.model.electra import Discriminator, Electra, Generator, MaskedLanguageModel
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, read_tensors
-from electra.runfolder import read_json
+from electra.huggingface.names import (
+    MODERNBERT,
+    MODERNBERT_DEFAULTS,
+    MODERNBERT_FIXED_SETTINGS,
+    MODERNBERT_SETTING_NAMES,
+    ROPE_NAMES,
+    SETTING_NAMES,
+    Architecture,
+    Settings,
+)
+from electra.model.config import EncoderConfig, convert_settings
+from electra.model.electra import Discriminator, Generator
+from electra.model.storage import check_tensors
+from electra.runfolder import CONFIG
 
 Tensors = dict[str, Tensor]
 
-SETTINGS = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "feedforward": "intermediate_size",
-    "embedding_width": "embedding_size",
-    "vocab_size": "vocab_size",
-    "positions": "max_position_embeddings",
-    "segments": "type_vocab_size",
-    "pad_id": "pad_token_id",
-    "dropout": "hidden_dropout_prob",
-    "attention_dropout": "attention_probs_dropout_prob",
-    "norm_epsilon": "layer_norm_eps",
-    "init_std": "initializer_range",
-}
-
-ENCODER = {
-    "encoder.embeddings.token": "embeddings.word_embeddings",
-    "encoder.embeddings.position": "embeddings.position_embeddings",
-    "encoder.embeddings.segment": "embeddings.token_type_embeddings",
-    "encoder.embeddings.norm": "embeddings.LayerNorm",
-    "encoder.project": "embeddings_project",
-    "encoder.layers.N.attention.qkv": "encoder.layer.N.attention.self.query|key|value",
-    "encoder.layers.N.attention.output": "encoder.layer.N.attention.output.dense",
-    "encoder.layers.N.attention_norm": "encoder.layer.N.attention.output.LayerNorm",
-    "encoder.layers.N.feedforward.widen": "encoder.layer.N.intermediate.dense",
-    "encoder.layers.N.feedforward.narrow": "encoder.layer.N.output.dense",
-    "encoder.layers.N.feedforward_norm": "encoder.layer.N.output.LayerNorm",
-}
-
-Settings = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the classes of one model type of `transformers` have in common."""
-
-    prefix: str  # before the encoder's names where there is a head
-    encoder: dict[str, str]  # our encoder's names and theirs
-    settings: dict[str, str]  # our settings and theirs
-    fixed: Settings  # theirs that have one value only; what its config.json does not say has it, too
-    defaults: EncoderConfig  # what its config.json need not say
-    has_embedding_width: bool  # whether tables may be narrower than hidden states
-    reach: Callable[[Settings, int], Settings]  # how so many layers see, from its config.json
-    left_out: str  # a pattern of names, without the prefix, that a file may have and no part of ours needs
-
-
-CLASSIC_FIXED = {"hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
-
-ELECTRA = Family(
-    prefix="electra.",
-    encoder=ENCODER,
-    settings=SETTINGS,
-    fixed=CLASSIC_FIXED,
-    defaults=SMALL,
-    has_embedding_width=True,
-    reach=lambda settings, layers: {},
-    left_out=r"embeddings\.position_ids|embeddings_project\..*",
-)
-BERT = Family(
-    prefix="bert.",
-    encoder=ENCODER,
-    settings=SETTINGS,
-    fixed=CLASSIC_FIXED,
-    defaults=BASE,
-    has_embedding_width=False,
-    reach=lambda settings, layers: {},
-    left_out=r"embeddings\.position_ids|pooler\..*|cls\.seq_relationship\..*",
-)
-MODERNBERT = Family(
-    prefix="model.",
-    encoder=modernbert.ENCODER,
-    settings=modernbert.SETTINGS,
-    fixed=modernbert.FIXED,
-    defaults=modernbert.DEFAULTS,
-    has_embedding_width=False,
-    reach=modernbert.reach_of_layers,
-    left_out="",
-)
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One class of `transformers`: which of our parts it is, and its names beside the encoder's."""
-
-    part: str  # generator or discriminator
-    family: Family
-    head: dict[str, str]  # our head's names and theirs; empty for a bare encoder
-    twins: tuple[tuple[str, str], ...] = ()  # tensors that older files repeat, and what each repeats
-    labels: tuple[str, ...] = ()  # of a head that gives each label a row; ours has the last one's, less the first's
-
-    def prefix(self) -> str:
-        """What stands before the encoder's names."""
-        return self.family.prefix if self.head else ""
-
-
-ARCHITECTURES = {
-    "ElectraModel": Architecture(part="discriminator", family=ELECTRA, head={}),
-    "ElectraForPreTraining": Architecture(
-        part="discriminator",
-        family=ELECTRA,
-        head={
-            "head.dense": "discriminator_predictions.dense",
-            "head.classifier": "discriminator_predictions.dense_prediction",
-        },
-    ),
-    "ElectraForMaskedLM": Architecture(
-        part="generator",
-        family=ELECTRA,
-        head={
-            "head.dense": "generator_predictions.dense",
-            "head.norm": "generator_predictions.LayerNorm",
-            "head": "generator_lm_head",
-        },
-        twins=(("generator_lm_head.weight", "electra.embeddings.word_embeddings.weight"),),
-    ),
-    "BertModel": Architecture(part="discriminator", family=BERT, head={}),
-    "BertForMaskedLM": Architecture(
-        part="generator",
-        family=BERT,
-        head={
-            "head.dense": "cls.predictions.transform.dense",
-            "head.norm": "cls.predictions.transform.LayerNorm",
-            "head": "cls.predictions",
-        },
-        twins=(
-            ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-            ("cls.predictions.decoder.bias", "cls.predictions.bias"),
-        ),
-    ),
-    "ModernBertModel": Architecture(part="discriminator", family=MODERNBERT, head={}),
-    "ModernBertForTokenClassification": Architecture(
-        part="discriminator",
-        family=MODERNBERT,
-        head={"head.dense": "head.dense", "head.norm": "head.norm", "head.classifier": "classifier"},
-        labels=("original", "replaced"),
-    ),
-    "ModernBertForMaskedLM": Architecture(
-        part="generator",
-        family=MODERNBERT,
-        head={"head.dense": "head.dense", "head.norm": "head.norm", "head": "decoder"},
-        twins=(("decoder.weight", "model.embeddings.tok_embeddings.weight"),),
-    ),
-}
-EXPORT_CLASSES = {
-    "classic": {
-        "discriminator": "ElectraForPreTraining",
-        "generator": "ElectraForMaskedLM",
-        "encoder": "ElectraModel",
-    },
-    "modern": {
-        "discriminator": "ModernBertForTokenClassification",
-        "generator": "ModernBertForMaskedLM",
-        "encoder": "ModernBertModel",
-    },
-}
-
-
-def their_names(ours: str, architecture: Architecture) -> list[str]:
-    """The name, or the three names (query, key, value), that one of our tensors has in `transformers`."""
-    stem, kind = ours.rsplit(".", 1)
-    layer = re.search(r"layers\.(\d+)", stem)
-    if stem.startswith("head"):
-        theirs = architecture.head[stem]
-    else:
-        theirs = architecture.prefix() + architecture.family.encoder[re.sub(r"layers\.\d+", "layers.N", stem)]
-    path, dot, last = theirs.replace(".N.", f".{layer[1]}." if layer else "").rpartition(".")
-    return [f"{path}{dot}{choice}.{kind}" for choice in last.split("|")]
+ENCODER_PREFIXES = ("embeddings", "encoder.", "pooler.", "layers.", "final_norm.")
 
 
 def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
-    """A part's tensors under the names of `transformers`."""
+    """Rename the tensors of a generator or discriminator; those of its head are dropped if the class has none."""
     renamed: Tensors = {}
-    for ours, tensor in state.items():
-        if ours.startswith("encoder.") or architecture.head:
-            theirs = their_names(ours, architecture)
-            tensor = in_rows(tensor) if has_rows(ours, architecture) else tensor
-            renamed.update(zip(theirs, tensor.chunk(len(theirs)), strict=True))
+    for name, tensor in state.items():
+        if not name.startswith("encoder.") and not architecture.head:
+            continue
+        if architecture.labels and name.startswith("head.classifier."):
+            tensor = torch.cat([torch.zeros_like(tensor), tensor])  # softmax of logits (0, z) is sigmoid of z
+        names = architecture.tensor_names(name)
+        renamed.update(zip(names, tensor.chunk(len(names)), strict=True))
     return renamed
-
-
-def has_rows(ours: str, architecture: Architecture) -> bool:
-    """Whether one of our tensors is a verdict that they give a row for each of two labels."""
-    return ours.startswith("head.classifier.") and bool(architecture.labels)
-
-
-def in_rows(verdict: Tensor) -> Tensor:
-    """A verdict in two rows, nothing and itself: their softmax is then its sigmoid."""
-    return torch.cat([torch.zeros_like(verdict), verdict])
-
-
-def in_one(rows: Tensor) -> Tensor:
-    """Two rows as one verdict: what the second label has more than the first."""
-    return rows[1:] - rows[:1]
 
 
 def from_huggingface(
     tensors: Tensors, architecture: Architecture, config: EncoderConfig, path: Path
 ) -> tuple[Tensors, list[str]]:
-    """The tensors of a Hugging Face folder under the names of our part, and the names of those that are left out."""
-    ours = empty_part(architecture, config)
-    wanted = to_huggingface(ours, architecture)
-    tensors = without_twins(under_todays_names(tensors, architecture, path), architecture, path)
-    left_out = sorted(name for name in tensors if name not in wanted and is_spare(name, architecture.family))
-    check_tensors({name: tensor for name, tensor in tensors.items() if name not in left_out}, wanted, path)
-    found = {name: torch.cat([tensors[theirs] for theirs in their_names(name, architecture)]) for name in ours}
-    return {name: in_one(it) if has_rows(name, architecture) else it for name, it in found.items()}, left_out
+    """Rename the tensors of a Hugging Face folder to ours; returns them and the names of those we do not need."""
+    ours = expected_tensors(architecture, config)
+    expected = to_huggingface(ours, architecture)
+    tensors = drop_tied_tensors(normalize_names(tensors, architecture, path), architecture, path)
+    family = architecture.family
+    ignored = [name for name in tensors if re.fullmatch(family.ignored, name.removeprefix(family.prefix))]
+    ignored = sorted(set(ignored) - expected.keys())
+    check_tensors({name: tensor for name, tensor in tensors.items() if name not in ignored}, expected, path)
+    renamed = {name: torch.cat([tensors[theirs] for theirs in architecture.tensor_names(name)]) for name in ours}
+    if architecture.labels:
+        for name in ("head.classifier.weight", "head.classifier.bias"):
+            renamed[name] = renamed[name][1:] - renamed[name][:1]
+    return renamed, ignored
 
 
-def empty_part(architecture: Architecture, config: EncoderConfig) -> Tensors:
-    """The tensors that our part of this size has, without numbers; only the encoder's where there is no head."""
+def expected_tensors(architecture: Architecture, config: EncoderConfig) -> Tensors:
+    """The parameters, on the meta device, of our generator, discriminator or encoder for a class of `transformers`."""
     with torch.device("meta"):
-        part = Generator(config) if architecture.part == "generator" else Discriminator(config)
-    return {
-        name: tensor for name, tensor in part.named_parameters() if architecture.head or name.startswith("encoder.")
-    }
+        model = Generator(config) if architecture.part == "generator" else Discriminator(config)
+    parameters = model.named_parameters()
+    return {name: tensor for name, tensor in parameters if architecture.head or name.startswith("encoder.")}
 
 
-def under_todays_names(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
-    """The tensors of a file, new or old, as `transformers` names them today."""
-    renamed = {todays_name(name, architecture): tensor for name, tensor in tensors.items()}
+def normalize_names(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
+    """Rename the tensors of older files: LayerNorm's gamma and beta, and a missing or superfluous encoder prefix."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        current = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        current = current.removeprefix(architecture.family.prefix)
+        renamed[architecture.prefix + current if current.startswith(ENCODER_PREFIXES) else current] = tensor
     if len(renamed) < len(tensors):
-        raise DataError(f"{path} has tensors twice, with and without {architecture.family.prefix} before their names")
+        raise DataError(f"{path} has tensors twice, with and without the prefix {architecture.family.prefix}")
     return renamed
 
 
-def todays_name(name: str, architecture: Architecture) -> str:
-    """A name of an old file, with LayerNorm's gamma and beta, and with the encoder's prefix just where a head is."""
-    name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-    name = name.removeprefix(architecture.family.prefix)
-    encoder = ("embeddings", "encoder.", "pooler.", "layers.", "final_norm.")
-    return architecture.prefix() + name if name.startswith(encoder) else name
-
-
-def is_spare(name: str, family: Family) -> bool:
-    """Whether no part of ours needs a tensor of this name; a projection may be stored where widths are equal."""
-    return re.fullmatch(family.left_out, name.removeprefix(family.prefix)) is not None
-
-
-def without_twins(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
-    """Drop repetitions, once they are seen to repeat."""
-    for twin, original in architecture.twins:
-        if twin in tensors and not torch.equal(tensors[twin], tensors.get(original, torch.empty(0))):
-            raise DataError(f"{path}: {twin} differs from {original}; only tied output tables can be taken in")
-    twins = {twin for twin, _ in architecture.twins}
-    return {name: tensor for name, tensor in tensors.items() if name not in twins}
-
-
-@dataclass(frozen=True)
-class ImportedModel:
-    """What a Hugging Face folder holds: which part it is, its size, and its tensors under our names."""
-
-    part: str  # generator or discriminator
-    config: EncoderConfig
-    tensors: Tensors
-    left_out: list[str]  # tensors of the folder that no part of ours needs
-
-
-def read_huggingface(folder: Path) -> ImportedModel:
-    """Read a Hugging Face folder."""
-    settings = read_json(folder / CONFIG)
-    architecture = get_architecture(settings, folder)
-    config = encoder_config(settings, architecture, folder)
-    return ImportedModel(
-        architecture.part, config, *from_huggingface(read_weights(folder), architecture, config, folder)
-    )
-
-
-def get_architecture(settings: Settings, folder: Path) -> Architecture:
-    """The architecture that a config.json names."""
-    if "model_type" not in settings:
-        raise DataError(f"{folder} is not a Hugging Face folder: its config.json names no model_type")
-    named: Any = settings.get("architectures")
-    for name, architecture in ARCHITECTURES.items():
-        if named == [name]:
-            return architecture
-    if named in [[name] for name, _, _ in CLASSIFIERS.values()]:
-        raise DataError(
-            f"{folder} is a classifier of texts, {named[0]}, which is for transformers; electra predict, evaluate and "
-            f"finetune take the folder that it was exported from, other commands a pre-trained model"
-        )
-    raise DataError(f"{folder}: architectures is {named!r}; what can be taken in is {', '.join(ARCHITECTURES)}")
-
-
-def encoder_config(settings: Settings, architecture: Architecture, folder: Path) -> EncoderConfig:
-    """The size that a config.json describes."""
-    family = architecture.family
-    for name, allowed in family.fixed.items():
-        if settings.get(name, allowed) != allowed:
-            raise DataError(f"{folder}: {name} is {settings[name]!r}; only {allowed!r} can be taken in")
-    check_labels(settings, architecture, folder)
-    found = {ours: settings[theirs] for ours, theirs in family.settings.items() if settings.get(theirs) is not None}
-    found = vars(family.defaults) | found
-    if not family.has_embedding_width:
-        found["embedding_width"] = found["width"]
-    try:
-        config = EncoderConfig(**found)
-        return replace(config, **family.reach(settings, config.layers))
-    except ConfigError as error:
-        raise DataError(f"{folder / CONFIG}: {error}") from None
-
-
-def check_labels(settings: Settings, architecture: Architecture, folder: Path) -> None:
-    """Refuse a classifier of tokens that is no discriminator."""
-    labels = settings.get("id2label")
-    if architecture.labels and labels != {str(number): name for number, name in enumerate(architecture.labels)}:
-        wanted = " and ".join(architecture.labels)
-        has = "labels without names" if labels is None else f"labels of its own, {labels!r}"
-        raise DataError(
-            f"{folder} is a classifier of tokens with {has}; only a discriminator, with the labels {wanted}, "
-            f"can be taken in"
-        )
-
-
-def read_weights(folder: Path) -> Tensors:
-    """The tensors of a folder, from one file, or where there is none from the several that an index names."""
-    index = folder / f"{WEIGHTS}.index.json"
-    if (folder / WEIGHTS).is_file() or not index.is_file():
-        return read_tensors(folder / WEIGHTS)
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise DataError(f"{index} names no files: its weight_map must give the file of each tensor; copy it again")
-    files = sorted({Path(file).name for file in places.values()})
-    return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
-
-
-def select_part(electra: Electra, part: str) -> MaskedLanguageModel | Discriminator:
-    """The part of a pair that leaves; the encoder is the discriminator's, or of a lone generator the generator's."""
-    if part == "encoder" and electra.discriminator is not None:
-        return electra.discriminator
-    return electra.require_discriminator() if part == "discriminator" else electra.require_generator()
+def drop_tied_tensors(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
+    """Remove copies of tied tensors after checking that they are equal to their originals."""
+    for copy, original in architecture.tied_tensors:
+        if copy in tensors and not torch.equal(tensors[copy], tensors.get(original, torch.empty(0))):
+            raise DataError(f"{path}: {copy} differs from {original}; only tied output embeddings are supported")
+    copies = {copy for copy, _ in architecture.tied_tensors}
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 def merge_embedding_delta(state: Tensors) -> Tensors:
-    """Tables that add to a base (disentangled sharing) as the one table they amount to."""
-    bases = {name: tensor for name, tensor in state.items() if ".base." in name}
-    whole = {name: tensor for name, tensor in state.items() if name not in bases}
-    for name, base in bases.items():
-        if ".norm." not in name:  # the LayerNorm is not added to: the discriminator has its own
-            whole[name.replace(".base.", ".")] = whole[name.replace(".base.", ".")] + base
-    return whole
+    """Replace disentangled embeddings by their sum with the generator's; the LayerNorm is the discriminator's own."""
+    merged = {name: tensor for name, tensor in state.items() if ".base." not in name}
+    for name, base in state.items():
+        if ".base." in name and ".norm." not in name:
+            delta = name.replace(".base.", ".")
+            merged[delta] = merged[delta] + base
+    return merged
 
 
 def fold_projection(state: Tensors, config: EncoderConfig) -> Tensors:
-    """A modern part whose narrow table and projection are the one table [V, D] that they amount to."""
+    """Multiply a modern encoder's embedding table [V, E] by its projection [D, E]: one table [V, D]."""
     if not config.is_modern() or "encoder.project.weight" not in state:
         return state
-    whole = {name: tensor for name, tensor in state.items() if name != "encoder.project.weight"}
     table, projection = state["encoder.embeddings.token.weight"], state["encoder.project.weight"]
-    product = table.float() @ projection.float().T
-    return whole | {"encoder.embeddings.token.weight": product.to(table.dtype)}
+    folded = (table.float() @ projection.float().T).to(table.dtype)
+    others = {name: tensor for name, tensor in state.items() if name != "encoder.project.weight"}
+    return others | {"encoder.embeddings.token.weight": folded}
 
 
-def huggingface_config(
-    config: EncoderConfig, architecture: str, dtype: torch.dtype, vocabulary: Vocabulary | None
-) -> Settings:
-    """The config.json that `transformers` reads; special tokens are the vocabulary's, where it is known."""
-    described = modernbert.modernbert_config(config, vocabulary) if config.is_modern() else electra_settings(config)
-    return {
-        "architectures": [architecture],
-        "dtype": str(dtype).removeprefix("torch."),
-        "tie_word_embeddings": True,
-        **described,
-    }
-
-
-def electra_settings(config: EncoderConfig) -> Settings:
-    """What ElectraConfig says of an encoder."""
-    settings = {theirs: getattr(config, ours) for ours, theirs in SETTINGS.items()}
-    return {"model_type": "electra", "hidden_act": "gelu", **settings}
-
-
-def labelled(names: tuple[str, ...]) -> Settings:
-    """The names of a classifier's outputs, if it is one."""
-    if not names:
-        return {}
-    return {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
-
-
-def classifier_head(head: Tensors) -> Tensors:
-    """A linear head as the two layers that ElectraForSequenceClassification has: GELU(z) − GELU(−z) = z."""
+def electra_classification_head(head: Tensors) -> Tensors:
+    """A linear head as the two layers of ElectraForSequenceClassification: GELU(z) − GELU(−z) = z."""
     weight, bias = head["weight"], head["bias"]
     outputs, width = weight.shape
     if 2 * outputs > width:
-        raise ConfigError(f"{outputs} outputs need a width of {2 * outputs} in transformers' head, and this is {width}")
-    rest = width - 2 * outputs
-    one = torch.eye(outputs)
+        raise ConfigError(
+            f"{outputs} outputs need a hidden size of at least {2 * outputs} in ElectraForSequenceClassification, "
+            f"and this model has {width}"
+        )
+    rest, identity = width - 2 * outputs, torch.eye(outputs)
     return {
         "classifier.dense.weight": torch.cat([weight, -weight, torch.zeros(rest, width)]),
         "classifier.dense.bias": torch.cat([bias, -bias, torch.zeros(rest)]),
-        "classifier.out_proj.weight": torch.cat([one, -one, torch.zeros(outputs, rest)], dim=1),
+        "classifier.out_proj.weight": torch.cat([identity, -identity, torch.zeros(outputs, rest)], dim=1),
         "classifier.out_proj.bias": torch.zeros(outputs),
     }
 
 
-def modern_classifier_head(head: Tensors) -> Tensors:
-    """The head of modern fine-tuned models, which is ModernBertForSequenceClassification's own."""
+def modernbert_classification_head(head: Tensors) -> Tensors:
+    """The head of modern fine-tuned models, which is that of ModernBertForSequenceClassification."""
     return {
         "head.dense.weight": head["dense.weight"],
         "head.norm.weight": head["norm.weight"],
@@ -429,8 +144,119 @@ def modern_classifier_head(head: Tensors) -> Tensors:
     }
 
 
-CLASSIFIERS: dict[str, tuple[str, str, Callable[[Tensors], Tensors]]] = {
-    # style: the classifier of texts it leaves as, a class whose encoder has the same names, and its head
-    "classic": ("ElectraForSequenceClassification", "ElectraForPreTraining", classifier_head),
-    "modern": ("ModernBertForSequenceClassification", "ModernBertForTokenClassification", modern_classifier_head),
+CLASSIFICATION_HEADS: dict[str, Callable[[Tensors], Tensors]] = {
+    "classic": electra_classification_head,
+    "modern": modernbert_classification_head,
 }
+
+
+def to_huggingface_config(
+    config: EncoderConfig, class_name: str, dtype: torch.dtype, vocabulary: Vocabulary | None
+) -> Settings:
+    """The config.json that `transformers` reads; ModernBERT's has special tokens, if the vocabulary is known."""
+    return {
+        "architectures": [class_name],
+        "dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": True,
+        **(modernbert_settings(config, vocabulary) if config.is_modern() else electra_settings(config)),
+    }
+
+
+def electra_settings(config: EncoderConfig) -> Settings:
+    """The settings of `transformers`' ElectraConfig for a classic encoder."""
+    settings = {theirs: getattr(config, ours) for ours, theirs in SETTING_NAMES.items()}
+    return {"model_type": "electra", "hidden_act": "gelu", **settings}
+
+
+def modernbert_settings(config: EncoderConfig, vocabulary: Vocabulary | None) -> Settings:
+    """The settings of ModernBertConfig; all of them, since its defaults are for another vocabulary."""
+    rope = {kind: getattr(config, ours) for ours, (kind, _) in ROPE_NAMES.items()}
+    cls_id, sep_id = (vocabulary.cls_id, vocabulary.sep_id) if vocabulary else (None, None)
+    return {
+        "model_type": "modernbert",
+        **MODERNBERT_FIXED_SETTINGS,
+        **{theirs: getattr(config, ours) for ours, theirs in MODERNBERT_SETTING_NAMES.items()},
+        "mlp_dropout": config.dropout,
+        "layer_types": layer_types(config.global_attention_every, config.layers),
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in rope.items()},
+        **dict.fromkeys(("cls_token_id", "bos_token_id"), cls_id),
+        **dict.fromkeys(("sep_token_id", "eos_token_id"), sep_id),
+    }
+
+
+def label_settings(labels: tuple[str, ...]) -> Settings:
+    """The names of a classifier's outputs; none for other models."""
+    if not labels:
+        return {}
+    return {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
+
+
+def from_huggingface_config(settings: Settings, architecture: Architecture, folder: Path) -> EncoderConfig:
+    """The encoder that a config.json describes."""
+    family = architecture.family
+    for name, supported in family.fixed_settings.items():
+        if settings.get(name, supported) != supported:
+            raise DataError(f"{folder}: {name} is {settings[name]!r}; only {supported!r} is supported")
+    check_labels(settings, architecture, folder)
+    ours = {ours: settings[theirs] for ours, theirs in family.setting_names.items() if settings.get(theirs) is not None}
+    ours = asdict(family.defaults) | ours
+    if not family.has_embedding_width:
+        ours["embedding_width"] = ours["width"]
+    try:
+        config = convert_settings(ours, EncoderConfig)
+        if family is MODERNBERT:
+            config = convert_settings(ours | read_attention(settings, config.layers), EncoderConfig)
+    except ConfigError as error:
+        raise DataError(f"{folder / CONFIG}: {error}") from None
+    return config
+
+
+def check_labels(settings: Settings, architecture: Architecture, folder: Path) -> None:
+    """Check that a token classifier is a discriminator."""
+    labels = settings.get("id2label")
+    if architecture.labels and labels != {str(number): label for number, label in enumerate(architecture.labels)}:
+        raise DataError(
+            f"{folder} is a token classifier with id2label {labels!r}; only a discriminator, with the labels "
+            f"{' and '.join(architecture.labels)}, can be imported"
+        )
+
+
+def read_attention(settings: Settings, layers: int) -> Settings:
+    """Global attention and rotary positions in the config.json of ModernBERT, of newer and older versions."""
+    if settings.get("mlp_dropout", 0) != settings.get("embedding_dropout", 0):
+        raise ConfigError("mlp_dropout differs from embedding_dropout; they must be equal")
+    thetas = {ours: read_rope_theta(settings, kind, older) for ours, (kind, older) in ROPE_NAMES.items()}
+    return {
+        "global_attention_every": read_global_attention_every(settings, layers),
+        **{ours: theta for ours, theta in thetas.items() if theta},
+    }
+
+
+def read_rope_theta(settings: Settings, layer_type: str, older_name: str) -> Any:
+    """The RoPE base of one type of layer; None if it is not set."""
+    parameters = settings.get("rope_parameters") or {}
+    types = [kind for kind, _ in ROPE_NAMES.values()]
+    is_by_type = isinstance(parameters, dict) and (not parameters or any(kind in parameters for kind in types))
+    rope = (parameters.get(layer_type) or {}) if is_by_type else None
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise ConfigError(
+            f"rope_parameters is {parameters!r}; supported is the rope_type 'default' for {' and '.join(types)}"
+        )
+    return rope.get("rope_theta", settings.get(older_name))
+
+
+def read_global_attention_every(settings: Settings, layers: int) -> int:
+    types = settings.get("layer_types")
+    if types is None:
+        return settings.get("global_attn_every_n_layers", MODERNBERT_DEFAULTS.global_attention_every)
+    for every in range(1, layers + 1):
+        if types == layer_types(every, layers):
+            return every
+    raise ConfigError(
+        f"layer_types is {types!r}; full_attention must be in the first and every N-th of {layers} layers after it"
+    )
+
+
+def layer_types(global_attention_every: int, layers: int) -> list[str]:
+    """What `transformers` calls layers with global and with local attention."""
+    return ["sliding_attention" if number % global_attention_every else "full_attention" for number in range(layers)]

@@ -1,22 +1,16 @@
-"""What a folder holds, whether it is one of ours or Hugging Face's: the sizes of its parts, and their weights."""
+"""Read models from our folders and from Hugging Face folders alike."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from electra.huggingface.convert import (
-    ImportedModel,
-    Tensors,
-    encoder_config,
-    get_architecture,
-    merge_embedding_delta,
-    read_huggingface,
-    select_part,
-)
+from electra.errors import DataError
+from electra.huggingface.convert import Tensors, from_huggingface, from_huggingface_config, merge_embedding_delta
+from electra.huggingface.names import Part, get_architecture
 from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
-from electra.model.electra import Discriminator
+from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import (
-    CONFIG,
     WEIGHTS,
     has_rtd_head,
     is_huggingface_folder,
@@ -25,66 +19,105 @@ from electra.model.storage import (
     read_names,
     read_tensors,
 )
-from electra.runfolder import read_json
+from electra.runfolder import CONFIG, read_json
+
+
+@dataclass(frozen=True)
+class ImportedModel:
+    """The model of a Hugging Face folder, with our tensor names."""
+
+    part: Part  # generator or discriminator
+    config: EncoderConfig
+    tensors: Tensors
+    ignored: list[str]  # tensors of the folder that we do not need
+
+
+def read_huggingface(folder: Path) -> ImportedModel:
+    settings = read_json(folder / CONFIG)
+    architecture = get_architecture(settings, folder)
+    config = from_huggingface_config(settings, architecture, folder)
+    tensors, ignored = from_huggingface(read_weights(folder), architecture, config, folder)
+    return ImportedModel(architecture.part, config, tensors, ignored)
+
+
+def read_weights(folder: Path) -> Tensors:
+    """The tensors of a Hugging Face folder, from one file or from those listed in its index."""
+    index = folder / f"{WEIGHTS}.index.json"
+    if (folder / WEIGHTS).is_file() or not index.is_file():
+        return read_tensors(folder / WEIGHTS)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DataError(f"{index}: weight_map must map each tensor to its file; copy or download the index again")
+    files = sorted({Path(file).name for file in weight_map.values()})
+    return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
 
 
 def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:
-    """The sizes of the parts that a folder holds: a generator, a discriminator or both."""
+    """The encoder configurations of the generator and the discriminator in a folder, or of the one it has."""
     if is_huggingface_folder(folder):
         settings = read_json(folder / CONFIG)
         architecture = get_architecture(settings, folder)
-        return {architecture.part: encoder_config(settings, architecture, folder)}
-    pair = read_model_config(folder)
-    sizes = {"generator": pair.generator, "discriminator": pair.discriminator}
-    return {part: size for part, size in sizes.items() if size is not None}
+        return {architecture.part: from_huggingface_config(settings, architecture, folder)}
+    electra = read_model_config(folder)
+    configs = {"generator": electra.generator, "discriminator": electra.discriminator}
+    return {part: config for part, config in configs.items() if config is not None}
 
 
 def is_discriminator(folder: Path) -> bool:
-    """Whether what a folder holds ends in verdicts: a discriminator, and no corrector or generator."""
+    """Whether a folder has a discriminator for replaced token detection, or an encoder without a head."""
     if is_huggingface_folder(folder):
         return get_architecture(read_json(folder / CONFIG), folder).part == "discriminator"
-    pair = read_model_config(folder)
-    return pair.discriminator is not None and pair.head == "rtd"
+    electra = read_model_config(folder)
+    return electra.discriminator is not None and electra.head == "rtd"
 
 
-def read_part(folder: Path, part: str = "encoder") -> tuple[EncoderConfig, Tensors]:
-    """The size and the weights of a part, tables whole; of a Hugging Face folder its only one.
+def select_part(electra: Electra, part: Part) -> MaskedLanguageModel | Discriminator:
+    """One model of a pair; `encoder` selects the discriminator, or the generator if it is alone."""
+    if part == "encoder" and electra.discriminator is not None:
+        return electra.discriminator
+    return electra.require_discriminator() if part == "discriminator" else electra.require_generator()
 
-    The encoder stands for the discriminator, or for a lone generator. A head is among the weights where it is stored.
-    """
+
+def read_part(folder: Path, part: Part = "encoder") -> tuple[EncoderConfig, Tensors]:
+    """Configuration and tensors of one model of a folder (see `select_part`); a Hugging Face folder has only one.
+
+    Disentangled embeddings are summed. The tensors include the head's if the folder has them."""
     if is_huggingface_folder(folder):
-        arrival = read_huggingface(folder)
-        return arrival.config, arrival.tensors
-    found = select_part(load_model(folder), part)
-    tensors = merge_embedding_delta(found.state_dict())
-    if isinstance(found, Discriminator) and not has_rtd_head(read_names(folder / WEIGHTS)):
+        imported = read_huggingface(folder)
+        return imported.config, imported.tensors
+    model = select_part(load_model(folder), part)
+    tensors = merge_embedding_delta(model.state_dict())
+    if isinstance(model, Discriminator) and not has_rtd_head(read_names(folder / WEIGHTS)):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
-    return found.encoder.config, tensors
+    return model.encoder.config, tensors
 
 
 def read_model(folder: Path) -> tuple[ElectraConfig, Tensors]:
-    """What the model in a folder is, and its weights."""
+    """Configuration and tensors of all models in a folder."""
     if is_huggingface_folder(folder):
-        return join([read_huggingface(folder)])
+        return combine([read_huggingface(folder)])
     return read_model_config(folder), read_tensors(folder / WEIGHTS)
 
 
-def join(arrivals: list[ImportedModel]) -> tuple[ElectraConfig, Tensors]:
-    """The model and the weights that a part, or a discriminator and a generator, make; equal tables are shared."""
-    sizes = {arrival.part: arrival.config for arrival in arrivals}
-    tensors = {f"{arrival.part}.{name}": tensor for arrival in arrivals for name, tensor in arrival.tensors.items()}
-    sharing: Sharing = "embeddings" if shares_embeddings(arrivals) else "none"
+def combine(models: list[ImportedModel]) -> tuple[ElectraConfig, Tensors]:
+    """A pair from a discriminator and a generator, or from one of them; equal embeddings are shared."""
+    configs = {model.part: model.config for model in models}
+    tensors = {f"{model.part}.{name}": tensor for model in models for name, tensor in model.tensors.items()}
+    sharing: Sharing = "embeddings" if have_equal_embeddings(models) else "none"
     if sharing == "embeddings":  # stored once, under the generator's name
         tensors = {name: tensor for name, tensor in tensors.items() if "discriminator.encoder.embeddings" not in name}
-    model = ElectraConfig(generator=sizes.get("generator"), discriminator=sizes.get("discriminator"), sharing=sharing)
-    return model, tensors
+    electra = ElectraConfig(
+        generator=configs.get("generator"), discriminator=configs.get("discriminator"), sharing=sharing
+    )
+    return electra, tensors
 
 
-def shares_embeddings(arrivals: list[ImportedModel]) -> bool:
-    """Whether two parts have equal tables and LayerNorm: pairs trained with shared embeddings do."""
-    if len(arrivals) < 2:
+def have_equal_embeddings(models: list[ImportedModel]) -> bool:
+    """Whether two models have the same embeddings, as pairs that were trained with shared embeddings do."""
+    if len(models) < 2:
         return False
-    first, second = arrivals
+    first, second = models
+    if any(getattr(first.config, name) != getattr(second.config, name) for name in TABLE_FIELDS):
+        return False
     names = [name for name in first.tensors if name.startswith("encoder.embeddings.")]
-    has_like_settings = all(getattr(first.config, name) == getattr(second.config, name) for name in TABLE_FIELDS)
-    return has_like_settings and all(torch.equal(first.tensors[name], second.tensors[name]) for name in names)
+    return all(torch.equal(first.tensors[name], second.tensors[name]) for name in names)

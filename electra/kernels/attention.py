@@ -1,92 +1,104 @@
-"""Attention over short rows on a GPU: one program holds a whole row of one head, forward and backward.
+"""Self-attention on a GPU: a Triton kernel for rows of up to 128 tokens, library kernels for longer ones.
 
-Library kernels are made for long rows: at 128 tokens they spend most of their time on bookkeeping, and know documents
-only as a mask as large as the scores. Here queries, keys and values are read where the layer's product left them,
-positions turn them on the way in, and the softmax is made again in the backward pass: nothing is kept for it.
+Library kernels are built for long rows: at 128 tokens they spend most of their time on bookkeeping, and they take
+documents only as a mask as large as the scores. In the Triton kernel one program holds the whole row of a head. It
+reads queries, keys and values from the output of the qkv projection, applies rotary positions on the way, and computes
+the softmax again in the backward pass, so that nothing is stored for it.
+
+Longer rows use flash attention, document by document (cu_seqlens), or cuDNN, which is faster, where tokens attend to
+their whole row. Both return separate gradients of queries, keys and values; one kernel packs them and sums the columns
+for the bias.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.noise import factor_at
-from electra.kernels.powers import LOG2E
+from electra.kernels.reductions import LOG2E, dropout_scale, split_rows
 
-LONGEST = 128  # tokens whose scores one program can hold
-WIDTHS = (32, 64, 128)  # of a head
-HIDDEN = tl.constexpr(-(2.0**100))  # a score: a power of two, so that a row of nothing else is scaled without rounding
-NOWHERE = tl.constexpr(-(2**31))  # a document that no token is in
-REGISTERS = 128  # of a thread in the forward pass: the compiler would take a few more, and so a quarter fewer threads
+MAX_LENGTH = 128  # tokens whose scores one program can hold
+HEAD_WIDTHS = (32, 64, 128)  # of the Triton kernel
+MASKED_SCORE = tl.constexpr(-(2.0**100))  # a power of two, so that scaling a fully masked row rounds nothing
+NO_DOCUMENT = tl.constexpr(-(2**31))  # the document id of positions after the row's end
+MAX_REGISTERS = 128  # per thread of the forward pass: the compiler would take a few more, for a quarter fewer threads
 
-
-@triton.jit
-def read(base, place, column, L, stride: tl.constexpr):
-    """Some columns of the tokens at some places; zeros behind the row's end."""
-    return tl.load(base + place[:, None] * stride + column[None, :], mask=(place < L)[:, None], other=0.0)
+PACK_ROWS, PACK_COLUMNS = 16, 128
+CUDNN_HEAD_WIDTHS = (64, 128)
+CUDNN_LENGTH_MULTIPLE = 64  # no cuDNN version has to pad such rows
+aten = torch.ops.aten
 
 
 @triton.jit
-def write(base, place, column, L, stride: tl.constexpr, values):
-    """The inverse of `read`."""
-    tl.store(base + place[:, None] * stride + column[None, :], values, mask=(place < L)[:, None])
+def load_tile(base, token, column, L, stride: tl.constexpr):
+    """Columns of some tokens; zeros after the row's end."""
+    return tl.load(base + token[:, None] * stride + column[None, :], mask=(token < L)[:, None], other=0.0)
 
 
 @triton.jit
-def read_turned(base, turns, place, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr):
-    """Vectors [N, K], turned in fp32 by their positions' angles where there are any.
+def store_tile(base, token, column, L, stride: tl.constexpr, values):
+    tl.store(base + token[:, None] * stride + column[None, :], values, mask=(token < L)[:, None])
 
-    A number turns with its partner, half a vector away, which is read beside it."""
-    vectors = read(base, place, column, L, stride)
-    if HAS_TURNS:
-        partner, half = read(base, place, (column + K // 2) % K, L, stride).to(tl.float32), column % (K // 2)
-        cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
-        sine = tl.where((column < K // 2)[None, :], -sine, sine)
-        vectors = (vectors.to(tl.float32) * cosine + partner * sine).to(vectors.dtype)
+
+@triton.jit
+def load_rotated(base, rope, token, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_ROPE: tl.constexpr):
+    """Vectors [N, K], with rotary positions applied in fp32.
+
+    Element i is rotated with element i + K/2, which is loaded as a second tile."""
+    vectors = load_tile(base, token, column, L, stride)
+    if HAS_ROPE:
+        partner, half = load_tile(base, token, (column + K // 2) % K, L, stride).to(tl.float32), column % (K // 2)
+        cos, sin = load_tile(rope, token, half, L, K // 2), load_tile(rope + L * (K // 2), token, half, L, K // 2)
+        sin = tl.where((column < K // 2)[None, :], -sin, sin)
+        vectors = (vectors.to(tl.float32) * cos + partner * sin).to(vectors.dtype)
     return vectors
 
 
 @triton.jit
-def write_turned(
-    base, turns, place, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_TURNS: tl.constexpr, vectors, dtype
+def store_unrotated(
+    base, rope, token, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_ROPE: tl.constexpr, vectors, dtype
 ):
-    """The inverse of `read_turned`: turned back by the same angles."""
-    if HAS_TURNS:
+    """Store gradients [N, K], rotated by the negative angles: the backward of `load_rotated`."""
+    if HAS_ROPE:
         half = tl.arange(0, K // 2)
-        cosine, sine = read(turns, place, half, L, K // 2), read(turns + L * (K // 2), place, half, L, K // 2)
+        cos, sin = load_tile(rope, token, half, L, K // 2), load_tile(rope + L * (K // 2), token, half, L, K // 2)
         first, second = tl.split(tl.permute(tl.reshape(vectors, (vectors.shape[0], 2, K // 2)), (0, 2, 1)))
-        write(base, place, half, L, stride, (first * cosine + second * sine).to(dtype))
-        write(base + K // 2, place, half, L, stride, (second * cosine - first * sine).to(dtype))
+        store_tile(base, token, half, L, stride, (first * cos + second * sin).to(dtype))
+        store_tile(base + K // 2, token, half, L, stride, (second * cos - first * sin).to(dtype))
     else:
-        write(base, place, column, L, stride, vectors.to(dtype))
+        store_tile(base, token, column, L, stride, vectors.to(dtype))
 
 
 @triton.jit
-def weights_of(scores, documents, at, place, L, window, scale, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """How much the tokens `at` listen to those at `place`: [PART, BLOCK], and one over its sums [PART], which make it a
-    softmax; rows behind the end are of no use."""
-    is_seen = (place < L)[None, :]
-    if HAS_DOCUMENTS:  # what is behind the end is in none of them
-        listening = tl.load(documents + at, mask=at < L, other=NOWHERE)
-        heard = tl.load(documents + place, mask=place < L, other=NOWHERE)
-        is_seen = listening[:, None] == heard[None, :]
+def softmax_weights(
+    scores, document_ids, query, key, L, window, scale, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Unnormalised weights [QUERIES, BLOCK] of queries at tokens `query` over keys at tokens `key`, and the reciprocals
+    of their row sums [QUERIES]; rows after the row's end are not used."""
+    mask = (key < L)[None, :]
+    if HAS_DOCUMENTS:  # positions after the row's end belong to none
+        query_document = tl.load(document_ids + query, mask=query < L, other=NO_DOCUMENT)
+        key_document = tl.load(document_ids + key, mask=key < L, other=NO_DOCUMENT)
+        mask = query_document[:, None] == key_document[None, :]
     if HAS_WINDOW:
-        is_seen = is_seen & (tl.abs(at[:, None] - place[None, :]) <= window)
-    scores = tl.where(is_seen, scores, HIDDEN)
-    highest = tl.max(scores, 1) * (scale * LOG2E)
-    weights = tl.exp2(scores * (scale * LOG2E) - highest[:, None])
+        mask = mask & (tl.abs(query[:, None] - key[None, :]) <= window)
+    scores = tl.where(mask, scores, MASKED_SCORE)
+    row_max = tl.max(scores, 1) * (scale * LOG2E)
+    weights = tl.exp2(scores * (scale * LOG2E) - row_max[:, None])
     return weights, 1.0 / tl.sum(weights, 1)
 
 
 @triton.jit
-def kept(seed, program, at, place, dropout, BLOCK: tl.constexpr):
-    """What dropout multiplies the weights by with which tokens `at` listen to those at `place`: [PART, BLOCK]."""
-    return factor_at(seed, (program * BLOCK + at[:, None]) * BLOCK + place[None, :], dropout)
+def weight_dropout(seed, program, query, key, dropout, BLOCK: tl.constexpr):
+    """What dropout multiplies the attention weights [QUERIES, BLOCK] by."""
+    return dropout_scale(seed, (program * BLOCK + query[:, None]) * BLOCK + key[None, :], dropout)
 
 
 @triton.jit
-def begin(qkv, L, H: tl.constexpr, K: tl.constexpr):
-    """A program's number, its row and head, and where the head's queries, keys and values begin in that row."""
+def locate_head(qkv, L, H: tl.constexpr, K: tl.constexpr):
+    """This program's number, its row and head, and pointers to the head's queries, keys and values in that row."""
     program = tl.program_id(0)
     row, head = (program // H).to(tl.int64), program % H
     queries = qkv + row * L * 3 * H * K + head * K
@@ -94,142 +106,241 @@ def begin(qkv, L, H: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def mix_kernel(
-    qkv, documents, turns, seed, mixed, L, window, scale, dropout,
-    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+def short_attention_kernel(
+    qkv, document_ids, rope, seed, out, L, window, scale, dropout,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """mixed [B, L, H, K] of qkv [B, L, 3, H, K]; one program for each row and head, a part of its queries at a time."""
-    program, row, head, queries, keys, values = begin(qkv, L, H, K)
-    place, column = tl.arange(0, BLOCK), tl.arange(0, K)
-    k = read_turned(keys, turns, place, column, L, 3 * H * K, K, HAS_TURNS)
-    v = read(values, place, column, L, 3 * H * K)
-    for start in tl.static_range(0, BLOCK, PART):
-        at = start + tl.arange(0, PART)
-        q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
-        scores, own = tl.dot(q, tl.trans(k)), documents + row * L
-        weights, inverse = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+    """out [B, L, H, K] from qkv [B, L, 3, H, K]; one program per row and head, QUERIES queries at a time."""
+    program, row, head, queries, keys, values = locate_head(qkv, L, H, K)
+    key, column = tl.arange(0, BLOCK), tl.arange(0, K)
+    k = load_rotated(keys, rope, key, column, L, 3 * H * K, K, HAS_ROPE)
+    v = load_tile(values, key, column, L, 3 * H * K)
+    for start in tl.static_range(0, BLOCK, QUERIES):
+        query = start + tl.arange(0, QUERIES)
+        q = load_rotated(queries, rope, query, column, L, 3 * H * K, K, HAS_ROPE)
+        scores, documents = tl.dot(q, tl.trans(k)), document_ids + row * L
+        weights, inverse = softmax_weights(scores, documents, query, key, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
         if HAS_DROPOUT:
-            weights = weights * kept(seed, program, at, place, dropout, BLOCK)
-        found = tl.dot(weights.to(v.dtype), v) * inverse[:, None]
-        write(mixed + row * L * H * K + head * K, at, column, L, H * K, found.to(v.dtype))
+            weights = weights * weight_dropout(seed, program, query, key, dropout, BLOCK)
+        mixed = tl.dot(weights.to(v.dtype), v) * inverse[:, None]
+        store_tile(out + row * L * H * K + head * K, query, column, L, H * K, mixed.to(v.dtype))
 
 
 @triton.jit
-def gradient_of_mix_kernel(
-    qkv, documents, turns, seed, grown, gradient, L, window, scale, dropout,
-    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TURNS: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+def short_attention_backward_kernel(
+    qkv, document_ids, rope, seed, grad_out, grad_qkv, L, window, scale, dropout,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """gradient [B, L, 3, H, K] of qkv, from that of mixed (`grown` [B, L, H, K])."""
-    program, row, head, queries, keys, values = begin(qkv, L, H, K)
-    place, column = tl.arange(0, BLOCK), tl.arange(0, K)
-    target = gradient + row * L * 3 * H * K + head * K
-    k = read_turned(keys, turns, place, column, L, 3 * H * K, K, HAS_TURNS)
-    v = read(values, place, column, L, 3 * H * K)
-    dk, dv = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
-    for start in tl.static_range(0, BLOCK, PART):
-        at = start + tl.arange(0, PART)
-        q = read_turned(queries, turns, at, column, L, 3 * H * K, K, HAS_TURNS)
-        do = read(grown + row * L * H * K + head * K, at, column, L, H * K)  # zeros behind the end
-        scores, own = tl.dot(q, tl.trans(k)), documents + row * L
-        weights, inverse = weights_of(scores, own, at, place, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+    """grad_qkv [B, L, 3, H, K] from grad_out [B, L, H, K]."""
+    program, row, head, queries, keys, values = locate_head(qkv, L, H, K)
+    key, column = tl.arange(0, BLOCK), tl.arange(0, K)
+    target = grad_qkv + row * L * 3 * H * K + head * K
+    k = load_rotated(keys, rope, key, column, L, 3 * H * K, K, HAS_ROPE)
+    v = load_tile(values, key, column, L, 3 * H * K)
+    grad_k, grad_v = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
+    for start in tl.static_range(0, BLOCK, QUERIES):
+        query = start + tl.arange(0, QUERIES)
+        q = load_rotated(queries, rope, query, column, L, 3 * H * K, K, HAS_ROPE)
+        grad = load_tile(grad_out + row * L * H * K + head * K, query, column, L, H * K)  # zeros after the row's end
+        scores, documents = tl.dot(q, tl.trans(k)), document_ids + row * L
+        weights, inverse = softmax_weights(scores, documents, query, key, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
         weights = weights * inverse[:, None]
         if HAS_DROPOUT:
-            factor = kept(seed, program, at, place, dropout, BLOCK)
-            dv = tl.dot(tl.trans((weights * factor).to(v.dtype)), do, dv)
-            back = tl.dot(do, tl.trans(v)) * factor
+            factor = weight_dropout(seed, program, query, key, dropout, BLOCK)
+            grad_v = tl.dot(tl.trans((weights * factor).to(v.dtype)), grad, grad_v)
+            grad_weights = tl.dot(grad, tl.trans(v)) * factor
         else:
-            dv = tl.dot(tl.trans(weights.to(v.dtype)), do, dv)  # before the next, which takes as many registers
-            back = tl.dot(do, tl.trans(v))
-        mean = tl.sum(weights * back, 1) * scale
-        ds = (weights * (back * scale - mean[:, None])).to(v.dtype)
-        dk = tl.dot(tl.trans(ds), q, dk)
-        write_turned(target, turns, at, column, L, 3 * H * K, K, HAS_TURNS, tl.dot(ds, k), v.dtype)
-    write_turned(target + H * K, turns, place, column, L, 3 * H * K, K, HAS_TURNS, dk, v.dtype)
-    write(target + 2 * H * K, place, column, L, 3 * H * K, dv.to(v.dtype))
+            grad_v = tl.dot(tl.trans(weights.to(v.dtype)), grad, grad_v)  # before grad_weights: fewer registers at once
+            grad_weights = tl.dot(grad, tl.trans(v))
+        mean = tl.sum(weights * grad_weights, 1) * scale
+        grad_scores = (weights * (grad_weights * scale - mean[:, None])).to(v.dtype)
+        grad_k = tl.dot(tl.trans(grad_scores), q, grad_k)
+        store_unrotated(target, rope, query, column, L, 3 * H * K, K, HAS_ROPE, tl.dot(grad_scores, k), v.dtype)
+    store_unrotated(target + H * K, rope, key, column, L, 3 * H * K, K, HAS_ROPE, grad_k, v.dtype)
+    store_tile(target + 2 * H * K, key, column, L, 3 * H * K, grad_v.to(v.dtype))
 
 
-def launch(kernel, qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int,
-           dropout: float, *ends: Tensor) -> None:  # fmt: skip
+def launch(kernel, qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, window: int,
+           dropout: float, *outputs: Tensor) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
-    block, is_dropped = max(16, triton.next_power_of_2(L)), seed is not None
-    is_heavy = is_dropped or turns is not None  # noise and turns take registers, which more warps have
-    part, warps = (128, 8) if is_heavy and K <= 64 else (64, 4)
-    is_limited = kernel is mix_kernel and K <= 64 and torch.version.hip is None
+    block, has_dropout = max(16, triton.next_power_of_2(L)), seed is not None
+    needs_registers = has_dropout or rope is not None  # more warps have more of them
+    queries, warps = (128, 8) if needs_registers and K <= 64 else (64, 4)
+    limit_registers = kernel is short_attention_kernel and K <= 64 and torch.version.hip is None
     kernel[(B * H,)](
-        qkv, qkv if documents is None else documents, qkv if turns is None else turns, qkv if seed is None else seed,
-        *ends, L, window, K**-0.5, dropout,
-        H=H, K=K, BLOCK=block, PART=min(part, block), HAS_DOCUMENTS=documents is not None,
-        HAS_WINDOW=window >= 0, HAS_TURNS=turns is not None, HAS_DROPOUT=is_dropped,
-        num_warps=warps, num_stages=1, **({"maxnreg": REGISTERS} if is_limited else {}),
+        qkv, qkv if document_ids is None else document_ids, qkv if rope is None else rope,
+        qkv if seed is None else seed, *outputs, L, window, K**-0.5, dropout,
+        H=H, K=K, BLOCK=block, QUERIES=min(queries, block), HAS_DOCUMENTS=document_ids is not None,
+        HAS_WINDOW=window >= 0, HAS_ROPE=rope is not None, HAS_DROPOUT=has_dropout,
+        num_warps=warps, num_stages=1, **({"maxnreg": MAX_REGISTERS} if limit_registers else {}),
     )  # fmt: skip
 
 
-def by_head(vectors: Tensor, rows: int, heads: int) -> Tensor:
-    """Queries, keys and values [N, 3 · D] of some rows as attention takes them: [B, L, 3, H, K]."""
-    return vectors.view(rows, vectors.shape[0] // rows, 3, heads, -1)
+def is_short(length: int, head_width: int) -> bool:
+    """Whether the Triton kernel takes rows of this length and heads of this width."""
+    return length <= MAX_LENGTH and head_width in HEAD_WIDTHS
 
 
-def mix(
-    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int, dropout: float
+def split_heads(qkv: Tensor, num_rows: int, heads: int) -> Tensor:
+    """Queries, keys and values [B · L, 3 · D] as [B, L, 3, H, K]."""
+    return qkv.view(num_rows, qkv.shape[0] // num_rows, 3, heads, -1)
+
+
+def short_attention_forward(
+    qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, window: int, dropout: float
 ) -> Tensor:
-    """Mix the values of `qkv` [B, L, 3, H, K] by the agreement of its queries and keys: [B, L, H, K].
+    """softmax(Q Kᵀ / √K) V of `qkv` [B, L, 3, H, K], L at most MAX_LENGTH: [B, L, H, K].
 
-    Tokens see those of their number in `documents` [B, L] int32, at most `window` away unless that is negative; `turns`
-    [2, L, K/2] are cosines and sines of positions. A `seed` [] makes the `dropout` of weights.
-    """
-    mixed = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
-    launch(mix_kernel, qkv, documents, turns, seed, window, dropout, mixed)
-    return mixed
+    Tokens attend within their document, by `document_ids` [B, L] int32, at most `window` tokens away unless that is
+    negative. `rope` [2, L, K/2] holds cosines and sines. Attention weights are dropped with a `seed` []."""
+    out = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
+    launch(short_attention_kernel, qkv, document_ids, rope, seed, window, dropout, out)
+    return out
 
 
-def gradient_of_mix(
-    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, grown: Tensor, window: int,
+def short_attention_backward(
+    qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, grad_out: Tensor, window: int,
     dropout: float,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `qkv` from that of the mixed values, `grown` [B, L, H, K]."""
-    gradient = torch.empty_like(qkv)
-    launch(gradient_of_mix_kernel, qkv, documents, turns, seed, window, dropout, grown, gradient)
-    return gradient
+    """grad_qkv [B, L, 3, H, K] from `grad_out` [B, L, H, K]."""
+    grad_qkv = torch.empty_like(qkv)
+    launch(short_attention_backward_kernel, qkv, document_ids, rope, seed, window, dropout, grad_out, grad_qkv)
+    return grad_qkv
 
 
-@torch.library.custom_op("electra::attend_in_short_rows", mutates_args=())
-def attend_in_short_rows(
-    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, window: int, dropout: float
+@torch.library.custom_op("electra::short_attention", mutates_args=())
+def short_attention(
+    qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, window: int, dropout: float
 ) -> Tensor:
-    """`mix`, as an operation with a gradient."""
-    return mix(qkv.contiguous(), documents, turns, seed, window, dropout)
+    """`short_attention_forward` with autograd."""
+    return short_attention_forward(qkv.contiguous(), document_ids, rope, seed, window, dropout)
 
 
-@attend_in_short_rows.register_fake
-def _(qkv, documents, turns, seed, window, dropout):
+@short_attention.register_fake
+def _(qkv, document_ids, rope, seed, window, dropout):
     return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
 
 
-@torch.library.custom_op("electra::gradient_in_short_rows", mutates_args=())
-def gradient_in_short_rows(
-    qkv: Tensor, documents: Tensor | None, turns: Tensor | None, seed: Tensor | None, grown: Tensor, window: int,
+@torch.library.custom_op("electra::short_attention_backward", mutates_args=())
+def short_attention_backward_op(
+    qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, grad_out: Tensor, window: int,
     dropout: float,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `qkv`, as an operation."""
-    return gradient_of_mix(qkv.contiguous(), documents, turns, seed, grown.contiguous(), window, dropout)
+    return short_attention_backward(qkv.contiguous(), document_ids, rope, seed, grad_out.contiguous(), window, dropout)
 
 
-@gradient_in_short_rows.register_fake
-def _(qkv, documents, turns, seed, grown, window, dropout):
+@short_attention_backward_op.register_fake
+def _(qkv, document_ids, rope, seed, grad_out, window, dropout):
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
-def remember(ctx, inputs, output) -> None:
-    qkv, documents, turns, seed, ctx.window, ctx.dropout = inputs
-    ctx.save_for_backward(qkv, documents, turns, seed)
+def setup_context(ctx, inputs, output) -> None:
+    qkv, document_ids, rope, seed, ctx.window, ctx.dropout = inputs
+    ctx.save_for_backward(qkv, document_ids, rope, seed)
 
 
-def backward(ctx, grown: Tensor):
-    gradient = gradient_in_short_rows(*ctx.saved_tensors, grown, ctx.window, ctx.dropout)
-    return gradient, None, None, None, None, None
+def backward(ctx, grad_out: Tensor):
+    grad_qkv = short_attention_backward_op(*ctx.saved_tensors, grad_out, ctx.window, ctx.dropout)
+    return grad_qkv, None, None, None, None, None
 
 
-attend_in_short_rows.register_autograd(backward, setup_context=remember)
+short_attention.register_autograd(backward, setup_context=setup_context)
+
+
+@cache
+def has_fast_cudnn(device: int) -> bool:
+    """Whether cuDNN's attention is faster than flash attention: measured on Hopper only."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def use_cudnn(qkv: Tensor, cu_seqlens: Tensor | None) -> bool:
+    """Whether cuDNN computes attention over these whole rows `qkv` [B, L, 3, H, K]."""
+    fits = qkv.shape[-1] in CUDNN_HEAD_WIDTHS and qkv.shape[1] % CUDNN_LENGTH_MULTIPLE == 0
+    enabled = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
+    return fits and cu_seqlens is None and enabled and has_fast_cudnn(qkv.device.index)
+
+
+def long_attention_forward(qkv: Tensor, cu_seqlens: Tensor | None, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(Q Kᵀ / √K) V of `qkv` [B, L, 3, H, K]: [B, L, H, K], logsumexp [B · L · H] and dropout's rng_state [2].
+
+    Tokens attend within their document, whose boundaries in the flattened batch are `cu_seqlens` [documents + 1]."""
+    query, key, value = qkv.unbind(2)
+    if use_cudnn(qkv, cu_seqlens):
+        heads = [each.transpose(1, 2) for each in (query, key, value)]
+        out, logsumexp, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, dropout
+        )
+        rng_state = torch.cat([seed.view(1), offset.view(1)]).to(qkv.device) if dropout else empty_rng_state(qkv)
+        return out.transpose(1, 2).contiguous(), logsumexp.flatten(), rng_state
+    flat = [each.flatten(0, 1) for each in (query, key, value)]
+    out, logsumexp, rng_state, *_ = aten._flash_attention_forward(
+        *flat, *boundaries(qkv, cu_seqlens), dropout, False, False
+    )
+    return out.view_as(value), logsumexp.flatten(), rng_state.view(torch.int64) if dropout else empty_rng_state(qkv)
+
+
+def long_attention_backward(
+    qkv: Tensor, cu_seqlens: Tensor | None, out: Tensor, logsumexp: Tensor, rng_state: Tensor, grad_out: Tensor,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """grad_qkv [B, L, 3, H, K], and partial sums [programs, 3 · H · K] for its bias."""
+    (B, L, _, H, _), (query, key, value) = qkv.shape, qkv.unbind(2)
+    if use_cudnn(qkv, cu_seqlens):
+        heads = [each.transpose(1, 2) for each in (grad_out, query, key, value, out)]
+        options = rng_state[0], rng_state[1], None, None, None, L, L, dropout, False
+        grads = aten._scaled_dot_product_cudnn_attention_backward(*heads, logsumexp.view(B, H, L, 1), *options)
+        return pack_qkv_grads(qkv, *(grad.transpose(1, 2).contiguous() for grad in grads))
+    flat = [each.flatten(0, 1) for each in (grad_out, query, key, value, out)]
+    options = *boundaries(qkv, cu_seqlens), dropout, False, rng_state.view(torch.uint64), qkv.new_empty(0)
+    return pack_qkv_grads(qkv, *aten._flash_attention_backward(*flat, logsumexp.view(H, B * L), *options))
+
+
+def boundaries(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+    """cu_seqlens of queries and of keys, and their maximal lengths; without documents each row is one."""
+    B, L = qkv.shape[:2]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, B * L + 1, L, device=qkv.device, dtype=torch.int32)
+    return cu_seqlens, cu_seqlens, L, L
+
+
+def empty_rng_state(qkv: Tensor) -> Tensor:
+    """A placeholder where there is no dropout."""
+    return torch.zeros(2, device=qkv.device, dtype=torch.int64)
+
+
+@triton.jit
+def pack_qkv_kernel(
+    queries, keys, values, packed, partials, N, D, blocks, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
+    """packed [N, 3, D] from queries, keys and values [N, D], and its column sums over the rows of each program."""
+    column, which = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS), tl.program_id(2)
+    source = queries
+    if which == 1:
+        source = keys
+    if which == 2:
+        source = values
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for block in range(blocks):
+        row = ((tl.program_id(0) * blocks + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        mask = (row < N)[:, None] & (column < D)[None, :]
+        tile = tl.load(source + row[:, None] * D + column[None, :], mask=mask, other=0.0)
+        tl.store(packed + (row[:, None] * 3 + which) * D + column[None, :], tile, mask=mask)
+        total += tile.to(tl.float32)
+    target = partials + (tl.program_id(0).to(tl.int64) * 3 + which) * D + column
+    tl.store(target, tl.sum(total, 0), mask=column < D)
+
+
+def pack_qkv_grads(qkv: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of queries, keys and values as one of `qkv` [B, L, 3, H, K], and partial sums [programs, 3 · D]."""
+    packed, D = torch.empty_like(qkv), qkv[0, 0, 0].numel()
+    N, column_blocks = qkv.shape[0] * qkv.shape[1], triton.cdiv(D, PACK_COLUMNS)
+    blocks, programs = split_rows(N, PACK_ROWS, 3 * column_blocks)
+    partials = torch.empty(programs, 3 * D, device=qkv.device)
+    pack_qkv_kernel[(programs, column_blocks, 3)](
+        queries, keys, values, packed, partials, N, D, blocks,
+        BLOCK_ROWS=PACK_ROWS, BLOCK_COLUMNS=PACK_COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return packed, partials

@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs: the device replays a step's many small kernels without waiting for Python."""
+"""Training steps as CUDA graphs: the GPU replays a step's many small kernels without waiting for Python."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,80 +8,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARMUPS = 2
-"""Steps of each shape that are taken as usual first: libraries set themselves up in them, which cannot be recorded."""
+WARMUP_STEPS = 2
+"""Eager steps for each batch shape before capture: libraries allocate workspaces then, which a graph cannot capture."""
 
-Numbers = dict[str, Tensor]
+Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Recording:
-    """A step over batches of one shape: where it reads its batch, and where it leaves its numbers."""
+class CapturedStep:
+    """A step over batches of one shape, with the batch it reads and the metrics it writes."""
 
     graph: torch.cuda.CUDAGraph
     batch: Any
-    numbers: Numbers
+    metrics: Metrics
 
 
 class GraphedStep:
-    """Takes steps; each shape of batch is recorded once, and from then on replayed."""
+    """A training step that is captured once for each shape of batch and replayed from then on."""
 
-    def __init__(self, step: Callable[[Any], Numbers]) -> None:
+    def __init__(self, step: Callable[[Any], Metrics]) -> None:
         self.step = step
-        self.seen: Counter[tuple] = Counter()
-        self.recordings: dict[tuple, Recording] = {}
-        self.side = torch.cuda.Stream()
-        self.before: torch.cuda.Event | None = None
+        self.calls: Counter[tuple] = Counter()
+        self.captured: dict[tuple, CapturedStep] = {}
+        self.stream = torch.cuda.Stream()
+        self.last_replay: torch.cuda.Event | None = None
 
-    def __call__(self, batch: Any) -> Numbers:
-        shape = shape_of(batch)
-        self.seen[shape] += 1
-        if self.seen[shape] <= WARMUPS:
+    def __call__(self, batch: Any) -> Metrics:
+        signature = batch_signature(batch)
+        self.calls[signature] += 1
+        if self.calls[signature] <= WARMUP_STEPS:
             return self.warm_up(batch)
-        if shape not in self.recordings:
-            self.recordings[shape] = self.record(batch)
-        numbers = self.replay(self.recordings[shape], batch)
-        self.keep_pace()
-        return numbers
+        if signature not in self.captured:
+            self.captured[signature] = self.capture(batch)
+        metrics = self.replay(self.captured[signature], batch)
+        self.wait_for_previous_replay()
+        return metrics
 
-    def warm_up(self, batch: Any) -> Numbers:
-        """A step as usual, on the stream that recordings are made on."""
-        self.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.side):
-            numbers = self.step(batch)
-        torch.cuda.current_stream().wait_stream(self.side)
-        return numbers
+    def warm_up(self, batch: Any) -> Metrics:
+        """Run an eager step on the stream that captures."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            metrics = self.step(batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return metrics
 
-    def record(self, batch: Any) -> Recording:
-        """Write down what a step does, without doing it."""
-        own = replace(batch, **{name: tensor.clone() for name, tensor in tensors_of(batch).items()})
+    def capture(self, batch: Any) -> CapturedStep:
+        """Capture a step without running it."""
+        static = replace(batch, **{name: tensor.clone() for name, tensor in batch_tensors(batch).items()})
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):  # others prepare batches
-            numbers = self.step(own)
-        return Recording(graph, own, numbers)
+        # thread_local: the loader's thread may use CUDA meanwhile
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            metrics = self.step(static)
+        return CapturedStep(graph, static, metrics)
 
-    def replay(self, recording: Recording, batch: Any) -> Numbers:
-        """The recorded step over another batch."""
-        for name, tensor in tensors_of(batch).items():
-            getattr(recording.batch, name).copy_(tensor)
-        recording.graph.replay()
-        return recording.numbers
+    def replay(self, captured: CapturedStep, batch: Any) -> Metrics:
+        """Run a captured step on another batch."""
+        for name, tensor in batch_tensors(batch).items():
+            getattr(captured.batch, name).copy_(tensor)
+        captured.graph.replay()
+        return captured.metrics
 
-    def keep_pace(self) -> None:
-        """Be one step ahead of the device, not more: clocks that are read between steps then tell the truth."""
-        if self.before is not None:
-            self.before.synchronize()
-        self.before = torch.cuda.Event()
-        self.before.record()
-
-
-def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """The tensors of a dataclass."""
-    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    def wait_for_previous_replay(self) -> None:
+        """Stay at most one step ahead of the GPU, so that wall-clock times between steps are meaningful."""
+        if self.last_replay is not None:
+            self.last_replay.synchronize()
+        self.last_replay = torch.cuda.Event()
+        self.last_replay.record()
 
 
-def shape_of(batch: Any) -> tuple:
-    """What two batches must have alike for one recording: the shapes of tensors, and whatever is no tensor."""
-    found = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return tuple(value.shape if isinstance(value, Tensor) else value for value in found.values())
+def batch_tensors(batch: Any) -> dict[str, Tensor]:
+    """The tensors of a batch, which is a dataclass."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def batch_signature(batch: Any) -> tuple:
+    """What two batches must share to use one graph: the shapes of tensors and all other values."""
+    values = [getattr(batch, field.name) for field in fields(batch)]
+    return tuple(value.shape if isinstance(value, Tensor) else value for value in values)

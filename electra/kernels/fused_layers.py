@@ -1,8 +1,8 @@
-"""A post-norm layer as one operation, with its backward pass written out.
+"""Transformer layers as single operations with a hand-written backward pass: classic (post-norm), modern (pre-norm).
 
-Between its products a layer adds biases, drops, sums, normalises and bends. Each of these is one kernel here, or part
-of one; gradients that meet in a residual are added by the product that comes last, and those of weights, for which
-nothing waits, are made beside.
+Between its matrix products a layer only launches the kernels of this folder (README.md draws where). In the backward
+pass gradients that meet in a residual are added by the matrix product that comes last (addmm), and weight gradients run
+on a side stream.
 """
 
 from collections.abc import Sequence
@@ -11,231 +11,390 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from electra.kernels import attention as short_rows
-from electra.kernels import library_attention as long_rows
-from electra.kernels.gather import chosen, flat_places, put_back
-from electra.kernels.gelu import gelu_of_sum, gradients_of_gelu
-from electra.kernels.layernorm import gradients_of_norm_of_sum, norm_of_sum
-from electra.kernels.reductions import column_sums, sums_but_of_keys, sums_by_matrix
+from electra.kernels import attention
+from electra.kernels.gelu import bias_gelu_backward, bias_gelu_forward, geglu_backward, geglu_forward
+from electra.kernels.layernorm import (
+    add_layernorm_backward,
+    add_layernorm_forward,
+    dropout_add_layernorm_backward,
+    dropout_add_layernorm_forward,
+)
+from electra.kernels.reductions import (
+    column_sums,
+    column_sums_by_matrix,
+    flatten_positions,
+    gather_rows,
+    qkv_bias_grad,
+    scatter_rows,
+)
 from electra.kernels.side_stream import WeightGradientStream
 
 NO_WINDOW = -1
 
 
-class Weights(NamedTuple):
-    """Of what follows attention, in the order in which a layer has them."""
+class ClassicWeights(NamedTuple):
+    """The parameters after the qkv projection, in the order of `ClassicLayer.parameters()`."""
 
     output: Tensor  # [D, D]
     output_bias: Tensor
-    first_weight: Tensor  # of the norm
-    first_offset: Tensor
-    widen: Tensor  # [feedforward, D]
-    widen_bias: Tensor
-    narrow: Tensor  # [D, feedforward]
-    narrow_bias: Tensor
-    second_weight: Tensor  # of the norm
-    second_offset: Tensor
+    norm1_weight: Tensor
+    norm1_bias: Tensor
+    up: Tensor  # [F, D]
+    up_bias: Tensor
+    down: Tensor  # [D, F]
+    down_bias: Tensor
+    norm2_weight: Tensor
+    norm2_bias: Tensor
 
 
-class Products(NamedTuple):
-    """What is made on the way from attention to a layer's states, and read again in the backward pass."""
+class ClassicActivations(NamedTuple):
+    """Stored between attention and the end of the layer for the backward pass."""
 
-    output: Tensor  # [N, D]
-    between: Tensor  # [N, D] the states between both norms
-    widened: Tensor  # [N, feedforward]
-    activated: Tensor  # [N, feedforward]
-    narrowed: Tensor  # [N, D]
-
-
-def seed_of(seeds: Tensor | None, number: int, dropout: float) -> Tensor | None:
-    """One of some seeds, where something is dropped."""
-    return None if seeds is None or not dropout else seeds[number]
+    output: Tensor  # [N, D] the attention's output projection
+    between: Tensor  # [N, D] hidden states between the two norms
+    up: Tensor  # [N, F]
+    activated: Tensor  # [N, F]
+    down: Tensor  # [N, D]
 
 
-def finish(
-    mixed: Tensor, residual: Tensor, weights: Weights, seeds: Tensor | None, dropout: float, epsilon: float
-) -> tuple[Tensor, Products]:
-    """A layer's states [N, D] from the values its attention mixed, `mixed`, and from its input, the `residual`."""
-    first, second = seed_of(seeds, 0, dropout), seed_of(seeds, 1, dropout)
+class AttentionActivations(NamedTuple):
+    """Stored by attention for the backward pass."""
+
+    qkv: Tensor  # [N, 3 · D]
+    mixed: Tensor  # [N, D] the weighted values
+    logsumexp: Tensor  # [N · H]; empty for short attention
+    rng_state: Tensor  # [2] of library attention's dropout; empty for short attention
+
+
+def select_seed(seeds: Tensor | None, index: int, dropout: float) -> Tensor | None:
+    return None if seeds is None or not dropout else seeds[index]
+
+
+def classic_feedforward(
+    mixed: Tensor, residual: Tensor, weights: ClassicWeights, seeds: Tensor | None, dropout: float, epsilon: float
+) -> tuple[Tensor, ClassicActivations]:
+    """The layer's output [N, D] from the weighted values of its attention, `mixed`, and its input, `residual`."""
+    first, second = select_seed(seeds, 0, dropout), select_seed(seeds, 1, dropout)
     output = mixed @ weights.output.T
-    norm = weights.first_weight, weights.first_offset, epsilon
-    between = norm_of_sum(output, weights.output_bias, residual, *norm, first, dropout)
-    widened = between @ weights.widen.T
-    activated = gelu_of_sum(widened, weights.widen_bias)
-    narrowed = activated @ weights.narrow.T
-    norm = weights.second_weight, weights.second_offset, epsilon
-    hidden = norm_of_sum(narrowed, weights.narrow_bias, between, *norm, second, dropout)
-    return hidden, Products(output, between, widened, activated, narrowed)
-
-
-def gradients_of_finish(
-    mixed: Tensor, residual: Tensor, weights: Weights, products: Products, seeds: Tensor | None, dropout: float,
-    epsilon: float, grown: Tensor, side_stream: WeightGradientStream,
-) -> tuple[Tensor, Tensor, Weights]:  # fmt: skip
-    """The gradients of mixed, residual and, still under way side_stream, the weights, from that of the states, `grown`.
-
-    Without dropout a residual's gradient is also that of what was added to it, so it is written only once that is read.
-    """
-    first, second = seed_of(seeds, 0, dropout), seed_of(seeds, 1, dropout)
-    of_between, of_narrowed, parts = gradients_of_norm_of_sum(
-        products.narrowed, weights.narrow_bias, products.between, weights.second_weight, grown, epsilon, second, dropout
+    between = dropout_add_layernorm_forward(
+        output, weights.output_bias, residual, weights.norm1_weight, weights.norm1_bias, epsilon, first, dropout
     )
-    of_narrow = side_stream(torch.mm, of_narrowed.T, products.activated)
-    own = weights.second_weight.dtype, weights.second_offset.dtype, weights.narrow_bias.dtype
-    of_second_weight, of_second_offset, of_narrow_bias = side_stream(sums_by_matrix, parts, *own)
-    of_widened, parts = gradients_of_gelu(products.widened, weights.widen_bias, of_narrowed @ weights.narrow)
+    up = between @ weights.up.T
+    activated = bias_gelu_forward(up, weights.up_bias)
+    down = activated @ weights.down.T
+    hidden = dropout_add_layernorm_forward(
+        down, weights.down_bias, between, weights.norm2_weight, weights.norm2_bias, epsilon, second, dropout
+    )
+    return hidden, ClassicActivations(output, between, up, activated, down)
+
+
+def classic_feedforward_backward(
+    mixed: Tensor, residual: Tensor, weights: ClassicWeights, saved: ClassicActivations, seeds: Tensor | None,
+    dropout: float, epsilon: float, grad_out: Tensor, side_stream: WeightGradientStream,
+) -> tuple[Tensor, Tensor, ClassicWeights]:  # fmt: skip
+    """The gradients of `mixed`, `residual` and, still running on the side stream, the weights.
+
+    Without dropout the gradient of a residual is the same tensor as that of what was added to it, which the side stream
+    reads: hence the join before it is added to in place."""
+    first, second = select_seed(seeds, 0, dropout), select_seed(seeds, 1, dropout)
+    grad_between, grad_down_out, partials = dropout_add_layernorm_backward(
+        saved.down, weights.down_bias, saved.between, weights.norm2_weight, grad_out, epsilon, second, dropout
+    )
+    grad_down = side_stream(torch.mm, grad_down_out.T, saved.activated)
+    dtypes = weights.norm2_weight.dtype, weights.norm2_bias.dtype, weights.down_bias.dtype
+    grad_norm2_weight, grad_norm2_bias, grad_down_bias = side_stream(column_sums_by_matrix, partials, *dtypes)
+    grad_up_out, partials = bias_gelu_backward(saved.up, weights.up_bias, grad_down_out @ weights.down)
     side_stream.join()
-    of_widen = side_stream(torch.mm, of_widened.T, products.between)
-    of_widen_bias = side_stream(column_sums, parts, weights.widen_bias.dtype)
-    of_between.addmm_(of_widened, weights.widen)
-    of_residual, of_output, parts = gradients_of_norm_of_sum(
-        products.output, weights.output_bias, residual, weights.first_weight, of_between, epsilon, first, dropout
+    grad_up = side_stream(torch.mm, grad_up_out.T, saved.between)
+    grad_up_bias = side_stream(column_sums, partials, weights.up_bias.dtype)
+    grad_between.addmm_(grad_up_out, weights.up)
+    grad_residual, grad_projected, partials = dropout_add_layernorm_backward(
+        saved.output, weights.output_bias, residual, weights.norm1_weight, grad_between, epsilon, first, dropout
     )
-    of_matrix = side_stream(torch.mm, of_output.T, mixed)
-    own = weights.first_weight.dtype, weights.first_offset.dtype, weights.output_bias.dtype
-    of_first_weight, of_first_offset, of_output_bias = side_stream(sums_by_matrix, parts, *own)
-    of_mixed = of_output @ weights.output
-    of_weights = Weights(
-        of_matrix, of_output_bias, of_first_weight, of_first_offset, of_widen, of_widen_bias,
-        of_narrow, of_narrow_bias, of_second_weight, of_second_offset,
+    grad_output = side_stream(torch.mm, grad_projected.T, mixed)
+    dtypes = weights.norm1_weight.dtype, weights.norm1_bias.dtype, weights.output_bias.dtype
+    grad_norm1_weight, grad_norm1_bias, grad_output_bias = side_stream(column_sums_by_matrix, partials, *dtypes)
+    grad_mixed = grad_projected @ weights.output
+    grad_weights = ClassicWeights(
+        grad_output, grad_output_bias, grad_norm1_weight, grad_norm1_bias, grad_up, grad_up_bias,
+        grad_down, grad_down_bias, grad_norm2_weight, grad_norm2_bias,
     )  # fmt: skip
-    return of_mixed, of_residual, of_weights
+    return grad_mixed, grad_residual, grad_weights
 
 
-def empty_products(residual: Tensor, widen: Tensor, at: Tensor | None) -> list[Tensor]:
-    """What `Products` has, of the right shapes."""
-    N, D = len(residual) if at is None else len(at), residual.shape[1]
-    return [residual.new_empty(N, width) for width in (D, D, widen.shape[0], widen.shape[0], D)]
+def empty_attention_state(hidden: Tensor, heads: int, is_short: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised logsumexp and rng_state."""
+    sizes = (0, 0) if is_short else (len(hidden) * heads, 2)
+    return hidden.new_empty(sizes[0], dtype=torch.float32), hidden.new_empty(sizes[1], dtype=torch.int64)
 
 
-class Attended(NamedTuple):
-    """What attention leaves for the backward pass."""
-
-    qkv: Tensor  # [N, 3 · D] queries, keys and values
-    mixed: Tensor  # [N, D]
-    levels: Tensor  # [N · heads] in long rows, the logarithms of the sums of its weights
-    state: Tensor  # [2] in long rows, what dropout's noise came from
-
-
-def whole(
-    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], places: Tensor | None,
-    seeds: Tensor | None, at: Tensor | None, rows: int, heads: int, is_short: bool, attention_dropout: float,
-    dropout: float, epsilon: float,
+def classic_layer(
+    hidden: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], document_ids: Tensor | None,
+    cu_seqlens: Tensor | None, seeds: Tensor | None, rows: Tensor | None, batch_size: int, heads: int, is_short: bool,
+    attention_dropout: float, dropout: float, epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """A layer: its states from its input, the `residual` [N, D], and what is read again: `Attended` and `Products`.
+    """The layer's output from its input `hidden` [N, D], then `AttentionActivations` and `ClassicActivations`.
 
-    `places` is the document of each token in short rows [B, L], and where documents start in others [documents + 1].
-    States are made of all tokens, or of those `at` [M] only.
-    """
-    matrix, bias = qkv_weights
-    qkv = torch.addmm(bias, residual, matrix.T)
-    vectors = short_rows.by_head(qkv, rows, heads)
+    Short attention takes `document_ids` [B, L], library attention `cu_seqlens` [documents + 1]. With `rows` [M] only
+    those rows of the output are computed: [M, D]."""
+    weight, bias = qkv_weights
+    qkv = torch.addmm(bias, hidden, weight.T)
+    split = attention.split_heads(qkv, batch_size, heads)
     if is_short:
-        seed = seed_of(seeds, 2, attention_dropout)
-        mixed = short_rows.mix(vectors, places, None, seed, NO_WINDOW, attention_dropout)
-        levels, state = levels_and_state(residual, heads, is_short)
+        seed = select_seed(seeds, 2, attention_dropout)
+        mixed = attention.short_attention_forward(split, document_ids, None, seed, NO_WINDOW, attention_dropout)
+        logsumexp, rng_state = empty_attention_state(hidden, heads, is_short)
     else:
-        mixed, levels, state = long_rows.mix(vectors, places, attention_dropout)
-    mixed = mixed.view_as(residual)
-    given = chosen(mixed, at), chosen(residual, at)
-    hidden, products = finish(*given, Weights(*weights), seeds, dropout, epsilon)
-    return hidden, *Attended(qkv, mixed, levels, state), *products
-
-
-def levels_and_state(residual: Tensor, heads: int, is_short: bool) -> tuple[Tensor, Tensor]:
-    """What attention leaves of these: nothing in short rows."""
-    levels, numbers = (0, 0) if is_short else (len(residual) * heads, 2)
-    return residual.new_empty(levels, dtype=torch.float32), residual.new_empty(numbers, dtype=torch.int64)
-
-
-def shapes_of_whole(
-    residual, qkv_weights, weights, places, seeds, at, rows, heads, is_short, attention_dropout, dropout, epsilon
-):
-    N, D = residual.shape
-    products = Products(*empty_products(residual, Weights(*weights).widen, at))
-    attended = Attended(
-        residual.new_empty(N, 3 * D), torch.empty_like(residual), *levels_and_state(residual, heads, is_short)
+        mixed, logsumexp, rng_state = attention.long_attention_forward(split, cu_seqlens, attention_dropout)
+    mixed = mixed.view_as(hidden)
+    out, saved = classic_feedforward(
+        gather_rows(mixed, rows), gather_rows(hidden, rows), ClassicWeights(*weights), seeds, dropout, epsilon
     )
-    return torch.empty_like(products.between), *attended, *products
+    return out, *AttentionActivations(qkv, mixed, logsumexp, rng_state), *saved
 
 
-@torch.library.custom_op("electra::gradients_of_whole_layer", mutates_args=())
-def gradients_of_whole_layer(
-    residual: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], places: Tensor | None,
-    seeds: Tensor | None, at: Tensor | None, attended: Sequence[Tensor], products: Sequence[Tensor], rows: int,
-    heads: int, is_short: bool, attention_dropout: float, dropout: float, epsilon: float, grown: Tensor,
+def classic_layer_shapes(
+    hidden, qkv_weights, weights, document_ids, cu_seqlens, seeds, rows, batch_size, heads, is_short,
+    attention_dropout, dropout, epsilon,
+):  # fmt: skip
+    """Empty tensors in the shapes that `classic_layer` returns."""
+    (N, D), M, F = hidden.shape, len(hidden) if rows is None else len(rows), len(ClassicWeights(*weights).up)
+    stored = [hidden.new_empty(M, width) for width in (D, D, F, F, D)]
+    state = empty_attention_state(hidden, heads, is_short)
+    return hidden.new_empty(M, D), hidden.new_empty(N, 3 * D), torch.empty_like(hidden), *state, *stored
+
+
+@torch.library.custom_op("electra::classic_layer_backward", mutates_args=())
+def classic_layer_backward(
+    hidden: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], document_ids: Tensor | None,
+    cu_seqlens: Tensor | None, seeds: Tensor | None, rows: Tensor | None, attended: Sequence[Tensor],
+    saved: Sequence[Tensor], batch_size: int, heads: int, is_short: bool, attention_dropout: float, dropout: float,
+    epsilon: float, grad_out: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of the layer's input, of the matrix and bias of queries, keys and values, and of its weights."""
-    qkv, mixed, levels, state = Attended(*attended)
-    side_stream, read = WeightGradientStream(), (chosen(mixed, at), chosen(residual, at))
-    given = *read, Weights(*weights), Products(*products), seeds, dropout, epsilon
-    of_mixed, of_residual, of_weights = gradients_of_finish(*given, grown.contiguous(), side_stream)
-    of_mixed, of_residual = (put_back(each, at, len(residual)) for each in (of_mixed, of_residual))
-    vectors = short_rows.by_head(qkv, rows, heads)
-    before, after = mixed.view(vectors[:, :, 0].shape), of_mixed.view(vectors[:, :, 0].shape)
+    """The gradients of hidden, of the qkv projection's weight and bias, and of the other weights."""
+    qkv, mixed, logsumexp, rng_state = AttentionActivations(*attended)
+    side_stream = WeightGradientStream()
+    grad_mixed, grad_hidden, grad_weights = classic_feedforward_backward(
+        gather_rows(mixed, rows), gather_rows(hidden, rows), ClassicWeights(*weights), ClassicActivations(*saved),
+        seeds, dropout, epsilon, grad_out.contiguous(), side_stream,
+    )  # fmt: skip
+    grad_mixed, grad_hidden = (scatter_rows(grad, rows, len(hidden)) for grad in (grad_mixed, grad_hidden))
+    split = attention.split_heads(qkv, batch_size, heads)
+    mixed, grad_mixed = mixed.view(split[:, :, 0].shape), grad_mixed.view(split[:, :, 0].shape)
     if is_short:
-        ways = seed_of(seeds, 2, attention_dropout), after, NO_WINDOW, attention_dropout
-        of_qkv = short_rows.gradient_of_mix(vectors, places, None, *ways)
+        seed = select_seed(seeds, 2, attention_dropout)
+        grad_qkv = attention.short_attention_backward(
+            split, document_ids, None, seed, grad_mixed, NO_WINDOW, attention_dropout
+        )
     else:
-        kept = before, levels, state, after, attention_dropout
-        of_qkv, parts = long_rows.gradients_of_mix(vectors, places, *kept)
-    of_qkv = of_qkv.view_as(qkv)
+        grad_qkv, partials = attention.long_attention_backward(
+            split, cu_seqlens, mixed, logsumexp, rng_state, grad_mixed, attention_dropout
+        )
+    grad_qkv = grad_qkv.view_as(qkv)
     side_stream.join()
-    of_matrix, own = side_stream(torch.mm, of_qkv.T, residual), qkv_weights[1].dtype
-    of_bias = side_stream(sums_but_of_keys, of_qkv, own) if is_short else side_stream(column_sums, parts, own)
-    of_residual.addmm_(of_qkv, qkv_weights[0])
+    grad_weight, dtype = side_stream(torch.mm, grad_qkv.T, hidden), qkv_weights[1].dtype
+    grad_bias = side_stream(qkv_bias_grad, grad_qkv, dtype) if is_short else side_stream(column_sums, partials, dtype)
+    grad_hidden.addmm_(grad_qkv, qkv_weights[0])
     side_stream.join()
-    return [of_residual, of_matrix, of_bias, *of_weights]
+    return [grad_hidden, grad_weight, grad_bias, *grad_weights]
 
 
-@gradients_of_whole_layer.register_fake
-def _(residual, qkv_weights, weights, *others):
-    return [torch.empty_like(each) for each in (residual, *qkv_weights, *weights)]
+@classic_layer_backward.register_fake
+def _(hidden, qkv_weights, weights, *others):
+    return [torch.empty_like(each) for each in (hidden, *qkv_weights, *weights)]
 
 
-def remember(ctx, inputs, output) -> None:
-    residual, qkv_weights, weights, places, seeds, at, *ctx.numbers = inputs
-    _, *kept = output
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # there are none of what is kept: no zeros for them
-    ctx.save_for_backward(residual, *qkv_weights, *weights, places, seeds, at, *kept)
+def setup_classic_context(ctx, inputs, output) -> None:
+    hidden, qkv_weights, weights, document_ids, cu_seqlens, seeds, rows, *ctx.options = inputs
+    _, *stored = output
+    ctx.mark_non_differentiable(*stored)
+    ctx.set_materialize_grads(False)  # stored activations have no gradients: no zeros for them
+    ctx.save_for_backward(hidden, *qkv_weights, *weights, document_ids, cu_seqlens, seeds, rows, *stored)
 
 
-def backward(ctx, grown: Tensor, *_: Tensor):
-    count, own = len(Weights._fields), len(Attended._fields)
-    residual, matrix, bias, *rest = ctx.saved_tensors
-    weights, (places, seeds, at, *kept) = rest[:count], rest[count:]
-    given = residual, [matrix, bias], weights, places, seeds, at, kept[:own], kept[own:]
-    gradients = gradients_of_whole_layer(*given, *ctx.numbers, grown)
-    return gradients[0], gradients[1:3], gradients[3:], *[None] * 9
+def backward_of_classic_layer(ctx, grad_out: Tensor, *_: Tensor):
+    count, attended = len(ClassicWeights._fields), len(AttentionActivations._fields)
+    hidden, weight, bias, *rest = ctx.saved_tensors
+    weights, (document_ids, cu_seqlens, seeds, rows, *stored) = rest[:count], rest[count:]
+    grads = classic_layer_backward(
+        hidden, [weight, bias], weights, document_ids, cu_seqlens, seeds, rows, stored[:attended], stored[attended:],
+        *ctx.options, grad_out,
+    )  # fmt: skip
+    return grads[0], grads[1:3], grads[3:], *[None] * 10
 
 
-def registered(name: str, tags: tuple[torch.Tag, ...]) -> torch.library.CustomOpDef:
-    """`whole` as an operation with a gradient."""
-    operation = torch.library.custom_op(f"electra::{name}", whole, mutates_args=(), tags=tags)
-    operation.register_fake(shapes_of_whole)
-    operation.register_autograd(backward, setup_context=remember)
+def register_classic_layer(name: str, tags: tuple[torch.Tag, ...]) -> torch.library.CustomOpDef:
+    """`classic_layer` with autograd."""
+    operation = torch.library.custom_op(f"electra::{name}", classic_layer, mutates_args=(), tags=tags)
+    operation.register_fake(classic_layer_shapes)
+    operation.register_autograd(backward_of_classic_layer, setup_context=setup_classic_context)
     return operation
 
 
-whole_layer = registered("whole_layer", ())
-noisy_layer = registered("noisy_layer", (torch.Tag.nondeterministic_seeded,))  # flash attention draws noise in it
+classic_layer_op = register_classic_layer("classic_layer", ())
+# Library attention draws its dropout noise inside the operation.
+seeded_classic_layer_op = register_classic_layer("seeded_classic_layer", (torch.Tag.nondeterministic_seeded,))
 
 
-def layer_at_once(
-    hidden: Tensor, parameters: list[Tensor], places: Tensor | None, at: Tensor | None, heads: int, is_short: bool,
-    attention_dropout: float, dropout: float, epsilon: float,
-) -> Tensor:  # fmt: skip
-    """A layer's hidden states [B, L, D] from those before, `hidden`; `parameters` in the order of the layer.
-
-    Of tokens at the positions `at` [B, M] only, where these are given: [B, M, D]."""
-    rates = attention_dropout, dropout, epsilon
-    seeds, states = seeds_for(hidden, max(dropout, attention_dropout)), hidden.flatten(0, 1).contiguous()
-    given = states, parameters[:2], parameters[2:], places, seeds, flat_places(at, hidden), len(hidden), heads, is_short
-    found, *_ = (noisy_layer if attention_dropout and not is_short else whole_layer)(*given, *rates)
-    return found.unflatten(0, (len(hidden), -1))
-
-
-def seeds_for(hidden: Tensor, dropout: float) -> Tensor | None:
-    """Seeds of a layer's dropouts, where there are any: after attention, after the feed-forward, in short rows."""
+def dropout_seeds(hidden: Tensor, dropout: float) -> Tensor | None:
+    """Seeds of dropout after attention, after the feed-forward and, for short attention, of attention weights."""
     return torch.randint(2**31, (3,), device=hidden.device, dtype=torch.int32) if dropout else None
+
+
+def fused_classic_layer(
+    hidden: Tensor, parameters: list[Tensor], document_ids: Tensor | None, cu_seqlens: Tensor | None,
+    positions: Tensor | None, *, heads: int, is_short: bool, attention_dropout: float, dropout: float, epsilon: float,
+) -> Tensor:  # fmt: skip
+    """The layer's output [B, L, D] from its input `hidden`, or [B, M, D] at `positions` [B, M] only.
+
+    `parameters` are in the order of `ClassicLayer.parameters()`, `is_short` selects short attention."""
+    seeds, flat = dropout_seeds(hidden, max(dropout, attention_dropout)), hidden.flatten(0, 1).contiguous()
+    operation = seeded_classic_layer_op if attention_dropout and not is_short else classic_layer_op
+    out, *_ = operation(
+        flat, parameters[:2], parameters[2:], document_ids, cu_seqlens, seeds, flatten_positions(positions, hidden),
+        len(hidden), heads, is_short, attention_dropout, dropout, epsilon,
+    )  # fmt: skip
+    return out.unflatten(0, (len(hidden), -1))
+
+
+class ModernWeights(NamedTuple):
+    """The parameters of a modern layer; all layers but the first have the attention norm's weight before these."""
+
+    qkv: Tensor  # [3 · D, D]
+    output: Tensor  # [D, D]
+    norm: Tensor  # [D] before the feed-forward
+    up: Tensor  # [2 · F, D]
+    down: Tensor  # [D, F]
+
+
+class ModernActivations(NamedTuple):
+    """Stored for the backward pass."""
+
+    residual: Tensor  # [N, D] fp32, the residual stream before attention; empty in the first layer
+    normalized: Tensor  # [N, D]
+    qkv: Tensor  # [N, 3 · D]
+    mixed: Tensor  # [N, D] the weighted values
+    between: Tensor  # [M, D] the normalised input of the feed-forward
+    up: Tensor  # [M, 2 · F]
+    activated: Tensor  # [M, F]
+
+
+NUM_MODERN = len(ModernWeights._fields)
+
+
+@torch.library.custom_op("electra::modern_layer", mutates_args=())
+def modern_layer(
+    residual: Tensor, pending: Tensor | None, parameters: Sequence[Tensor], document_ids: Tensor | None, rope: Tensor,
+    rows: Tensor | None, batch_size: int, heads: int, window: int, epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The residual stream [N, D] fp32 up to the feed-forward, the feed-forward's output [N, D], `ModernActivations`.
+
+    The feed-forward's output is not added here but by the next layer, whose norm reads the sum anyway: so a layer takes
+    the `residual` stream and the `pending` output of the layer before. The first layer has none, and its input is
+    already normalised. With `rows` [M] only those rows are computed: [M, D]."""
+    weights = ModernWeights(*parameters[-NUM_MODERN:])
+    if pending is None:
+        before, normalized = residual.new_empty(0), residual.to(weights.qkv.dtype, copy=True)
+    else:
+        before, normalized = add_layernorm_forward(residual, pending, parameters[0], epsilon)
+    qkv = normalized @ weights.qkv.T
+    split = attention.split_heads(qkv, batch_size, heads)
+    mixed = attention.short_attention_forward(split, document_ids, rope, None, window, 0.0).view_as(normalized)
+    output = gather_rows(mixed, rows) @ weights.output.T
+    total, between = add_layernorm_forward(
+        gather_rows(residual if pending is None else before, rows), output, weights.norm, epsilon
+    )
+    up = between @ weights.up.T
+    activated = geglu_forward(up)
+    down = activated @ weights.down.T
+    return total, down, *ModernActivations(before, normalized, qkv, mixed, between, up, activated)
+
+
+@modern_layer.register_fake
+def _(residual, pending, parameters, document_ids, rope, rows, batch_size, heads, window, epsilon):
+    weights, (N, D) = ModernWeights(*parameters[-NUM_MODERN:]), residual.shape
+    M = N if rows is None else len(rows)
+    before, F = residual.new_empty(0) if pending is None else torch.empty_like(residual), weights.down.shape[1]
+    attended = [weights.qkv.new_empty(N, width) for width in (D, 3 * D, D)]
+    down, *rest = [weights.qkv.new_empty(M, width) for width in (D, D, 2 * F, F)]
+    return residual.new_empty(M, D), down, before, *attended, *rest
+
+
+@torch.library.custom_op("electra::modern_layer_backward", mutates_args=())
+def modern_layer_backward(
+    parameters: Sequence[Tensor], document_ids: Tensor | None, rope: Tensor, rows: Tensor | None, total: Tensor,
+    activations: Sequence[Tensor], batch_size: int, heads: int, window: int, epsilon: float, grad_total: Tensor,
+    grad_down_out: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of residual, of pending (except in the first layer), and of the parameters."""
+    weights, saved = ModernWeights(*parameters[-NUM_MODERN:]), ModernActivations(*activations)
+    (N, D), side_stream = saved.mixed.shape, WeightGradientStream()
+    grad_down_out = grad_down_out.contiguous()
+    grad_down = side_stream(torch.mm, grad_down_out.T, saved.activated)
+    grad_up_out = geglu_backward(saved.up, grad_down_out @ weights.down)
+    grad_up = side_stream(torch.mm, grad_up_out.T, saved.between)
+    grad_residual, grad_projected, partials = add_layernorm_backward(
+        total, weights.norm, grad_up_out @ weights.up, grad_total.contiguous(), epsilon
+    )
+    grad_norm = side_stream(column_sums, partials, weights.norm.dtype)
+    grad_output = side_stream(torch.mm, grad_projected.T, gather_rows(saved.mixed, rows))
+    grad_residual = scatter_rows(grad_residual, rows, N)
+    grad_mixed = scatter_rows(grad_projected @ weights.output, rows, N).view(batch_size, -1, heads, D // heads)
+    grad_qkv_out = attention.short_attention_backward(
+        attention.split_heads(saved.qkv, batch_size, heads), document_ids, rope, None, grad_mixed, window, 0.0
+    ).view_as(saved.qkv)
+    grad_qkv = side_stream(torch.mm, grad_qkv_out.T, saved.normalized)
+    grad_normalized = grad_qkv_out @ weights.qkv
+    grad_weights = grad_qkv, grad_output, grad_norm, grad_up, grad_down
+    if len(parameters) == NUM_MODERN:
+        side_stream.join()
+        return [grad_residual + grad_normalized, *grad_weights]
+    grad_residual, grad_pending, partials = add_layernorm_backward(
+        saved.residual, parameters[0], grad_normalized, grad_residual, epsilon
+    )
+    grad_attention_norm = side_stream(column_sums, partials, parameters[0].dtype)
+    side_stream.join()
+    return [grad_residual, grad_pending, grad_attention_norm, *grad_weights]
+
+
+@modern_layer_backward.register_fake
+def _(parameters, document_ids, rope, rows, total, activations, *others):
+    mixed, is_first = ModernActivations(*activations).mixed, len(parameters) == NUM_MODERN
+    inputs = [total.new_empty(mixed.shape), *([] if is_first else [torch.empty_like(mixed)])]
+    return [*inputs, *(torch.empty_like(each, memory_format=torch.contiguous_format) for each in parameters)]
+
+
+def setup_modern_context(ctx, inputs, output) -> None:
+    _, pending, parameters, document_ids, rope, rows, *ctx.options = inputs
+    total, _, *activations = output
+    ctx.mark_non_differentiable(*activations)
+    ctx.set_materialize_grads(False)  # stored activations have no gradients: no zeros for them
+    ctx.is_first, ctx.num_parameters = pending is None, len(parameters)
+    ctx.save_for_backward(*parameters, document_ids, rope, rows, total, *activations)
+
+
+def backward_of_modern_layer(ctx, grad_total: Tensor, grad_down_out: Tensor, *_: Tensor):
+    parameters, rest = list(ctx.saved_tensors[: ctx.num_parameters]), ctx.saved_tensors[ctx.num_parameters :]
+    document_ids, rope, rows, total, *activations = rest
+    grad_residual, *grads = modern_layer_backward(
+        parameters, document_ids, rope, rows, total, activations, *ctx.options, grad_total, grad_down_out
+    )
+    grad_pending = None if ctx.is_first else grads.pop(0)
+    return grad_residual, grad_pending, grads, *[None] * 7
+
+
+modern_layer.register_autograd(backward_of_modern_layer, setup_context=setup_modern_context)
+
+
+def fused_modern_layer(
+    residual: Tensor, pending: Tensor | None, parameters: list[Tensor], document_ids: Tensor | None, rope: Tensor,
+    positions: Tensor | None, *, heads: int, window: int, epsilon: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The residual stream [B, L, D] in fp32 and the feed-forward output, from the same two of the layer before.
+
+    With `positions` [B, M] only those: [B, M, D]. `rope` is [2, L, K/2]."""
+    total, down, *_ = modern_layer(
+        residual.flatten(0, 1).contiguous(), None if pending is None else pending.flatten(0, 1), parameters,
+        document_ids, rope, flatten_positions(positions, residual), len(residual), heads, window, epsilon,
+    )  # fmt: skip
+    return total.unflatten(0, (len(residual), -1)), down.unflatten(0, (len(residual), -1))

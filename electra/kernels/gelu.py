@@ -1,7 +1,7 @@
-"""A bias and GELU in one kernel, and their gradients in another.
+"""Bias + GELU, and GELU times a gate (GeGLU): one kernel each for the forward and one for the backward pass.
 
-The library's erf takes longer than the memory it works on. In half precision, where its last digits are lost anyway,
-one exponential gives Φ and its slope (Abramowitz and Stegun, 7.1.26: erf within 1.5e-7).
+The library's erf takes longer than reading and writing the tensor. In half precision its last digits are lost anyway,
+so one exponential gives both Φ and its derivative (Abramowitz and Stegun, 7.1.26: erf within 1.5e-7).
 """
 
 import torch
@@ -9,114 +9,192 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import column_sums, tiles_of
+from electra.kernels.reductions import column_sums, split_rows
 
-ROWS, COLUMNS = 16, 128  # of a tile
-ROWS_BACK = 8  # of a tile of the backward pass, whose programs are a warp each
-
-
-@triton.jit
-def gelu_and_slope(number):
-    """GELU of each number, and its slope there: x Φ and Φ + x φ.
-
-    Φ, the share of a normal distribution that lies below a number, is `ratio` times `bell` on the left, and one less
-    that on the right.
-    """
-    size, bell = tl.abs(number), tl.exp2(-0.7213475204 * number * number)
-    distance = 1.0 + 0.231641888 * size
-    nearness = tl.rsqrt(distance * distance)  # one over it, in one instruction
-    ratio = 0.5307027145 * nearness - 0.7265760135
-    ratio = ratio * nearness + 0.7107068705
-    ratio = ratio * nearness - 0.142248368
-    ratio = (ratio * nearness + 0.127414796) * nearness
-    fall = bell * (ratio - 0.3989422804 * size)
-    return tl.maximum(number, 0.0) - size * (ratio * bell), tl.where(number > 0, 1.0 - fall, fall)
+BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
+BACKWARD_BLOCK_ROWS = 8  # in the backward pass of bias + GELU, whose programs are one warp each
 
 
 @triton.jit
-def gelu_kernel(product, bias, activated, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """GELU of product [N, C] plus bias [C]; one program for each tile."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = row[:, None] * C + column[None, :]
-    is_there = (row < N)[:, None] & (column < C)[None, :]
-    number = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32)
-    number += tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
-    gelu, _ = gelu_and_slope(number)
-    tl.store(activated + place, gelu.to(activated.dtype.element_ty), mask=is_there)
+def gelu_and_derivative(x):
+    """x Φ(x) and Φ(x) + x φ(x).
+
+    With g = exp(−x²/2), Φ is poly · g left of zero and 1 − poly · g right of it."""
+    abs_x, g = tl.abs(x), tl.exp2(-0.7213475204 * x * x)
+    denominator = 1.0 + 0.231641888 * abs_x
+    t = tl.rsqrt(denominator * denominator)  # 1 / denominator in one instruction
+    poly = 0.5307027145 * t - 0.7265760135
+    poly = poly * t + 0.7107068705
+    poly = poly * t - 0.142248368
+    poly = (poly * t + 0.127414796) * t
+    slope = g * (poly - 0.3989422804 * abs_x)  # for x < 0
+    return tl.maximum(x, 0.0) - abs_x * (poly * g), tl.where(x > 0, 1.0 - slope, slope)
 
 
 @triton.jit
-def gradient_of_gelu_kernel(
-    product, bias, grown, gradient, sums, N, C, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+def bias_gelu_kernel(x, bias, out, N, C, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """out = gelu(x [N, C] + bias [C]); one program per tile."""
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    offset = row[:, None] * C + column[None, :]
+    mask = (row < N)[:, None] & (column < C)[None, :]
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)[None, :]
+    gelu, _ = gelu_and_derivative(value)
+    tl.store(out + offset, gelu.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def bias_gelu_backward_kernel(
+    x, bias, grad_out, grad_x, partials, N, C, blocks, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """The gradient [N, C] of product, and its sums over the rows of each program [programs, C]."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """grad_x [N, C], and its column sums over the rows of each program: partials [programs, C]."""
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     added = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # tiles are added up before their rows are: threads need not meet
-    for tile in tl.range(tiles, num_stages=3):  # the next two are on their way meanwhile
-        row = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        place = row[:, None] * C + column[None, :]
-        is_there = (row < N)[:, None] & (column < C)[None, :]
-        number = tl.load(product + place, mask=is_there, other=0.0).to(tl.float32) + added[None, :]
-        _, slope = gelu_and_slope(number)
-        back = tl.load(grown + place, mask=is_there, other=0.0).to(tl.float32) * slope
-        total += back
-        tl.store(gradient + place, back.to(gradient.dtype.element_ty), mask=is_there)
-    tl.store(sums + tl.program_id(0).to(tl.int64) * C + column, tl.sum(total, 0), mask=column < C)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)  # summed over blocks first: no exchange between threads
+    for block in tl.range(blocks, num_stages=3):  # prefetches the next two blocks
+        row = ((tl.program_id(0) * blocks + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        offset = row[:, None] * C + column[None, :]
+        mask = (row < N)[:, None] & (column < C)[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) + added[None, :]
+        _, derivative = gelu_and_derivative(value)
+        grad = tl.load(grad_out + offset, mask=mask, other=0.0).to(tl.float32) * derivative
+        total += grad
+        tl.store(grad_x + offset, grad.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(partials + tl.program_id(0).to(tl.int64) * C + column, tl.sum(total, 0), mask=column < C)
 
 
-def gelu_of_sum(product: Tensor, bias: Tensor) -> Tensor:
-    """GELU of `product` [..., C] plus `bias` [C]."""
-    activated, C = torch.empty_like(product), product.shape[-1]
-    N = product.numel() // C
-    grid = (triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS))
-    gelu_kernel[grid](product, bias, activated, N, C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4)
-    return activated
+def bias_gelu_forward(x: Tensor, bias: Tensor) -> Tensor:
+    """gelu(`x` [..., C] + `bias` [C])."""
+    out, C = torch.empty_like(x), x.shape[-1]
+    N = x.numel() // C
+    grid = (triton.cdiv(N, BLOCK_ROWS), triton.cdiv(C, BLOCK_COLUMNS))
+    bias_gelu_kernel[grid](x, bias, out, N, C, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=4)
+    return out
 
 
-def gradients_of_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of product [..., C] from that of its GELU, `grown`; that of bias as parts [programs, C] to sum."""
-    gradient, C = torch.empty_like(product), product.shape[-1]
-    N, columns = product.numel() // C, triton.cdiv(C, COLUMNS)
-    # With fewer, those multiprocessors that a product beside leaves first take all of them, and the others idle.
-    tiles, programs = tiles_of(N, ROWS_BACK, columns, factor=4)
-    parts = torch.empty(programs, C, device=product.device)
-    gradient_of_gelu_kernel[(programs, columns)](
-        product, bias, grown, gradient, parts, N, C, tiles, ROWS=ROWS_BACK, COLUMNS=COLUMNS, num_warps=1
-    )
-    return gradient, parts
+def bias_gelu_backward(x: Tensor, bias: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_x [..., C], and partial sums [programs, C] of the bias's gradient."""
+    grad_x, C = torch.empty_like(x), x.shape[-1]
+    N, column_blocks = x.numel() // C, triton.cdiv(C, BLOCK_COLUMNS)
+    # Fewer programs would all land on the multiprocessors that a concurrent matrix product frees first.
+    blocks, programs = split_rows(N, BACKWARD_BLOCK_ROWS, column_blocks, factor=4)
+    partials = torch.empty(programs, C, device=x.device)
+    bias_gelu_backward_kernel[(programs, column_blocks)](
+        x, bias, grad_out, grad_x, partials, N, C, blocks,
+        BLOCK_ROWS=BACKWARD_BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=1,
+    )  # fmt: skip
+    return grad_x, partials
 
 
-@torch.library.custom_op("electra::biased_gelu", mutates_args=())
-def biased_gelu(product: Tensor, bias: Tensor) -> Tensor:
-    """The same, as an operation with a gradient."""
-    return gelu_of_sum(product.contiguous(), bias)
+@torch.library.custom_op("electra::bias_gelu", mutates_args=())
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """`bias_gelu_forward` with autograd."""
+    return bias_gelu_forward(x.contiguous(), bias)
 
 
-@biased_gelu.register_fake
-def _(product, bias):
-    return torch.empty_like(product, memory_format=torch.contiguous_format)
+@bias_gelu.register_fake
+def _(x, bias):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("electra::gradient_of_biased_gelu", mutates_args=())
-def gradient_of_biased_gelu(product: Tensor, bias: Tensor, grown: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, as an operation."""
-    gradient, parts = gradients_of_gelu(product.contiguous(), bias, grown.contiguous())
-    return gradient, column_sums(parts, bias.dtype)
+@torch.library.custom_op("electra::bias_gelu_backward", mutates_args=())
+def bias_gelu_backward_op(x: Tensor, bias: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    grad_x, partials = bias_gelu_backward(x.contiguous(), bias, grad_out.contiguous())
+    return grad_x, column_sums(partials, bias.dtype)
 
 
-@gradient_of_biased_gelu.register_fake
-def _(product, bias, grown):
-    return torch.empty_like(product, memory_format=torch.contiguous_format), torch.empty_like(bias)
+@bias_gelu_backward_op.register_fake
+def _(x, bias, grad_out):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(bias)
 
 
-def remember(ctx, inputs, output) -> None:
+def setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def backward(ctx, grown: Tensor):
-    return gradient_of_biased_gelu(*ctx.saved_tensors, grown)
+bias_gelu.register_autograd(
+    lambda ctx, grad_out: bias_gelu_backward_op(*ctx.saved_tensors, grad_out), setup_context=setup_context
+)
 
 
-biased_gelu.register_autograd(backward, setup_context=remember)
+@triton.jit
+def load_halves(x, N, F, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """A tile of both halves of x [N, 2 · F] in fp32; its offsets in x and in a tensor [N, F]; and its mask."""
+    row = (tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    offset = row[:, None] * 2 * F + column[None, :]
+    mask = (row < N)[:, None] & (column < F)[None, :]
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(x + F + offset, mask=mask, other=0.0).to(tl.float32)
+    return value, gate, offset, row[:, None] * F + column[None, :], mask
+
+
+@triton.jit
+def geglu_kernel(x, out, N, F, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """out [N, F] = gelu(first half) · second half of x [N, 2 · F]; one program per tile."""
+    value, gate, _, out_offset, mask = load_halves(x, N, F, BLOCK_ROWS, BLOCK_COLUMNS)
+    gelu, _ = gelu_and_derivative(value)
+    tl.store(out + out_offset, (gelu * gate).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def geglu_backward_kernel(x, grad_out, grad_x, N, F, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """grad_x [N, 2 · F] from grad_out [N, F]."""
+    value, gate, offset, out_offset, mask = load_halves(x, N, F, BLOCK_ROWS, BLOCK_COLUMNS)
+    gelu, derivative = gelu_and_derivative(value)
+    grad = tl.load(grad_out + out_offset, mask=mask, other=0.0).to(tl.float32)
+    grad_value = grad * gate * derivative
+    tl.store(grad_x + offset, grad_value.to(grad_x.dtype.element_ty), mask=mask)
+    tl.store(grad_x + F + offset, (grad * gelu).to(grad_x.dtype.element_ty), mask=mask)
+
+
+def geglu_grid(x: Tensor) -> tuple[tuple[int, int], int, int]:
+    """The grid of a kernel over `x` [..., 2 · F], its number of rows, and F."""
+    F = x.shape[-1] // 2
+    N = x.numel() // (2 * F)
+    return (triton.cdiv(N, BLOCK_ROWS), triton.cdiv(F, BLOCK_COLUMNS)), N, F
+
+
+def geglu_forward(x: Tensor) -> Tensor:
+    """gelu(first half) · second half of `x` [..., 2 · F]: [..., F]."""
+    grid, N, F = geglu_grid(x)
+    out = x.new_empty(*x.shape[:-1], F)
+    geglu_kernel[grid](x, out, N, F, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=4)
+    return out
+
+
+def geglu_backward(x: Tensor, grad_out: Tensor) -> Tensor:
+    """grad_x [..., 2 · F] from `grad_out` [..., F]."""
+    grid, N, F = geglu_grid(x)
+    grad_x = torch.empty_like(x)
+    geglu_backward_kernel[grid](
+        x, grad_out, grad_x, N, F, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=4
+    )
+    return grad_x
+
+
+@torch.library.custom_op("electra::geglu", mutates_args=())
+def geglu(x: Tensor) -> Tensor:
+    """`geglu_forward` with autograd."""
+    return geglu_forward(x.contiguous())
+
+
+@geglu.register_fake
+def _(x):
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@torch.library.custom_op("electra::geglu_backward", mutates_args=())
+def geglu_backward_op(x: Tensor, grad_out: Tensor) -> Tensor:
+    return geglu_backward(x.contiguous(), grad_out.contiguous())
+
+
+@geglu_backward_op.register_fake
+def _(x, grad_out):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+geglu.register_autograd(
+    lambda ctx, grad_out: geglu_backward_op(*ctx.saved_tensors, grad_out), setup_context=setup_context
+)

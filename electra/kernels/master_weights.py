@@ -1,8 +1,9 @@
-"""A model's working copy in half precision: it reads and is blamed, the model itself is moved.
+"""Half-precision weights for forward and backward, fp32 master weights for the optimizer.
 
-Under autocast alone every product casts its weight, and every gradient is cast back: hundreds of small kernels a step.
-Here all weights of products lie in one stretch of memory and are cast at once, and so are their gradients; the numbers
-are the same. What autocast leaves in fp32 (embeddings, norms) is not copied, but one with the model's.
+Under autocast alone every matrix product casts its weight, and every gradient is cast back: hundreds of small kernels a
+step. Here the weights and biases of all linear layers are views of one fp32 buffer, which is cast by one kernel; their
+gradients are cast back together. The results are those of autocast. Parameters that autocast leaves in fp32
+(embeddings, norms) are shared by both models.
 """
 
 from copy import deepcopy
@@ -14,72 +15,75 @@ from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
 
-ALIGNED = 64  # numbers; products read whole stretches of 128 bytes
+ALIGNMENT = 64  # elements: matrix products read aligned stretches of 128 bytes
 
 
 @dataclass(frozen=True)
-class Halved:
-    """A parameter, the place of its gradient, and its copy in half precision."""
+class CastParameter:
+    """An fp32 master parameter, the buffer for its gradient, and its half-precision copy."""
 
-    own: nn.Parameter
+    master: nn.Parameter
     gradient: Tensor
-    copy: nn.Parameter
+    half: nn.Parameter
 
 
-class WorkingCopy(Generic[Model]):
-    """A model in the precision that it works in; in fp32 that is the model itself."""
+class MasterWeights(Generic[Model]):
+    """Keeps `model`, a copy of a model in `dtype` for forward and backward; with fp32 it is the model itself.
 
-    def __init__(self, model: Model, precision: torch.dtype) -> None:
-        self.model, self.device, self.precision = model, next(model.parameters()).device, precision
-        self.halved: list[Halved] = []
-        if precision != torch.float32:
+    The optimizer updates the original's parameters, the master weights; `sync` copies them to the half-precision ones.
+    """
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        self.model, self.device, self.dtype = model, next(model.parameters()).device, dtype
+        self.cast_parameters: list[CastParameter] = []
+        if dtype != torch.float32:
             self.model = deepcopy(model)
-            self.own, self.halves, places = laid_out(model, precision)
-            gradients = torch.zeros_like(self.own)
-            for own, copy in zip(model.modules(), self.model.modules(), strict=True):
-                for name, parameter in own.named_parameters(recurse=False):
-                    place = places.get(parameter)
-                    if place is None:
+            self.master, self.half, slices = flatten_linears(model, dtype)
+            gradients = torch.zeros_like(self.master)
+            for original, copy in zip(model.modules(), self.model.modules(), strict=True):
+                for name, parameter in original.named_parameters(recurse=False):
+                    if parameter not in slices:
                         setattr(copy, name, parameter)
                         continue
-                    half = nn.Parameter(self.halves[place].view_as(parameter))
+                    part = slices[parameter]
+                    half = nn.Parameter(self.half[part].view_as(parameter))
                     setattr(copy, name, half)
-                    self.halved.append(Halved(parameter, gradients[place].view_as(parameter), half))
+                    self.cast_parameters.append(CastParameter(parameter, gradients[part].view_as(parameter), half))
 
     def autocast(self) -> torch.autocast:
-        """For what is not copied: sums and norms in fp32, products in half precision."""
-        return torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32)
+        """Autocast for what is not copied: norms in fp32, matrix products in half precision."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def refresh(self) -> None:
-        """Take over the weights as they are now."""
-        if self.halved:
-            self.halves.copy_(self.own)
+    def sync(self) -> None:
+        """Copy the master weights to the half-precision weights."""
+        if self.cast_parameters:
+            self.half.copy_(self.master)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss to those of the model's own parameters."""
+        """Add the gradients of a loss to those of the master weights."""
         loss.backward()
-        first: list[tuple[Tensor, Tensor]] = []
-        later: list[tuple[Tensor, Tensor]] = []
-        for each in self.halved:
-            if each.copy.grad is not None:
-                (first if each.own.grad is None else later).append((each.gradient, each.copy.grad))
-                each.own.grad, each.copy.grad = each.gradient, None
-        if first:
-            torch._foreach_copy_([own for own, _ in first], [copied for _, copied in first])
-        if later:
-            torch._foreach_add_([own for own, _ in later], [copied for _, copied in later])
+        new: list[tuple[Tensor, Tensor]] = []
+        accumulated: list[tuple[Tensor, Tensor]] = []
+        for each in self.cast_parameters:
+            if each.half.grad is not None:
+                (new if each.master.grad is None else accumulated).append((each.gradient, each.half.grad))
+                each.master.grad, each.half.grad = each.gradient, None
+        if new:
+            torch._foreach_copy_([target for target, _ in new], [grad for _, grad in new])
+        if accumulated:
+            torch._foreach_add_([target for target, _ in accumulated], [grad for _, grad in accumulated])
 
 
-def laid_out(model: nn.Module, precision: torch.dtype) -> tuple[Tensor, Tensor, dict[nn.Parameter, slice]]:
-    """The weights and biases of a model's products moved to one stretch of memory, a copy of it, and who is where."""
+def flatten_linears(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[nn.Parameter, slice]]:
+    """Move the parameters of all linear layers into one fp32 buffer; also its copy in `dtype`, and each one's slice."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     parameters = [parameter for linear in linears for parameter in linear.parameters()]
-    places, end = {}, 0
+    slices, end = {}, 0
     for parameter in parameters:
-        places[parameter] = slice(end, end + parameter.numel())
-        end += -(-parameter.numel() // ALIGNED) * ALIGNED
-    own = torch.zeros(end, device=parameters[0].device)
-    for parameter, place in places.items():
-        own[place] = parameter.detach().flatten()
-        parameter.data = own[place].view_as(parameter)
-    return own, own.to(precision), places
+        slices[parameter] = slice(end, end + parameter.numel())
+        end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+    master = torch.zeros(end, device=parameters[0].device)
+    for parameter, part in slices.items():
+        master[part] = parameter.detach().flatten()
+        parameter.data = master[part].view_as(parameter)
+    return master, master.to(dtype), slices

@@ -1,8 +1,7 @@
-"""The loss of guesses and samples of them in one pass over the vocabulary, on a GPU.
+"""The MLM head on a GPU: loss and sample in one pass over the vocabulary logits.
 
-Logits over the vocabulary are the largest thing in a step. Here they are read once, for the softmax, the loss and the
-draw alike, and their gradient is written once, and added up for the bias on the way; the plain way reads and writes
-them half a dozen times.
+The logits are the largest tensor of a step. They are read once for softmax, loss and sample together, and their
+gradient is written once, with the column sums for the bias; separate operations read and write them six times.
 """
 
 import torch
@@ -11,165 +10,165 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from electra.kernels.noise import scramble
-from electra.kernels.powers import LN2, LOG2E
-from electra.kernels.reductions import column_sums, tiles_of
+from electra.kernels.reductions import LN2, LOG2E, column_sums, hash_uint32, split_rows
 from electra.kernels.side_stream import WeightGradientStream
 from electra.random import BLOCK
 
-ALIGNED = 64  # entries: products over a vocabulary filled up to a multiple of so many are several times faster
-BLOCKS_AT_ONCE = 16
-ROWS, COLUMNS = 2, 1024  # of a tile of the gradient
+VOCAB_MULTIPLE = 64  # matrix products with a vocabulary padded to a multiple of this are several times faster
+VOCAB_BLOCKS = 16  # blocks of the vocabulary that are read at a time
+BLOCK_ROWS, BLOCK_COLUMNS = 2, 1024  # of the backward pass
 
 
 @triton.jit
 def gumbel(keys, counter):
-    """The noise of `randomness.gumbel` for a row's `keys`, at `counter`."""
+    """The noise of `electra.random.gumbel` for one row's `keys` [2], at `counter`."""
     first, second = tl.load(keys).to(tl.uint32), tl.load(keys + 1).to(tl.uint32)
-    bits = scramble(scramble(counter.to(tl.uint32) ^ first) + second)
+    bits = hash_uint32(hash_uint32(counter.to(tl.uint32) ^ first) + second)
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    small = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))  # where 1 − u would lose digits
+    small = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))  # where 1 − u loses digits
     return -tl.log(tl.where(uniform < 0.01, small, -tl.log(1.0 - uniform)))
 
 
 @triton.jit
-def read_entries(logits, entry, V, stride):
-    """Logits in fp32; behind the vocabulary's end they are impossible. What fills it up is read, too: many at once."""
+def load_logits(logits, entry, V, stride):
+    """Logits in fp32, −inf from V on. The padding is loaded as well, which keeps loads wide."""
     return tl.where(entry < V, tl.load(logits + entry, mask=entry < stride, other=0.0).to(tl.float32), float("-inf"))
 
 
 @triton.jit
-def score_kernel(
-    logits, originals, block_keys, token_keys, blocks, losses, sampled, totals, V, stride, places,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr,
+def mlm_loss_and_sample_kernel(
+    logits, labels, block_keys, token_keys, block_logsumexp, losses, samples, logsumexp, V, stride, num_positions,
+    NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, VOCAB_BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program for each guess: the logarithm of each block's sum, some at a time, then the choice of a block.
+    """One program per prediction: the logsumexp of each block of the vocabulary, then the sample of a block, then of a
+    token in it.
 
-    Blocks are written down in between: as a row of numbers, each thread draws for some of them, and none twice."""
-    guess = tl.program_id(0).to(tl.int64)
-    row, place = guess // places, guess % places
-    logits += guess * stride
-    blocks += guess * WIDTH
+    The blocks' logsumexp goes through memory: loaded as one vector, every thread draws noise for different blocks."""
+    prediction = tl.program_id(0).to(tl.int64)
+    row, position = prediction // num_positions, prediction % num_positions
+    logits += prediction * stride
+    block_logsumexp += prediction * WIDTH
     within = tl.arange(0, BLOCK)
-    for start in tl.range(0, BLOCKS, AT_ONCE, num_stages=2):  # the next ones are on their way meanwhile
-        block = start + tl.arange(0, AT_ONCE)
-        found = read_entries(logits, block[:, None] * BLOCK + within[None, :], V, stride)  # [AT_ONCE, BLOCK]
-        highest = tl.maximum(tl.max(found, 1), -1e30) * LOG2E
-        sums = tl.sum(tl.exp2(found * LOG2E - highest[:, None]), 1)
-        tl.store(blocks + block, (highest + tl.log2(sums)) * LN2)
-    tl.debug_barrier()  # what the others wrote is read
+    for start in tl.range(0, NUM_BLOCKS, VOCAB_BLOCKS, num_stages=2):  # prefetches the next blocks
+        block = start + tl.arange(0, VOCAB_BLOCKS)
+        tile = load_logits(logits, block[:, None] * BLOCK + within[None, :], V, stride)  # [VOCAB_BLOCKS, BLOCK]
+        highest = tl.maximum(tl.max(tile, 1), -1e30) * LOG2E
+        sums = tl.sum(tl.exp2(tile * LOG2E - highest[:, None]), 1)
+        tl.store(block_logsumexp + block, (highest + tl.log2(sums)) * LN2)
+    tl.debug_barrier()  # other threads' stores are loaded next
     block = tl.arange(0, WIDTH)
-    mass = tl.load(blocks + block, mask=block < BLOCKS, other=float("-inf"))
-    noisy = mass + gumbel(block_keys + 2 * row, place * BLOCKS + block)  # impossible: −inf
-    chosen = tl.minimum(tl.argmax(noisy, 0), BLOCKS - 1)
+    mass = tl.load(block_logsumexp + block, mask=block < NUM_BLOCKS, other=float("-inf"))
+    noisy = mass + gumbel(block_keys + 2 * row, position * NUM_BLOCKS + block)
+    sampled_block = tl.minimum(tl.argmax(noisy, 0), NUM_BLOCKS - 1)
     top = tl.maximum(tl.max(mass, 0), -1e30)
-    whole = top + tl.log(tl.sum(tl.exp(mass - top), 0))
-    noisy = read_entries(logits, chosen * BLOCK + within, V, stride)
-    noisy += gumbel(token_keys + 2 * row, place * BLOCK + within)
-    winner = tl.minimum(chosen * BLOCK + tl.argmax(noisy, 0), V - 1)  # of logits that are no numbers, too, an entry
-    tl.store(sampled + guess, winner.to(tl.int64))
-    tl.store(losses + guess, whole - tl.load(logits + tl.load(originals + guess)).to(tl.float32))
-    tl.store(totals + guess, whole)
+    total = top + tl.log(tl.sum(tl.exp(mass - top), 0))
+    noisy = load_logits(logits, sampled_block * BLOCK + within, V, stride)
+    noisy += gumbel(token_keys + 2 * row, position * BLOCK + within)
+    sample = tl.minimum(sampled_block * BLOCK + tl.argmax(noisy, 0), V - 1)  # a valid id even for NaN logits
+    tl.store(samples + prediction, sample.to(tl.int64))
+    tl.store(losses + prediction, total - tl.load(logits + tl.load(labels + prediction)).to(tl.float32))
+    tl.store(logsumexp + prediction, total)
 
 
 @triton.jit
-def gradient_of_score_kernel(
-    logits, originals, totals, grown, gradient, sums, N, V, stride, tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """(softmax − what stood there) · the loss's gradient [N, stride], and its sums over each program's guesses."""
-    entry = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for tile in tl.range(tiles, num_stages=2):  # the next tile is on its way meanwhile
-        guess = ((tl.program_id(0) * tiles + tile) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        place, is_guess = guess[:, None] * stride + entry[None, :], guess < N
-        is_there = is_guess[:, None] & (entry < stride)[None, :]
-        found = tl.load(logits + place, mask=is_there, other=0.0).to(tl.float32)
-        whole = tl.load(totals + guess, mask=is_guess, other=0.0) * LOG2E
-        share = tl.exp2(found * LOG2E - whole[:, None])
-        original = tl.load(originals + guess, mask=is_guess, other=-1).to(tl.int32)
-        share = tl.where(entry[None, :] == original[:, None], share - 1.0, share)
-        share = share * tl.load(grown + guess, mask=is_guess, other=0.0)[:, None]
-        share = tl.where((entry < V)[None, :], share, 0.0)
-        tl.store(gradient + place, share.to(gradient.dtype.element_ty), mask=is_there)
-        total += share
-    tl.store(sums + tl.program_id(0).to(tl.int64) * stride + entry, tl.sum(total, 0), mask=entry < stride)
+def mlm_loss_backward_kernel(
+    logits, labels, logsumexp, grad_loss, grad_logits, partials, N, V, stride, blocks,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """grad_logits [N, stride] = (softmax − one-hot label) · grad_loss, and its column sums over each program's rows."""
+    entry = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    for block in tl.range(blocks, num_stages=2):  # prefetches the next block
+        prediction = ((tl.program_id(0) * blocks + block) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        offset, row_mask = prediction[:, None] * stride + entry[None, :], prediction < N
+        mask = row_mask[:, None] & (entry < stride)[None, :]
+        tile = tl.load(logits + offset, mask=mask, other=0.0).to(tl.float32)
+        log_total = tl.load(logsumexp + prediction, mask=row_mask, other=0.0) * LOG2E
+        grad = tl.exp2(tile * LOG2E - log_total[:, None])
+        label = tl.load(labels + prediction, mask=row_mask, other=-1).to(tl.int32)
+        grad = tl.where(entry[None, :] == label[:, None], grad - 1.0, grad)
+        grad = grad * tl.load(grad_loss + prediction, mask=row_mask, other=0.0)[:, None]
+        grad = tl.where((entry < V)[None, :], grad, 0.0)
+        tl.store(grad_logits + offset, grad.to(grad_logits.dtype.element_ty), mask=mask)
+        total += grad
+    tl.store(partials + tl.program_id(0).to(tl.int64) * stride + entry, tl.sum(total, 0), mask=entry < stride)
 
 
-@torch.library.custom_op("electra::score_and_sample", mutates_args=())
-def score_and_sample(
-    states: Tensor, table: Tensor, bias: Tensor, originals: Tensor, block_keys: Tensor, token_keys: Tensor,
-    vocabulary: int,
+@torch.library.custom_op("electra::mlm_loss_and_sample", mutates_args=())
+def mlm_loss_and_sample_op(
+    states: Tensor, table: Tensor, bias: Tensor, labels: Tensor, block_keys: Tensor, token_keys: Tensor,
+    vocab_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The losses of `originals` [B, M] and samples [B, M], from `states` [B · M, E] and a `table` [V and more, E].
+    """Losses and samples [B, M], logits [B · M, padded V] and their logsumexp [B, M].
 
-    Also the logits [B · M, V and more] and the logarithms of their sums [B, M]. A sample is drawn by Gumbel noise of
-    each row's keys [B, 2]: first a block of the vocabulary, then a token in it.
-    """
+    `states` are [B · M, E] and `table` [padded V, E]."""
     logits = torch.addmm(bias.to(states.dtype), states, table.T)
-    losses, totals = (torch.empty(originals.shape, device=logits.device) for _ in range(2))
-    sampled, count = torch.empty_like(originals), triton.cdiv(vocabulary, BLOCK)
-    width = triton.next_power_of_2(triton.cdiv(count, BLOCKS_AT_ONCE) * BLOCKS_AT_ONCE)
-    blocks = torch.empty(originals.numel(), width, device=logits.device)
-    score_kernel[(originals.numel(),)](
-        logits, originals, block_keys, token_keys, blocks, losses, sampled, totals, vocabulary, logits.shape[1],
-        originals.shape[1], BLOCKS=count, BLOCK=BLOCK, AT_ONCE=BLOCKS_AT_ONCE, WIDTH=width, num_warps=4,
+    losses, logsumexp = (torch.empty(labels.shape, device=logits.device) for _ in range(2))
+    samples, num_blocks = torch.empty_like(labels), triton.cdiv(vocab_size, BLOCK)
+    width = triton.next_power_of_2(triton.cdiv(num_blocks, VOCAB_BLOCKS) * VOCAB_BLOCKS)
+    block_logsumexp = torch.empty(labels.numel(), width, device=logits.device)
+    mlm_loss_and_sample_kernel[(labels.numel(),)](
+        logits, labels, block_keys, token_keys, block_logsumexp, losses, samples, logsumexp, vocab_size,
+        logits.shape[1], labels.shape[1],
+        NUM_BLOCKS=num_blocks, BLOCK=BLOCK, VOCAB_BLOCKS=VOCAB_BLOCKS, WIDTH=width, num_warps=4,
     )  # fmt: skip
-    return losses, sampled, logits, totals
+    return losses, samples, logits, logsumexp
 
 
-@score_and_sample.register_fake
-def _(states, table, bias, originals, block_keys, token_keys, vocabulary):
-    losses = states.new_empty(originals.shape, dtype=torch.float32)
+@mlm_loss_and_sample_op.register_fake
+def _(states, table, bias, labels, block_keys, token_keys, vocab_size):
+    losses = states.new_empty(labels.shape, dtype=torch.float32)
     logits = states.new_empty(states.shape[0], table.shape[0])
-    return losses, torch.empty_like(originals), logits, torch.empty_like(losses)
+    return losses, torch.empty_like(labels), logits, torch.empty_like(losses)
 
 
-@torch.library.custom_op("electra::gradients_of_scores", mutates_args=())
-def gradients_of_scores(
-    states: Tensor, table: Tensor, originals: Tensor, logits: Tensor, totals: Tensor, grown: Tensor, vocabulary: int
+@torch.library.custom_op("electra::mlm_loss_backward", mutates_args=())
+def mlm_loss_backward_op(
+    states: Tensor, table: Tensor, labels: Tensor, logits: Tensor, logsumexp: Tensor, grad_loss: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of states, table and bias from that of the losses, `grown` [B, M]."""
-    (N, stride), gradient, side_stream = logits.shape, torch.empty_like(logits), WeightGradientStream()
-    columns = triton.cdiv(stride, COLUMNS)
-    tiles, programs = tiles_of(N, ROWS, columns)
-    parts = torch.empty(programs, stride, device=logits.device)
-    gradient_of_score_kernel[(programs, columns)](
-        logits, originals, totals, grown.contiguous(), gradient, parts, N, vocabulary, stride, tiles,
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=4,
+    """The gradients of states, table and bias from `grad_loss` [B, M]."""
+    (N, stride), grad_logits, side_stream = logits.shape, torch.empty_like(logits), WeightGradientStream()
+    column_blocks = triton.cdiv(stride, BLOCK_COLUMNS)
+    blocks, programs = split_rows(N, BLOCK_ROWS, column_blocks)
+    partials = torch.empty(programs, stride, device=logits.device)
+    mlm_loss_backward_kernel[(programs, column_blocks)](
+        logits, labels, logsumexp, grad_loss.contiguous(), grad_logits, partials, N, vocab_size, stride, blocks,
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=4,
     )  # fmt: skip
-    of_table, of_bias = side_stream(torch.mm, gradient.T, states), side_stream(column_sums, parts, torch.float32)
-    of_states = gradient @ table
+    grad_table = side_stream(torch.mm, grad_logits.T, states)
+    grad_bias = side_stream(column_sums, partials, torch.float32)
+    grad_states = grad_logits @ table
     side_stream.join()
-    return of_states, of_table, of_bias
+    return grad_states, grad_table, grad_bias
 
 
-@gradients_of_scores.register_fake
-def _(states, table, originals, logits, totals, grown, vocabulary):
-    of_bias = states.new_empty(table.shape[0], dtype=torch.float32)
-    return torch.empty_like(states), torch.empty_like(table), of_bias
+@mlm_loss_backward_op.register_fake
+def _(states, table, labels, logits, logsumexp, grad_loss, vocab_size):
+    grad_bias = states.new_empty(table.shape[0], dtype=torch.float32)
+    return torch.empty_like(states), torch.empty_like(table), grad_bias
 
 
-def remember(ctx, inputs, output) -> None:
-    states, table, _, originals, _, _, ctx.vocabulary = inputs
-    _, *others = output
-    ctx.mark_non_differentiable(*others)
-    ctx.save_for_backward(states, table, originals, *others[1:])
+def setup_context(ctx, inputs, output) -> None:
+    states, table, _, labels, _, _, ctx.vocab_size = inputs
+    _, samples, logits, logsumexp = output
+    ctx.mark_non_differentiable(samples, logits, logsumexp)
+    ctx.save_for_backward(states, table, labels, logits, logsumexp)
 
 
-def backward(ctx, grown: Tensor, *_: Tensor):
-    return *gradients_of_scores(*ctx.saved_tensors, grown, ctx.vocabulary), None, None, None, None
+def backward(ctx, grad_loss: Tensor, *_: Tensor):
+    return *mlm_loss_backward_op(*ctx.saved_tensors, grad_loss, ctx.vocab_size), None, None, None, None
 
 
-score_and_sample.register_autograd(backward, setup_context=remember)
+mlm_loss_and_sample_op.register_autograd(backward, setup_context=setup_context)
 
 
-def loss_and_sample(
-    states: Tensor, table: Tensor, bias: Tensor, originals: Tensor, block_keys: Tensor, token_keys: Tensor
+def mlm_loss_and_sample(
+    states: Tensor, table: Tensor, bias: Tensor, labels: Tensor, block_keys: Tensor, token_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Losses of `originals` [B, M], and samples [B, M], by guesses from `states` [B, M, E]."""
-    size, table = len(table), table.to(states.dtype)
-    if padding := -size % ALIGNED:  # padding by nothing would copy the table
+    """Losses of `labels` [B, M] and samples [B, M], from `states` [B, M, E] and the token `table` [V, E]."""
+    vocab_size, table = len(table), table.to(states.dtype)
+    if padding := -vocab_size % VOCAB_MULTIPLE:  # padding by zero rows would still copy the table
         table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(bias, (0, padding))
     flat = states.flatten(0, 1).contiguous()
-    losses, sampled, *_ = score_and_sample(flat, table, bias, originals, block_keys, token_keys, size)
-    return losses, sampled
+    losses, samples, *_ = mlm_loss_and_sample_op(flat, table, bias, labels, block_keys, token_keys, vocab_size)
+    return losses, samples

@@ -65,40 +65,37 @@ class EncoderConfig:
         self.check_numbers()
         self.check_style()
         if self.width % self.heads:
-            raise ConfigError(
-                f"width {self.width} is not divisible by {self.heads} heads; "
-                f"try width {max(1, self.width // self.heads) * self.heads} or another number of heads"
-            )
+            closest = max(1, self.width // self.heads) * self.heads
+            raise ConfigError(f"is {self.width}, not a multiple of {self.heads} heads; try {closest}", field="width")
         if self.is_modern() and self.width // self.heads % 2:
             raise ConfigError(
-                f"{self.heads} heads of width {self.width // self.heads} cannot use rotary positions, which need an "
-                "even head width; choose another width or number of heads"
+                f"is {self.width}: {self.heads} heads of width {self.width // self.heads}, but rotary positions need "
+                "an even head width",
+                field="width",
             )
 
     def check_numbers(self) -> None:
         for field in fields(self):
             if field.type == "int" and field.name != "pad_id" and getattr(self, field.name) < 1:
-                raise ConfigError(f"{field.name} is {getattr(self, field.name)}; it must be at least 1")
+                raise ConfigError(f"is {getattr(self, field.name)}; it must be at least 1", field=field.name)
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and less than 1")
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and less than 1", field=name)
         for name in ("init_std", "norm_epsilon"):
             if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be between 0 and 1")
+                raise ConfigError(f"is {getattr(self, name)}; it must be between 0 and 1", field=name)
         for name in ("global_theta", "local_theta"):
             if getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be greater than 1, usually 10000 or more")
+                raise ConfigError(f"is {getattr(self, name)}; it must be greater than 1, usually 10000", field=name)
         if not 0 <= self.pad_id < self.vocab_size:
-            raise ConfigError(f"pad_id {self.pad_id} is not in the vocabulary of {self.vocab_size:,} entries")
+            raise ConfigError(f"is {self.pad_id}; the vocabulary has {self.vocab_size:,} entries", field="pad_id")
 
     def check_style(self) -> None:
         if self.style not in get_args(Style):
-            raise ConfigError(f"unknown style {self.style!r}; choose from {', '.join(get_args(Style))}")
+            raise ConfigError(f"is {self.style!r}; choose from {', '.join(get_args(Style))}", field="style")
         for name in MODERN_FIELDS:
             if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}, but the classic style does not have it; use --style modern"
-                )
+                raise ConfigError(f"is {getattr(self, name)}, but only --style modern has it", field=name)
 
     def is_modern(self) -> bool:
         return self.style == "modern"
@@ -139,20 +136,20 @@ class ElectraConfig:
 
     def __post_init__(self) -> None:
         if self.head not in get_args(Head):
-            raise ConfigError(f"unknown head {self.head!r}; choose from {', '.join(get_args(Head))}")
+            raise ConfigError(f"is {self.head!r}; choose from {', '.join(get_args(Head))}", field="head")
         if self.sharing not in get_args(Sharing):
-            raise ConfigError(f"unknown sharing {self.sharing!r}; choose from {', '.join(get_args(Sharing))}")
+            raise ConfigError(f"is {self.sharing!r}; choose from {', '.join(get_args(Sharing))}", field="sharing")
         if self.generator is None or self.discriminator is None:
             if self.sharing != "none":
-                raise ConfigError(f"sharing={self.sharing} needs both a generator and a discriminator")
+                raise ConfigError(f"is {self.sharing}, which needs a generator and a discriminator", field="sharing")
             return
         for name in EQUAL_FIELDS[self.sharing]:
-            pair = getattr(self.generator, name), getattr(self.discriminator, name)
-            if pair[0] != pair[1]:
-                values = [f"{value:,}" if isinstance(value, int) else value for value in pair]
+            ours, theirs = getattr(self.generator, name), getattr(self.discriminator, name)
+            if ours != theirs:
                 raise ConfigError(
-                    f"sharing={self.sharing} needs a generator and a discriminator with the same {name}, but they "
-                    f"have {values[0]} and {values[1]}; make them equal or share less"
+                    f"is {self.sharing}, which needs the same {name} in both models, but the generator has {ours} and "
+                    f"the discriminator {theirs}; make them equal or share less",
+                    field="sharing",
                 )
 
     @classmethod
@@ -230,7 +227,7 @@ SIZES = {
 
 def get_size(name: str) -> SizePreset:
     if name not in SIZES:
-        raise ConfigError(f"unknown size {name!r}; choose from {', '.join(SIZES)}")
+        raise ConfigError(f"is {name!r}; choose from {', '.join(SIZES)}", field="size")
     return SIZES[name]
 
 
@@ -312,11 +309,8 @@ class ModelConfig:
     def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The generator-discriminator pair for a vocabulary."""
         size = get_size(self.size)
-        preset = (
-            to_modern(size.discriminator) if self.style == "modern" else replace(size.discriminator, style=self.style)
-        )
-        with error_prefix("discriminator"):
-            discriminator = replace(preset, vocab_size=vocab_size, pad_id=pad_id, **self.overrides())
+        preset = to_modern(size.discriminator) if self.style == "modern" else size.discriminator
+        discriminator = replace(preset, style=self.style, vocab_size=vocab_size, pad_id=pad_id, **self.overrides())
         with error_prefix("generator"):
             generator = self.generator_config(discriminator, size.generator_width_ratio)
         if self.scale_init_by_width:

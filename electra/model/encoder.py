@@ -1,11 +1,11 @@
-"""The encoder: embeddings, then Transformer layers. Text goes in, one vector per token comes out.
+"""The encoder: embeddings, then Transformer layers; token ids to one hidden state per token.
 
-The classic style is BERT's and ELECTRA's to the last bit: the sum of three embeddings, normalised, projected where the
-embedding width differs from the hidden width; post-norm layers; exact (erf) GELU. `transformers` calls it ElectraModel.
+The classic style equals BERT and ELECTRA (`transformers`' ElectraModel): token, position and segment embeddings, summed
+and normalised, projected where the embedding width differs from the hidden width; post-norm layers; exact (erf) GELU.
 
 The modern style is ModernBERT's: token embeddings, projected where widths differ, then normalised; pre-norm layers with
-rotary positions and gated feed-forward; no biases. Where embeddings are not narrower, `transformers` calls it
-ModernBertModel; where they are, table and projection multiply out to one.
+rotary positions and GeGLU; no biases. With a projection, `transformers`' ModernBertModel has table and projection
+multiplied into one table.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from electra.kernels.dispatch import HAS_TRITON, is_for_kernels, precision_at
-from electra.model.activation import gated_gelu_of, plain_gelu_of
-from electra.model.attention import AttentionBias, Kernel, attend, attention_bias_of, kernel_for, turns_of, within
+from electra.kernels import dispatch, reference
+from electra.kernels.dispatch import AttentionBackend, AttentionBias
+from electra.kernels.reference import gather_positions
+from electra.model.attention import limit_to_window, make_attention_bias, make_rope
 from electra.model.config import EncoderConfig, check_length
-
-if HAS_TRITON:
-    from electra.kernels import fused_layers as classic_layer
-    from electra.kernels import gather as chosen_rows
-    from electra.kernels import modern_layer
 
 
 class Norm(nn.LayerNorm):
-    """LayerNorm, worked out in fp32; what it gives out is ready for the products that follow.
+    """LayerNorm in fp32 whose output has the dtype of the matrix products that follow.
 
-    Under autocast it would leave in fp32, and every layer would move twice the bytes."""
+    Under autocast it would be fp32, and every layer would move twice the bytes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden).to(precision_at(hidden))
+        return super().forward(hidden).to(dispatch.compute_dtype(hidden))
+
+
+def norm(config: EncoderConfig, width: int) -> Norm:
+    """A LayerNorm, in the modern style without bias."""
+    return Norm(width, config.norm_epsilon, bias=not config.is_modern())
+
+
+def linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer, in the modern style without bias."""
+    return nn.Linear(inputs, outputs, bias=not config.is_modern())
 
 
 class TokenEmbeddings(nn.Module):
-    """What a token is (token table); the modern style needs no more: positions turn, and segments are read alike.
+    """Token embeddings; the modern style has no others, since positions are rotary and segments are ignored.
 
-    A `base`, if there is one, is added to and not moved: E = stopgrad(E_base) + E_Δ.
-    """
+    With a `base` (disentangled sharing) the tables are differences to its tables: E = stopgrad(E_base) + E_Δ."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -50,32 +55,32 @@ class TokenEmbeddings(nn.Module):
         self.base: TokenEmbeddings | None = None
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        return self.summed(input_ids, segment_ids)  # [B, L, E]
+        return self.embed(input_ids, segment_ids)  # [B, L, E]
 
-    def summed(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """The embeddings of each token, added up, and to the base's."""
-        own = self.looked_up(input_ids, segment_ids)
+    def embed(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+        """The sum of all embeddings, including the base's, before norm and dropout."""
+        embedded = self.look_up(input_ids, segment_ids)
         if self.base is None:
-            return own
+            return embedded
         with torch.no_grad():
-            base = self.base.summed(input_ids, segment_ids)
-        return base + own
+            base = self.base.embed(input_ids, segment_ids)
+        return base + embedded
 
-    def token_table(self) -> Tensor:
-        """What each token of the vocabulary is [V, E]: the output table of a model that predicts tokens."""
-        return self.token.weight if self.base is None else self.base.token_table().detach() + self.token.weight
-
-    def looked_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """The sum of what the own tables have."""
+    def look_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+        """The sum of this module's embeddings."""
         return self.token(input_ids)
 
+    def token_table(self) -> Tensor:
+        """The token embeddings [V, E], which are also the output table of a masked language model."""
+        return self.token.weight if self.base is None else self.base.token_table().detach() + self.token.weight
+
     def tables(self) -> Iterator[nn.Embedding]:
-        """The own tables."""
+        """The embedding tables of this module."""
         return (module for module in self.children() if isinstance(module, nn.Embedding))
 
 
 class Embeddings(TokenEmbeddings):
-    """What a token is (token table), where it stands (position table), which segment it is in (segment table)."""
+    """Token, position and segment embeddings with LayerNorm and dropout (classic style)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
@@ -85,21 +90,19 @@ class Embeddings(TokenEmbeddings):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        return self.dropout(self.norm(self.summed(input_ids, segment_ids)))  # [B, L, E]
+        return self.dropout(self.norm(self.embed(input_ids, segment_ids)))  # [B, L, E]
 
-    def looked_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """The three embeddings of each token, added in the order that `transformers` adds them."""
+    def look_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+        """The sum in the order of `transformers`, for equal rounding."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         segment = self.segment.weight[0] if segment_ids is None else self.segment(segment_ids)
         return self.token(input_ids) + segment + self.position(positions)
 
 
-def disentangled(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
-    """Embeddings that add to another model's without moving them: E = stopgrad(E_base) + E_Δ, E_Δ zero at first.
+def disentangled_embeddings(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
+    """Embeddings that add a difference, zero at first, to another model's: E = stopgrad(E_base) + E_Δ (DeBERTa-v3).
 
-    So two tasks do not pull one table two ways (DeBERTa-v3). The own tables are the differences. A LayerNorm is the
-    own too: sharing that would let its gradient into the other model.
-    """
+    The gradients of this model's loss do not reach the base. For the same reason the LayerNorm is not shared."""
     embeddings = type(base)(config)
     for table in embeddings.tables():
         nn.init.zeros_(table.weight)
@@ -107,8 +110,20 @@ def disentangled(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbedding
     return embeddings
 
 
+class EmbeddingNorm(nn.Module):
+    """LayerNorm and dropout of the projected embeddings (modern style); its output stays in fp32."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width, config.norm_epsilon, bias=False)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dropout(self.norm(hidden))
+
+
 class Attention(nn.Module):
-    """Every token looks at the tokens within its reach."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -116,45 +131,47 @@ class Attention(nn.Module):
         self.qkv = linear(config, config.width, 3 * config.width)
         self.output = linear(config, config.width, config.width)
 
-    def forward(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
-        return self.output(chosen(self.mix(hidden, reach), at))  # [B, L or M, D]
-
-    def mix(self, hidden: Tensor, reach: AttentionBias) -> Tensor:
-        """What each token takes from those it looks at: [B, L, D]."""
+    def forward(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
-        return attend(qkv, reach, self.dropout if self.training else 0.0).flatten(2)
+        mixed = dispatch.attention(qkv, bias, self.dropout if self.training else 0.0).flatten(2)  # [B, L, D]
+        return self.output(gather_positions(mixed, positions))  # [B, L or M, D]
 
 
 class FeedForward(nn.Module):
-    """Each token by itself: widen, GELU, narrow."""
+    """down(gelu(up(x)))."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.widen = nn.Linear(config.width, config.feedforward)
-        self.narrow = nn.Linear(config.feedforward, config.width)
+        self.up = nn.Linear(config.width, config.feedforward)
+        self.down = nn.Linear(config.feedforward, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.narrow(plain_gelu_of(self.widen, hidden))
+        return self.down(reference.linear_gelu(self.up, hidden))
 
 
 class GatedFeedForward(nn.Module):
-    """Each token by itself: widen twice, GELU of one times the other, narrow (GeGLU)."""
+    """down(gelu(a) · b), where up(x) is a and b side by side (GeGLU)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.widen = linear(config, config.width, 2 * config.feedforward)
-        self.narrow = linear(config, config.feedforward, config.width)
+        self.up = linear(config, config.width, 2 * config.feedforward)
+        self.down = linear(config, config.feedforward, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.narrow(self.dropout(gated_gelu_of(self.widen(hidden))))
+        return self.down(self.dropout(dispatch.geglu(self.up(hidden))))
+
+
+def cast_parameters(layer: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """A layer's parameters in order, those of matrix products in `dtype`."""
+    return [each if "norm" in name else each.to(dtype) for name, each in layer.named_parameters()]
 
 
 class ClassicLayer(nn.Module):
-    """A post-norm Transformer layer: what is added is normalised with what it is added to.
+    """A post-norm Transformer layer: x = LN(x + attention(x)); x = LN(x + feedforward(x)).
 
-    It makes hidden states of all tokens, or of those `at` some positions [B, M] only.
-    In half precision on a GPU it is one operation, and the modules inside are not called (so hooks on them are not)."""
+    With `positions` [B, M] only those hidden states are computed. In half precision on a GPU the layer is one fused
+    operation, which does not call the modules inside (nor their hooks)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -164,80 +181,66 @@ class ClassicLayer(nn.Module):
         self.feedforward_norm = norm(config, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
-        if is_for_kernels(hidden) and reach.kernel != "mask":
-            return self.at_once(hidden, reach, at)
-        hidden = self.attention_norm(chosen(hidden, at) + self.dropout(self.attention(hidden, reach, at)))
+    def forward(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
+        if dispatch.can_fuse_classic_layer(hidden, bias):
+            return self.forward_fused(hidden, bias, positions)
+        attended = self.dropout(self.attention(hidden, bias, positions))
+        hidden = self.attention_norm(gather_positions(hidden, positions) + attended)
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
-    def at_once(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
-        """The same as one operation."""
-        precision, is_short = precision_at(hidden), reach.kernel == "short rows"
-        rates = (self.attention.dropout, self.dropout.p) if self.training else (0.0, 0.0)
-        seen = reach.documents if is_short else reach.starts
-        given = hidden.to(precision), parameters_in(self, precision), seen, at, self.attention.heads, is_short
-        return classic_layer.layer_at_once(*given, *rates, self.attention_norm.eps)
-
-
-def chosen(hidden: Tensor, at: Tensor | None) -> Tensor:
-    """The hidden states [B, M, D] at positions `at` [B, M] of those [B, L, D]; all of them without."""
-    return hidden if at is None else hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-def parameters_in(layer: nn.Module, precision: torch.dtype) -> list[Tensor]:
-    """A layer's parameters, those of products in the precision of these."""
-    return [each if "norm" in name else each.to(precision) for name, each in layer.named_parameters()]
+    def forward_fused(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
+        dtype = dispatch.compute_dtype(hidden)
+        return dispatch.fused_classic_layer(
+            hidden.to(dtype),
+            cast_parameters(self, dtype),
+            bias,
+            positions,
+            heads=self.attention.heads,
+            attention_dropout=self.attention.dropout if self.training else 0.0,
+            dropout=self.dropout.p if self.training else 0.0,
+            epsilon=self.attention_norm.eps,
+        )
 
 
 class ModernLayer(nn.Module):
-    """A pre-norm Transformer layer: what is added comes of the normalised, and the sum stays as it is.
+    """A pre-norm Transformer layer: x = x + attention(LN(x)); x = x + feedforward(LN(x)).
 
-    In half precision on a GPU it, too, may be one operation (`at_once`): then neither it nor what is in it is called.
-    """
+    In half precision on a GPU it may be one fused operation, which does not call the modules inside."""
 
     def __init__(self, config: EncoderConfig, is_first: bool) -> None:
         super().__init__()
-        self.attention_norm = nn.Identity() if is_first else norm(config, config.width)  # embeddings come normalised
+        self.attention_norm = nn.Identity() if is_first else norm(config, config.width)  # embeddings are normalised
         self.attention = Attention(config)
         self.feedforward_norm = norm(config, config.width)
         self.feedforward = GatedFeedForward(config)
         self.dropout = nn.Dropout(config.attention_dropout)
 
-    def forward(self, hidden: Tensor, reach: AttentionBias, at: Tensor | None = None) -> Tensor:
-        hidden = chosen(hidden, at) + self.dropout(self.attention(self.attention_norm(hidden), reach, at))
+    def forward(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
+        attended = self.dropout(self.attention(self.attention_norm(hidden), bias, positions))
+        hidden = gather_positions(hidden, positions) + attended
         return hidden + self.feedforward(self.feedforward_norm(hidden))
 
-    def at_once(
+    def forward_fused(
         self,
-        total: Tensor,
-        added: Tensor | None,
-        reach: AttentionBias,
-        precision: torch.dtype,
-        at: Tensor | None = None,
-    ) -> list[Tensor]:
-        """The same as one operation, from a sum [B, L, D] and what the layer before adds to it, as these two again."""
-        assert reach.turns is not None
-        flat = total.flatten(0, 1).contiguous(), None if added is None else added.flatten(0, 1)
-        seen = reach.documents, reach.turns.squeeze(2), chosen_rows.flat_places(at, total)
-        numbers = len(total), self.attention.heads, reach.window, self.feedforward_norm.eps
-        found = modern_layer.modern_layer(*flat, parameters_in(self, precision), *seen, *numbers)
-        return [each.unflatten(0, (len(total), -1)) for each in found[:2]]
+        residual: Tensor,
+        pending: Tensor | None,
+        bias: AttentionBias,
+        positions: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """The fp32 residual stream and the feed-forward output that the next layer adds to it."""
+        return dispatch.fused_modern_layer(
+            residual,
+            pending,
+            cast_parameters(self, dtype),
+            bias,
+            positions,
+            heads=self.attention.heads,
+            epsilon=self.feedforward_norm.eps,
+        )
 
-    def is_dropping(self) -> bool:
-        """Whether anything is dropped in it."""
+    def has_dropout(self) -> bool:
         return self.training and max(self.dropout.p, self.attention.dropout, self.feedforward.dropout.p) > 0
-
-
-class Entry(nn.Module):
-    """The way into modern layers: embeddings are normalised once they are as wide as hidden states."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.width, config.norm_epsilon, bias=False)  # sums of many layers stay in fp32
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.dropout(self.norm(hidden))
 
 
 class Encoder(nn.Module):
@@ -245,16 +248,20 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.config = config
-        self.embeddings = TokenEmbeddings(config) if config.is_modern() else Embeddings(config)
-        self.project = project_of(config)
-        self.entry = Entry(config) if config.is_modern() else nn.Identity()
-        self.layers = nn.ModuleList(layer_of(config, number) for number in range(config.layers))
-        self.final_norm = norm(config, config.width) if config.is_modern() else nn.Identity()
-        self.activation_checkpointing = False  # gradient checkpointing: less memory, a third more work
+        self.config, is_modern = config, config.is_modern()
+        has_projection = config.embedding_width != config.width
+        self.embeddings = TokenEmbeddings(config) if is_modern else Embeddings(config)
+        self.project = linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
+        self.embedding_norm = EmbeddingNorm(config) if is_modern else nn.Identity()
+        self.layers = nn.ModuleList(
+            ModernLayer(config, is_first=number == 0) if is_modern else ClassicLayer(config)
+            for number in range(config.layers)
+        )
+        self.final_norm = norm(config, config.width) if is_modern else nn.Identity()
+        self.activation_checkpointing = False
         initialize(self, config.init_std)
-        if config.is_modern():
-            calm(self.layers)
+        if is_modern:
+            scale_residual_projections(self.layers)
 
     def forward(
         self,
@@ -266,99 +273,78 @@ class Encoder(nn.Module):
         *,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """`attention_mask` is False at padding, which stands at one end of a row, `segment_ids` 1 in segment B; tokens
-        see only their own of `document_ids`.
+        """Hidden states [B, L, D], or [B, M, D] at `positions` [B, M], to which the last layer is then restricted.
 
-        Leave out what all rows have alike: no padding, segment A, one document a row. `cu_seqlens` are the boundaries
-        of documents (`compute_cu_seqlens`), without which long rows need a mask in a compiled graph. Where only the states `at`
-        some positions [B, M] are wanted, [B, M, D], the last layer makes no others.
-        """
+        `attention_mask` is False at padding, which must be at one end of a row; `segment_ids` is 1 in segment B; tokens
+        attend only to tokens with their `document_ids`. None means no padding, segment A, one document a row.
+        `cu_seqlens` are the boundaries of the documents (`electra.data.loader.compute_cu_seqlens`); in a compiled graph
+        long rows need them to avoid a mask [B, 1, L, L]."""
         check_length(input_ids.shape[1], self.config)
-        hidden = self.entry(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
-        reaches = self.reaches(input_ids, attention_mask, document_ids, cu_seqlens)
-        through = self.through_at_once if self.goes_at_once(hidden, reaches) else self.through_layers
-        return self.final_norm(through(hidden, reaches, positions))
+        hidden = self.embedding_norm(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
+        biases = self.attention_biases(input_ids, attention_mask, document_ids, cu_seqlens)
+        is_fused = self.can_fuse_modern_layers(hidden, biases)
+        run_layers = self.run_fused_modern_layers if is_fused else self.run_layers
+        return self.final_norm(run_layers(hidden, biases, positions))
 
-    def through_layers(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
-        """What the layers make of hidden states."""
-        for number, layer in enumerate(self.layers):
-            hidden = self.call_layer(layer, hidden, reaches[self.config.is_global(number)], self.wanted(number, at))
+    def run_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
+        for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
+            is_last = number == len(self.layers) - 1
+            hidden = self.call_layer(layer, hidden, bias, positions if is_last else None)
         return hidden
 
-    def wanted(self, number: int, at: Tensor | None) -> Tensor | None:
-        """The positions whose states layer `number` makes: those `at` in the last one, all in the others."""
-        return at if number == len(self.layers) - 1 else None
+    def can_fuse_modern_layers(self, hidden: Tensor, biases: list[AttentionBias]) -> bool:
+        is_modern = all(isinstance(layer, ModernLayer) and not layer.has_dropout() for layer in self.layers)
+        return is_modern and dispatch.can_fuse_modern_layers(hidden, biases)
 
-    def goes_at_once(self, hidden: Tensor, reaches: dict[bool, AttentionBias]) -> bool:
-        """Whether modern layers are one operation each: on a GPU in half precision, in short rows, without dropout."""
-        is_short = all(reach.kernel == "short rows" for reach in reaches.values())
-        is_modern = all(isinstance(layer, ModernLayer) and not layer.is_dropping() for layer in self.layers)
-        return is_modern and is_short and is_for_kernels(hidden)
-
-    def through_at_once(self, hidden: Tensor, reaches: dict[bool, AttentionBias], at: Tensor | None) -> Tensor:
-        """The same of modern layers that are one operation each; their sum is in fp32."""
-        total, precision = hidden.float(), precision_at(hidden)
-        added: Tensor | None = None
-        for number, layer in enumerate(self.layers):
+    def run_fused_modern_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
+        """`run_layers` with fused layers, whose residual stream is in fp32."""
+        residual, dtype = hidden.float(), dispatch.compute_dtype(hidden)
+        pending: Tensor | None = None  # the last layer's feed-forward output, not yet added
+        for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
             assert isinstance(layer, ModernLayer)
-            reach = reaches[self.config.is_global(number)]
-            given = total, added, reach, precision, self.wanted(number, at)
-            total, added = self.call_layer(layer.at_once, *given)
-        return (total if added is None else total + added).to(hidden.dtype)
+            is_last = number == len(self.layers) - 1
+            arguments = residual, pending, bias, positions if is_last else None, dtype
+            residual, pending = self.call_layer(layer.forward_fused, *arguments)
+        return (residual if pending is None else residual + pending).to(hidden.dtype)
 
-    def call_layer(self, layer: Callable[..., Any], *given: Any) -> Any:
-        """What a layer gives; in training perhaps so that it is made again in the backward pass."""
-        is_made_again = self.activation_checkpointing and self.training
-        return checkpoint(layer, *given, use_reentrant=False) if is_made_again else layer(*given)
+    def call_layer(self, layer: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a layer, in training perhaps with activation checkpointing."""
+        if self.activation_checkpointing and self.training:
+            return checkpoint(layer, *arguments, use_reentrant=False)
+        return layer(*arguments)
 
-    def reaches(self, input_ids: Tensor, *surroundings: Tensor | None) -> dict[bool, AttentionBias]:
-        """How far tokens see in layers that are global (True) and in those that are not."""
+    def attention_biases(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> list[AttentionBias]:
+        """The attention bias of each layer."""
         config, length, device = self.config, input_ids.shape[1], input_ids.device
-        attention_mask, documents, starts = surroundings
-        kernel = self.kernel(length, is_listed=documents is None or starts is not None)
-        reach = attention_bias_of(attention_mask, documents, starts, kernel=kernel)
+        backend = self.attention_backend(length, has_cu_seqlens=document_ids is None or cu_seqlens is not None)
+        bias = make_attention_bias(attention_mask, document_ids, cu_seqlens, backend=backend)
         if not config.is_modern():
-            return {True: reach}
-        width = config.width // config.heads
-        reaches = {True: replace(reach, turns=turns_of(length, width, config.global_theta, device))}
+            return [bias] * config.layers
+        head_width = config.width // config.heads
+        local_bias = global_bias = replace(bias, rope=make_rope(length, head_width, config.global_theta, device))
         if config.global_attention_every > 1:
-            near = within(reach, config.local_attention // 2, length, device)
-            reaches[False] = replace(near, turns=turns_of(length, width, config.local_theta, device))
-        return reaches
+            local_bias = limit_to_window(bias, config.local_attention // 2, length, device)
+            local_bias = replace(local_bias, rope=make_rope(length, head_width, config.local_theta, device))
+        return [global_bias if config.is_global(number) else local_bias for number in range(config.layers)]
+
+    def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
+        """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""
+        weight, head_width = next(self.layers.parameters()), self.config.width // self.config.heads
+        return dispatch.attention_backend(weight, length, head_width, has_cu_seqlens)
 
     def tied_projection(self) -> Tensor | None:
-        """The projection [D, E] as part of a tied output table: the modern style's, where it has one."""
+        """The projection [D, E] that the modern style's tied output table is multiplied with, if there is one."""
         return getattr(self.project, "weight", None) if self.config.is_modern() else None
-
-    def kernel(self, length: int, is_listed: bool = False) -> Kernel:
-        """How this device attends in rows of `length` tokens; `is_listed` if their documents are, or there are none."""
-        config, weight = self.config, next(self.layers.parameters())
-        return kernel_for(weight, length, config.width // config.heads, is_listed)
-
-
-def project_of(config: EncoderConfig) -> nn.Module:
-    """The way from the embedding width to the hidden width; nothing where they are equal."""
-    is_needed = config.embedding_width != config.width
-    return linear(config, config.embedding_width, config.width) if is_needed else nn.Identity()
-
-
-def layer_of(config: EncoderConfig, number: int) -> nn.Module:
-    """A layer in the style of the encoder."""
-    return ModernLayer(config, is_first=number == 0) if config.is_modern() else ClassicLayer(config)
-
-
-def linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer, in the modern style without bias."""
-    return nn.Linear(inputs, outputs, bias=not config.is_modern())
-
-
-def norm(config: EncoderConfig, width: int) -> Norm:
-    """A LayerNorm, in the modern style without bias."""
-    return Norm(width, config.norm_epsilon, bias=not config.is_modern())
 
 
 def initialize(module: nn.Module, std: float) -> None:
-    """Weights as released: truncated normal, Glorot uniform for the projection of embeddings, zero biases."""
+    """Initialise as ELECTRA was: truncated normal, zero biases, Glorot uniform for the embedding projection."""
     for name, parameter in module.named_parameters():
         if name == "project.weight":
             nn.init.xavier_uniform_(parameter)
@@ -368,9 +354,9 @@ def initialize(module: nn.Module, std: float) -> None:
             nn.init.zeros_(parameter)
 
 
-def calm(layers: nn.ModuleList) -> None:
-    """Start what pre-norm layers add to the sum smaller, the more of them there are (as ModernBERT and GPT-2 do)."""
+def scale_residual_projections(layers: nn.ModuleList) -> None:
+    """Divide the projections into the residual stream by √(2 · layers), as in GPT-2 and ModernBERT."""
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
-            if name.endswith(("attention.output.weight", "feedforward.narrow.weight")):
+            if name.endswith(("attention.output.weight", "feedforward.down.weight")):
                 parameter.div_((2 * len(layers)) ** 0.5)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import Tensors, merge_embedding_delta, select_part
-from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part
+from electra.huggingface.convert import Tensors, merge_embedding_delta
+from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part, select_part
 from electra.model.config import (
     ElectraConfig,
     EncoderConfig,
@@ -22,7 +22,7 @@ from electra.model.config import (
 )
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder, TokenEmbeddings
-from electra.model.storage import HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
+from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder
 from electra.training.checkpoint import model_folder
 
@@ -110,7 +110,7 @@ def check_tokenizers(init: InitConfig, shards: Shards) -> None:
     if source is not None and not source.exists():
         raise ConfigError(f"--init-generator: there is no folder {source}; give the folder of a model, or fresh")
     for folder in filter(None, (init.model, source)):
-        shards.require_tokenizer(load_model_tokenizer(model_folder(folder)))
+        shards.check_tokenizer(load_model_tokenizer(model_folder(folder)))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def load_previous_phase(model: Electra, checkpoint: Path, init: InitConfig) -> N
     """Load the weights of the previous phase; a new discriminator may be initialised from the generator."""
     previous, weights = read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     for name, parameter in model.named_parameters():
-        is_other_head = name.startswith(HEAD) and previous.head != model.config.head
+        is_other_head = name.startswith(DISCRIMINATOR_HEAD) and previous.head != model.config.head
         if name in weights and not is_other_head:
             parameter.copy_(weights[name])
     is_new = previous.discriminator is None and model.discriminator is not None

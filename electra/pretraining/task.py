@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra.data.loader import Batch, BatchLoader, LoaderConfig, Position, validation_batches
+from electra.data.loader import Batch, BatchLoader, Position, validation_batches
+from electra.data.packing import LoaderConfig
 from electra.data.shards import TOKENIZER, Shards
 from electra.data.tokenizer import Vocabulary
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import write_model
@@ -23,7 +24,7 @@ from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import copy_first_segment, set_sinusoidal_positions, set_unigram_output_bias
 from electra.pretraining.phases import Phase
 from electra.pretraining.samples import write_samples
-from electra.training.hardware import choose_precision, peak_flops
+from electra.training.hardware import choose_precision, peak_flops, uses_compile
 
 UNIGRAM_TOKENS = 50_000_000
 
@@ -35,8 +36,8 @@ class PretrainingTask:
         self.phase, self.shards, self.device = phase, shards, device
         self.config = config = phase.config
         self.model = Electra(phase.model).to(device)
-        self.master_weights = WorkingCopy(self.model, choose_precision(config.hardware.precision, device))
-        self.is_compiled = config.hardware.uses_compile(device)
+        self.master_weights = MasterWeights(self.model, choose_precision(config.hardware.precision, device))
+        self.is_compiled = uses_compile(config.hardware, device)
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
         self.loader = self.build_loader()
@@ -63,14 +64,14 @@ class PretrainingTask:
         for encoder in encoders:
             encoder.activation_checkpointing = config.hardware.activation_checkpointing
         with self.master_weights.autocast():
-            kernels = [encoder.kernel(config.loader.length, is_listed=True) for encoder in encoders]
+            backends = [encoder.attention_backend(config.loader.length, has_cu_seqlens=True) for encoder in encoders]
         return BatchLoader(
             self.shards,
             config.loader,
             seed=config.seed,
             whole_word_masking=config.masking.whole_word_masking,
             device=self.device,
-            with_cu_seqlens="documents" in kernels,
+            with_cu_seqlens="varlen" in backends,
         )
 
     def next_batch(self) -> Batch:
@@ -78,7 +79,7 @@ class PretrainingTask:
         return next(self.batches)
 
     def losses(self, batch: Batch) -> Losses:
-        self.master_weights.refresh()
+        self.master_weights.sync()
         with self.master_weights.autocast():
             return self.compute_losses(self.master_weights.model, batch, self.settings)
 

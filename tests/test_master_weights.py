@@ -5,7 +5,7 @@ import torch
 from conftest import MODERN, WIDE
 from torch import nn
 
-from electra.kernels.master_weights import WorkingCopy
+from electra.kernels.master_weights import MasterWeights
 from electra.model.config import ElectraConfig
 from electra.model.electra import SHARING, Electra
 from electra.model.storage import read_tensors, write_tensors
@@ -21,7 +21,7 @@ def electra():
 
 def test_in_fp32_a_model_works_itself():
     model = nn.Linear(2, 2)
-    assert WorkingCopy(model, torch.float32).model is model
+    assert MasterWeights(model, torch.float32).model is model
 
 
 @pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
@@ -33,10 +33,10 @@ def test_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, shar
     loss.backward()
     expected = {name: parameter.grad for name, parameter in electra.named_parameters()}
     electra.zero_grad()
-    working = WorkingCopy(electra, torch.bfloat16)
-    with working.autocast():
-        copied = total(replaced_token_detection(working.model, batch, settings))
-    working.backward(copied)
+    weights = MasterWeights(electra, torch.bfloat16)
+    with weights.autocast():
+        copied = total(replaced_token_detection(weights.model, batch, settings))
+    weights.backward(copied)
     assert copied.item() == loss.item()
     for name, parameter in electra.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0.01, atol=1e-4)
@@ -44,11 +44,11 @@ def test_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, shar
 
 def test_gradients_of_several_losses_add_up_and_start_afresh():
     model = nn.Linear(2, 1)
-    working = WorkingCopy(model, torch.bfloat16)
+    weights = MasterWeights(model, torch.bfloat16)
     for _ in range(2):  # steps
         for number in (1.0, 2.0):  # micro-batches
-            working.refresh()
-            working.backward(working.model(torch.full((1, 2), number, dtype=torch.bfloat16)).sum())
+            weights.sync()
+            weights.backward(weights.model(torch.full((1, 2), number, dtype=torch.bfloat16)).sum())
         assert model.weight.grad.tolist() == [[3, 3]]
         assert model.bias.grad.tolist() == [2]
         model.zero_grad()
@@ -56,15 +56,15 @@ def test_gradients_of_several_losses_add_up_and_start_afresh():
 
 def test_the_copy_follows_the_model():
     model = nn.Linear(3, 5)
-    working = WorkingCopy(model, torch.bfloat16)
+    weights = MasterWeights(model, torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(0.3)
-    working.refresh()
-    assert torch.equal(working.model.weight, model.weight.bfloat16())
+    weights.sync()
+    assert torch.equal(weights.model.weight, model.weight.bfloat16())
 
 
 def test_tables_and_norms_are_the_models_own_and_what_is_shared_stays_shared(electra):
-    copy = WorkingCopy(electra, torch.bfloat16).model
+    copy = MasterWeights(electra, torch.bfloat16).model
     assert copy.generator.encoder.embeddings is copy.discriminator.encoder.embeddings
     assert copy.generator.encoder.embeddings.token.weight is electra.generator.encoder.embeddings.token.weight
     assert copy.discriminator.encoder.layers[0].attention_norm.weight.dtype == torch.float32
@@ -73,7 +73,7 @@ def test_tables_and_norms_are_the_models_own_and_what_is_shared_stays_shared(ele
 
 def test_what_lies_in_one_stretch_of_memory_is_written_piece_by_piece(electra, tmp_path):
     before = {name: parameter.clone() for name, parameter in electra.named_parameters()}
-    WorkingCopy(electra, torch.bfloat16)
+    MasterWeights(electra, torch.bfloat16)
     write_tensors(tmp_path / "weights", dict(electra.named_parameters()))
     after = read_tensors(tmp_path / "weights")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,153 @@
+"""`electra flops`: parameters and FLOPs of a model, before it is trained."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from electra.errors import ConfigError
+from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
+from electra.model.electra import Electra
+from electra.model.flops import (
+    PUBLISHED_TRAINING_FACTOR,
+    Item,
+    itemize,
+    published_items,
+    total_flops,
+    total_parameters,
+    training_flops,
+)
+from electra.objectives.masking import Count, MaskingConfig, slots
+from electra.objectives.objectives import OBJECTIVES, ObjectiveName
+from electra.pretraining.config import recipe_settings
+from electra.pretraining.phases import model_for_objective, pair_for_objectives
+
+PAPER_SETTINGS = recipe_settings("faithful", ModelConfig.size)
+INFERENCE_LENGTH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopsConfig:
+    """Count the parameters and FLOPs of a model, item by item; only matrix products are counted.
+
+    Length, masking, batch size and steps default to those of the paper for --size.
+    """
+
+    model: ModelConfig
+    objective: ObjectiveName = "rtd"
+    """Pre-training objective. mlm: one encoder of the discriminator's size (BERT); frozen-rtd: the generator has no
+    backward pass and shares no weights."""
+    length: int = PAPER_SETTINGS["length"]
+    """Tokens per row."""
+    mask_fraction: float = PAPER_SETTINGS["mask_fraction"]
+    """Fraction of the tokens to mask."""
+    mask_count: Count = "released"
+    """Number of masked tokens among n: paper: ceil(p·n); released: round(p·n)."""
+    batch_size: int = PAPER_SETTINGS["batch_size"]
+    """Rows per training step."""
+    steps: int = PAPER_SETTINGS["steps"]
+    """Training steps."""
+    vocab_size: int = SMALL.vocab_size
+    """Size of the vocabulary."""
+    inference: bool = False
+    """Count one forward pass of the discriminator, by default over 128 tokens, instead of training."""
+    as_published: bool = False
+    """Count like the paper's table: also elementwise operations, embedding lookups as products with one-hot vectors, 5
+    of 32 tokens predicted, and a backward pass as costly as a forward pass (it is twice that)."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("length", 1), ("batch_size", 1), ("steps", 0)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+        if self.as_published and self.model.style == "modern":
+            raise ConfigError("--as-published counts like the paper, which has no modern style")
+        if self.objective != "rtd" and (self.as_published or self.inference):
+            flag = "--as-published" if self.as_published else "--inference"
+            raise ConfigError(f"{flag} needs --objective rtd, not {self.objective}")
+
+    @classmethod
+    def defaults_for(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The paper's settings for the size in `given`."""
+        settings = recipe_settings("faithful", given.get("size", ModelConfig.size))
+        defaults = {name: settings[name] for name in ("length", "mask_fraction", "batch_size", "steps")}
+        return defaults | {"length": INFERENCE_LENGTH} if given.get("inference") else defaults
+
+    def electra_config(self) -> ElectraConfig:
+        """The trained generator and discriminator; for inference, the discriminator alone."""
+        sharing = "none" if OBJECTIVES[self.objective].is_frozen else self.model.sharing
+        pair = replace(self.model, sharing=sharing).electra_config(self.vocab_size)
+        if self.inference:
+            return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
+        return model_for_objective(pair_for_objectives(pair, [self.objective]), self.objective)
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """Parameters and FLOPs: of each part in a forward pass over one row, and in total."""
+
+    parts: dict[str, list[Item]]
+    parameters: int  # shared ones counted once
+    workload: str  # what `total_flops` is for
+    training_flops_per_row: int | None  # None for inference
+    total_flops: int
+    note: str | None
+
+    def __str__(self) -> str:
+        lines = [f"{'':<24}{'parameters':>15}{'forward FLOPs per row':>24}"]
+        for name, items in self.parts.items():
+            lines += [name, *(table_row(f"  {item.name}", item.parameters, item.flops) for item in items)]
+            lines.append(table_row("  total", total_parameters(items), total_flops(items)))
+        if self.training_flops_per_row is not None:
+            shared = ", shared ones counted once" if len(self.parts) > 1 else ""
+            lines.append(f"parameters{shared}: {self.parameters:,}")
+            lines.append(f"training step: {self.training_flops_per_row:.4g} FLOPs per row")
+        lines.append(f"{self.workload}: {self.total_flops:.4e} FLOPs")
+        return "\n".join(lines if self.note is None else [*lines, self.note])
+
+
+def table_row(name: str, parameters: int, flops: int) -> str:
+    return f"{name:<24}{parameters:>15,}{flops:>24,}"
+
+
+def count_flops(config: FlopsConfig) -> FlopCount:
+    """Count the parameters and FLOPs of the model that `config` describes."""
+    model = config.electra_config()
+    for part in filter(None, (model.generator, model.discriminator)):
+        check_length(config.length, part)
+    parts, training_flops_per_row = count_parts(model, config)
+    if config.inference:
+        forward = sum(map(total_flops, parts.values()))
+        workload = f"forward pass over {config.length} tokens"
+        return FlopCount(parts, count_parameters(model), workload, None, forward, attention_note(model))
+    workload = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
+    total = training_flops_per_row * config.batch_size * config.steps
+    return FlopCount(parts, count_parameters(model), workload, training_flops_per_row, total, attention_note(model))
+
+
+def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
+    """The items of each part, and the FLOPs of a training step per row."""
+    if config.as_published:
+        items = published_items(model, config.length)
+        return items, PUBLISHED_TRAINING_FACTOR * sum(map(total_flops, items.values()))
+    masking = MaskingConfig(mask_fraction=config.mask_fraction, mask_count=config.mask_count)
+    sizes = model, config.length, slots(config.length, masking)
+    return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
+
+
+def attention_note(model: ElectraConfig) -> str | None:
+    """A note on layers with local attention."""
+    for part in filter(None, (model.discriminator, model.generator)):
+        if local := sum(not part.is_global(layer) for layer in range(part.layers)):
+            return (
+                f"{local} of {part.layers} layers have local attention over {part.local_attention} tokens; it is "
+                "counted as global attention, which some kernels compute and mask, while others need fewer FLOPs"
+            )
+    return None
+
+
+def count_parameters(model: ElectraConfig) -> int:
+    """The number of parameters, shared ones counted once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Electra(model).parameters())

@@ -1,0 +1,193 @@
+"""`electra report`: tables and plots that compare runs."""
+
+from dataclasses import asdict, dataclass, replace
+from math import nan
+from pathlib import Path
+
+from electra.config import Positional
+from electra.errors import ConfigError, DataError
+from electra.finetuning.glue import markdown_table
+from electra.plotting import Panel, Points, plot_panels
+from electra.report.runs import Run, find_glue_tables, read_run
+from electra.runfolder import write_file, write_json
+
+METRICS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
+PLOTS = {"loss": "held-out loss", "mlm_loss": "held-out generator MLM loss", "unigram_rtd_auc": "unigram RTD AUC"}
+COSTS = {"flops": "FLOPs", "minutes": "minutes of training"}  # attributes of runs and evaluations, with their labels
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Compare pre-training runs: cost and held-out metrics, in tables and plots.
+
+    Unfinished and damaged runs are listed but not compared."""
+
+    runs: Positional[tuple[Path, ...]]
+    """Run folders."""
+    output: Path | None = None
+    """Folder for report.md, report.json and plots of loss, AUC and GLUE score against FLOPs and minutes."""
+    glue: tuple[str, ...] = ()
+    """Output folders of electra glue: FOLDER if its --model is one of the runs, else RUN=FOLDER. Tables inside a run
+    folder are found without it."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise ConfigError("no runs given; name their folders: electra report runs/a runs/b --output report/")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Comparison of runs."""
+
+    runs: dict[str, Run]  # by the shortest names that differ
+    skipped: dict[str, str]  # reasons by folder
+    notes: list[str]
+    plots: list[str]
+    output: str | None
+
+    def __str__(self) -> str:
+        files = ["report.md", "report.json", *self.plots]
+        written = [f"written to {self.output}: {', '.join(files)}"] if self.output else []
+        return "\n\n".join([self.tables(), *written])
+
+    def tables(self) -> str:
+        """The tables with their notes, as Markdown."""
+        final = {name: run.final_metrics for name, run in self.runs.items()}
+        best = {name: run.best_metrics for name, run in self.runs.items()}
+        parts = ["Cost (FLOPs of matrix products):", markdown_table(cost_table(self.runs))]
+        parts += ["Held-out metrics at the end:", markdown_table(metrics_table(final))]
+        parts += ["Best held-out metrics:", markdown_table(metrics_table(best))]
+        parts += [f"skipped: {folder}: {reason}" for folder, reason in self.skipped.items()]
+        return "\n\n".join([*parts, *self.notes])
+
+    def page(self) -> str:
+        """report.md: tables and plots."""
+        plots = [f"![]({plot})" for plot in self.plots]
+        return "\n\n".join([f"# {', '.join(self.runs)}", self.tables(), *plots]) + "\n"
+
+
+def report(config: ReportConfig) -> Report:
+    """Compare runs, and write tables and plots to `config.output`."""
+    folders = list(dict.fromkeys(config.runs))
+    tables = find_glue_tables(config.glue, folders)
+    runs, skipped = {}, {}
+    for folder in folders:
+        try:
+            runs[folder] = read_run(folder, tables.get(folder))
+        except (ValueError, OSError) as error:  # DataError, or whatever a damaged file causes
+            skipped[str(folder)] = str(error)
+    if not runs:
+        raise DataError("no run can be reported; " + "; ".join(map(": ".join, skipped.items())))
+    named = dict(zip(short_names(list(runs)), runs.values(), strict=True))
+    result = Report(named, skipped, comparison_notes(named), [], None)
+    return result if config.output is None else write_report(result, config.output)
+
+
+def write_report(result: Report, folder: Path) -> Report:
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = plot_runs(folder, result.runs)
+    notes = result.notes + ([] if plots else ["no plots: they need matplotlib (pip install matplotlib)"])
+    result = replace(result, notes=notes, plots=plots, output=str(folder))
+    write_file(folder / "report.md", result.page())
+    write_json(folder / "report.json", asdict(result))
+    return result
+
+
+def short_names(folders: list[Path]) -> list[str]:
+    """The last components of paths, as many as make them differ."""
+    paths = [folder.resolve().parts for folder in folders]
+    for count in range(1, max(map(len, paths))):
+        names = ["/".join(path[-count:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def comparison_notes(runs: dict[str, Run]) -> list[str]:
+    """Reasons why some numbers of the runs are not comparable."""
+    notes = []
+    if len({(run.loss_name(), run.changes) for run in runs.values()}) > 1:
+        notes.append(
+            "loss is the sum of an objective's losses: compare it only between runs with the same objective, generator, "
+            "masking and loss weights"
+        )
+    held_out = {name: run.held_out for name, run in runs.items()}
+    tasks = {name: " ".join(sorted(run.glue.tasks)) for name, run in runs.items() if run.glue}
+    for values, note in (
+        (held_out, "held-out metrics are of different rows and only roughly comparable"),
+        (tasks, "GLUE means are over different tasks and not comparable"),
+    ):
+        if len(set(values.values())) > 1:
+            notes.append(f"{note}: {'; '.join(f'{name}: {value}' for name, value in values.items())}")
+    return notes
+
+
+def cost_table(runs: dict[str, Run]) -> list[list[str]]:
+    """The rows of the table of costs, GLUE scores and changed settings."""
+    has_glue = any(run.glue for run in runs.values())
+    has_changes = any(run.changes for run in runs.values())
+    header = ["run", "size", "objective", "parameters", "steps", "tokens", "minutes", "tokens/s", "FLOPs"]
+    rows = [header + ["GLUE mean", "tasks"] * has_glue + ["changed settings"] * has_changes]
+    for name, run in runs.items():
+        counts = [f"{run.parameters:,}", f"{run.steps:,}", f"{run.tokens:,}"]
+        speed = [f"{run.minutes:.1f}", f"{run.tokens_per_second:,.0f}", f"{run.flops:.3g}"]
+        glue = [f"{run.glue.mean:.2f}", str(len(run.glue.tasks))] if run.glue else ["", ""]
+        optional = glue * has_glue + [run.changes] * has_changes
+        rows.append([name, run.size, run.objective, *counts, *speed, *optional])
+    return rows
+
+
+def metrics_table(metrics: dict[str, dict[str, float]]) -> list[list[str]]:
+    """The rows of a table of metrics by run, with a column for each metric that some run has."""
+    columns = [name for name in METRICS if any(name in values for values in metrics.values())]
+    rows = [
+        [run, *(f"{values[name]:.4f}" if name in values else "" for name in columns)] for run, values in metrics.items()
+    ]
+    return [["run", *(name.replace("_", " ") for name in columns)], *rows]
+
+
+def plot_runs(folder: Path, runs: dict[str, Run]) -> list[str]:
+    """Plot metrics and GLUE scores against FLOPs and minutes; returns the names of the files."""
+    plots = {
+        name: metric_panels(name, runs) for name in PLOTS if any(name in run.final_metrics for run in runs.values())
+    }
+    if scores := {label: run for label, run in runs.items() if run.glue}:
+        plots["glue"] = [
+            Panel(
+                {label: [(getattr(run, cost), run.glue.mean)] for label, run in scores.items() if run.glue},
+                xlabel,
+                "GLUE mean",
+            )
+            for cost, xlabel in COSTS.items()
+        ]
+    return [
+        f"{name}.png"
+        for name, panels in plots.items()
+        if plot_panels(folder / f"{name}.png", panels, columns=len(COSTS), panel_height=4.5)
+    ]
+
+
+def metric_panels(name: str, runs: dict[str, Run]) -> list[Panel]:
+    """The panels of a metric, for each cost; losses with different terms have separate panels."""
+    groups: dict[str, dict[str, Run]] = {}
+    for label, run in runs.items():
+        title = f"{PLOTS[name]}, {run.loss_name()}" if name == "loss" else PLOTS[name]
+        groups.setdefault(title, {})[label] = run
+    return [
+        Panel({label: metric_curve(run, name, cost) for label, run in group.items()}, xlabel, title)
+        for title, group in groups.items()
+        for cost, xlabel in COSTS.items()
+    ]
+
+
+def metric_curve(run: Run, name: str, cost: str) -> Points:
+    """A metric against a cost; the loss has a gap between phases, whose losses differ."""
+    points: Points = []
+    evaluations = [evaluation for evaluation in run.evaluations if name in evaluation.metrics]
+    for previous, evaluation in zip([None, *evaluations], evaluations, strict=False):
+        if name == "loss" and previous is not None and previous.phase != evaluation.phase:
+            points.append((nan, nan))
+        points.append((getattr(evaluation, cost), evaluation.metrics[name]))
+    return points
