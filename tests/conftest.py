@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from electra import plotting
-from electra.config import check_names, construct
+from electra.config import build, check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
@@ -117,7 +117,8 @@ def shards(tmp_path_factory):
     (folder / "text.txt").write_text(simple_text(1500))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     shard(
-        ShardConfig(
+        build(
+            ShardConfig,
             corpus=str(folder / "text.txt"),
             tokenizer=folder / "vocab.txt",
             output=folder / "shards",
