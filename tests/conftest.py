@@ -119,7 +119,8 @@ def shards(tmp_path_factory):
     (folder / "text.txt").write_text(simple_text(1500))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     shard(
-        ShardConfig(
+        build(
+            ShardConfig,
             corpus=str(folder / "text.txt"),
             tokenizer=folder / "vocab.txt",
             output=folder / "shards",
