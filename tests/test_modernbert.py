@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers_models import add_noise, random_modernbert
 
-from electra.export.command import ExportConfig, ImportConfig, export, import_model
+from electra.export.command import export, import_model
+from electra.export.config import ExportConfig, ImportConfig
 from electra.model.config import ElectraConfig
 from electra.model.electra import SHARING, Electra
 from electra.model.storage import load_model, save_model
