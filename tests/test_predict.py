@@ -14,7 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from electra.cli import main
 from electra.config import build
 from electra.errors import DataError
-from electra.export.command import ExportConfig, export
+from electra.export.command import export
+from electra.export.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned
 from electra.finetuning.predict import Predictor, evaluate, predict
