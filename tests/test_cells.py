@@ -120,7 +120,7 @@ def test_what_a_kill_left_of_the_claim_does_not_stand_in_the_way(own, tmp_path):
 
 def test_other_rows_and_other_tasks_are_refused(own, tmp_path):
     finetune(own())
-    with pytest.raises(ConfigError, match="started with other settings: length was 32 and is now 16"):
+    with pytest.raises(ConfigError, match="started with other settings: --length was 32 and is now 16"):
         finetune(own(length=16))
     (tmp_path / "rows.csv").write_text((tmp_path / "rows.csv").read_text().replace("cat", "dog"))  # as long as before
     with pytest.raises(ConfigError, match=r"rows.csv has other content"):

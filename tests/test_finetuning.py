@@ -141,7 +141,7 @@ def test_a_fine_tuned_model_can_be_taken_further(tuned, settings, tmp_path):
 
 
 def test_other_settings_are_refused_by_name(tuned, settings):
-    with pytest.raises(ValueError, match="started with other settings: batch was 16 and is now 8"):
+    with pytest.raises(ValueError, match="started with other settings: --batch was 16 and is now 8"):
         finetune(settings(seeds=2, epochs=8, batch=8))
 
 

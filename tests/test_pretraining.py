@@ -453,7 +453,7 @@ def test_a_run_folder_is_never_mixed_with_another_run(run_config):
     pretrain(config)
     with pytest.raises(ConfigError, match="holds a run already; go on with it by --resume"):
         pretrain(config)
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1; .*use the same"):
+    with pytest.raises(ConfigError, match=r"--learning-rate was 0.003 and is now 0.1; .*use the same"):
         pretrain(replace(config, resume=True, learning_rate=0.1))
     assert pretrain(replace(config, resume=True, save_every=7)).step == 20
 

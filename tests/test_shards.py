@@ -241,8 +241,8 @@ def test_the_command_is_for_where_the_shards_lie_now(text, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"validation_fraction": 0.5}, "validation_fraction was 0.2 and is now 0.5"),
-        ({"document_end": "line"}, "document_end was blank-line and is now line"),
+        ({"validation_fraction": 0.5}, "--validation-fraction was 0.2 and is now 0.5"),
+        ({"document_end": "line"}, "--document-end was blank-line and is now line"),
     ],
 )
 def test_other_settings_are_refused_and_nothing_is_touched(text, is_finished, change, message):

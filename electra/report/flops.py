@@ -60,7 +60,7 @@ class FlopsConfig:
     def __post_init__(self) -> None:
         for name, minimum in (("length", 1), ("batch_size", 1), ("steps", 0)):
             if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
         if self.as_published and self.model.style == "modern":
             raise ConfigError("--as-published counts like the paper, which has no modern style")
         if self.objective != "rtd" and (self.as_published or self.inference):

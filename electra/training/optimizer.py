@@ -49,15 +49,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "epsilon"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+                raise ConfigError(f"is {getattr(self, name)}; it must be above 0", field=name)
         for name in ("warmup", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0", field=name)
         for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and below 1", field=name)
         if not 0 <= self.decay_fraction <= 1:
-            raise ConfigError(f"decay_fraction is {self.decay_fraction}; it must be from 0 to 1")
+            raise ConfigError(f"is {self.decay_fraction}; it must be from 0 to 1", field="decay_fraction")
 
 
 NamedParameter = tuple[str, Tensor]

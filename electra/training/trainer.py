@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,9 +50,9 @@ class TrainerConfig:
     """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
 
     def __post_init__(self) -> None:
-        for field in fields(TrainerConfig):
-            if (value := getattr(self, field.name)) < 1:
-                raise ConfigError(f"{field.name} is {value}; it must be at least 1")
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ConfigError(f"is {value}; it must be at least 1", field=name)
 
 
 @dataclass(frozen=True, kw_only=True)
