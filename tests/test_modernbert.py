@@ -149,10 +149,10 @@ def test_token_classification_pipeline_equals_detect(pair_folder, tmp_path):
 
 def test_fill_mask_pipeline_equals_fill(pair_folder, tmp_path):
     export(ExportConfig(model=pair_folder, output=tmp_path / "exported", part="generator"))
-    [blank] = load(pair_folder).fill("the big cat [MASK] on the mat", 3).blanks
+    [mask] = load(pair_folder).fill("the big cat [MASK] on the mat", 3).masks
     rows = pipeline("fill-mask", str(tmp_path / "exported"), top_k=3)("the big cat [MASK] on the mat")
-    assert [row["token_str"] for row in rows] == list(blank.guesses)
-    assert [row["score"] for row in rows] == pytest.approx(list(blank.guesses.values()), abs=1e-4)
+    assert [row["token_str"] for row in rows] == list(mask.tokens)
+    assert [row["score"] for row in rows] == pytest.approx(list(mask.tokens.values()), abs=1e-4)
 
 
 def test_embed_is_the_mean_of_modernbert_hidden_states(pair_folder, tmp_path):
