@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
+from electra.model.storage import WEIGHTS, write_tensors
 from electra.objectives.losses import Loss
 from electra.training import trainer as trainer_module
 from electra.training.checkpoint import checkpoint_folders
@@ -79,8 +80,6 @@ class ToyTask:
         return {"mfu": 0.5}
 
     def write_model(self, folder: Path) -> None:
-        from electra.model.storage import WEIGHTS, write_tensors
-
         write_tensors(folder / WEIGHTS, {name: value.detach() for name, value in self.model.named_parameters()})
 
     def state_dict(self) -> dict[str, int]:
@@ -101,16 +100,13 @@ def make_trainer(tmp_path):
     """Build a trainer of a toy task; `settings` are those of the trainer or of the optimizer."""
 
     def build(task: ToyTask, steps: int = 20, folder: str = "run", budget: Budget | None = None, **settings) -> Trainer:
+        (tmp_path / folder).mkdir(exist_ok=True)
         intervals = {"log_every": 5, "evaluate_every": 10, "save_every": 10}
         intervals |= {name: settings.pop(name) for name in INTERVALS if name in settings}
         optimizer, config = OptimizerConfig(**{"learning_rate": 0.01} | settings), TrainerConfig(**intervals)
         return Trainer(task, optimizer, config, budget or Budget(steps=steps), tmp_path / folder, seed=1)
 
-    def build_in_folder(task: ToyTask, *args, folder: str = "run", **settings) -> Trainer:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        return build(task, *args, folder=folder, **settings)
-
-    return build_in_folder
+    return build
 
 
 def train_lines(trainer: Trainer) -> list[dict]:
@@ -217,7 +213,7 @@ def test_a_nonfinite_step_changes_no_weight_and_is_counted(make_trainer):
 
 
 def test_a_training_stops_after_consecutive_nonfinite_steps(make_trainer):
-    scattered = tuple(range(1, 20, 2)) + (2,)  # 1, 2 and 3 in a row, ten in total
+    scattered = (*range(1, 20, 2), 2)  # at most three in a row
     assert make_trainer(ToyTask(nonfinite=scattered), max_nonfinite_steps=4, folder="a").train().nonfinite_steps == 11
     trainer = make_trainer(ToyTask(nonfinite=(13, 14, 15, 16)), max_nonfinite_steps=4, folder="b")
     with pytest.raises(TrainingError, match=r"step 16: .* 4 consecutive steps; .*step-000000010; try a lower"):
@@ -264,7 +260,7 @@ def test_a_batch_that_does_not_fit_into_memory_suggests_micro_batches(make_train
         return losses(self, batch)
 
     monkeypatch.setattr(ToyTask, "losses", limited)
-    with pytest.raises(ConfigError, match="a batch of 8 rows does not fit .*; try --micro-batches 4"):
+    with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .*; try --micro-batches 4"):
         make_trainer(ToyTask()).train()
 
 
