@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from electra.cli import parse
-from electra.data.loader import BatchLoader, LoaderConfig
-from electra.data.packing import Packing
+from electra.data.loader import BatchLoader
+from electra.data.packing import LoaderConfig, Packing
 from electra.data.shards import open_shards
 
 

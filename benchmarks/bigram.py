@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from electra.data.loader import LoaderConfig, validation_batches
+from electra.data.loader import validation_batches
+from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards, open_shards
 from electra.objectives.evaluation import SEED, auc, frozen_fills
 from electra.objectives.objectives import Settings

@@ -128,10 +128,10 @@ def flags_in_errors(config_class: type) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        for setting in settings_of(config_class).values():
-            if error.field in (setting.name, setting.path[-1]):
-                raise ConfigError(f"{setting.flag} {error.message}") from None
-        raise
+        if error.field not in settings_of(config_class):
+            raise
+        flag = settings_of(config_class)[error.field].flag
+        raise ConfigError(f"{flag} {error.message}") from None
 
 
 def parse(program: str, config_class: type[Config], arguments: list[str]) -> Config:

@@ -30,6 +30,8 @@ LOCK = "electra.lock"
 """Names the process that uses a folder."""
 CHECKSUM = "sha256:"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
+CONFIG = "config.json"  # of a run and of a model
+CHECKPOINTS = "checkpoints"
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -217,3 +219,8 @@ def describe_change(name: str, old: Any, new: Any) -> str:
         return f"{name} has other content"
     old, new = ("unset" if value is None else value for value in (old, new))
     return f"{name} was {old} and is now {new}"
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted((run / CHECKPOINTS).glob("step-*"))

@@ -11,7 +11,8 @@ from electra.errors import ConfigError, DataError
 from electra.model.storage import read_model_config
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
 
 SMALL = "--layers 1 --width 32 --heads 2 --feedforward 48 --embedding-width 16"
 ROWS = "--batch-size 4 --length 16 --evaluation-rows 8"

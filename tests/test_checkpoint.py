@@ -8,17 +8,17 @@ from torch import nn
 
 from electra.errors import DataError
 from electra.model.storage import WEIGHTS, write_tensors
-from electra.runfolder import PARTIAL
+from electra.runfolder import PARTIAL, checkpoint_folders
 from electra.training.checkpoint import (
     STATE,
     TRAINING,
-    checkpoint_folders,
     load_checkpoint,
     model_folder,
     prune_checkpoints,
     save_checkpoint,
 )
-from electra.training.optimizer import OptimizerConfig, build_optimizers
+from electra.training.config import OptimizerConfig
+from electra.training.optimizer import build_optimizers
 
 
 def save(run: Path, step: int, optimizer: str = "adamw") -> tuple[nn.Module, list[torch.optim.Optimizer]]:

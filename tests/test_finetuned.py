@@ -15,7 +15,8 @@ from electra.errors import DataError
 from electra.finetuning.job import FinetuningTask, TuningConfig
 from electra.finetuning.model import OUTPUT_TYPES, TaskModel, load_finetuned, load_pretrained, save_finetuned
 from electra.finetuning.tasks import custom_task
-from electra.training.trainer import Budget, Trainer
+from electra.training.config import Budget
+from electra.training.trainer import Trainer
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

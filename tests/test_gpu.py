@@ -26,8 +26,10 @@ from electra.objectives.losses import total
 from electra.objectives.masking import MaskingConfig, mask
 from electra.objectives.objectives import Settings, replaced_token_detection
 from electra.pretraining.command import pretrain
-from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
+from electra.training.config import Budget, TrainerConfig
+from electra.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 COMPILED = pytest.mark.filterwarnings(  # the compiler advises TF32, and looks at gradients that are not kept

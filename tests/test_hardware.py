@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from electra.errors import ConfigError
-from electra.training.hardware import HardwareConfig, choose_device, choose_precision
+from electra.training.config import HardwareConfig
+from electra.training.hardware import choose_device, choose_precision, uses_compile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -15,15 +16,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_auto_compiles_on_a_gpu_only(monkeypatch, setting, device, is_compiled):
     monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: True)
-    assert HardwareConfig(compile=setting).uses_compile(device) == is_compiled
+    assert uses_compile(HardwareConfig(compile=setting), device) == is_compiled
 
 
 @pytest.mark.parametrize(("setting", "device", "missing"), [("on", CPU, "g\\+\\+"), ("auto", CUDA, "gcc")])
 def test_compiling_without_a_compiler_is_an_error(monkeypatch, setting, device, missing):
     monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: False)
     with pytest.raises(ConfigError, match=rf"torch.compile needs .*{missing}.*--compile off"):
-        HardwareConfig(compile=setting).uses_compile(device)
-    assert not HardwareConfig(compile="off").uses_compile(device)
+        uses_compile(HardwareConfig(compile=setting), device)
+    assert not uses_compile(HardwareConfig(compile="off"), device)
 
 
 def test_a_cpu_runs_in_fp32_unless_asked_otherwise(monkeypatch):

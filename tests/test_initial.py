@@ -20,7 +20,8 @@ from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import recipe_settings
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import model_folder
 from electra.training.logging import read_metrics
 
 ENTRIES = 22  # of the vocabulary of simple text

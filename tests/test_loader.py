@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra.data import loader
-from electra.data.loader import BatchLoader, LoaderConfig, Position, compute_cu_seqlens, prefetch, validation_batches
-from electra.data.packing import Permutation, count_documents, split_documents
+from electra.data.loader import BatchLoader, Position, compute_cu_seqlens, prefetch, validation_batches
+from electra.data.packing import LoaderConfig, Permutation, count_documents, split_documents
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TokenizerConfig, train_tokenizer

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from electra.errors import ConfigError
+from electra.training.config import OptimizerConfig
 from electra.training.muon import Muon, orthogonalize
-from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers, released_adam
+from electra.training.optimizer import SCHEDULES, build_optimizers, released_adam
 
 
 def test_released_adam_makes_the_updates_of_the_formula():

@@ -18,8 +18,9 @@ from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan, pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.phases import parse_phases
+from electra.runfolder import checkpoint_folders
 from electra.serve.inference import load
-from electra.training.checkpoint import checkpoint_folders, model_folder
+from electra.training.checkpoint import model_folder
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 

@@ -24,7 +24,7 @@ from electra.report.runs import (
     read_evaluations,
 )
 from electra.report.tables import ReportConfig, metric_curve, metric_panels, report, short_names
-from electra.training.checkpoint import checkpoint_folders
+from electra.runfolder import checkpoint_folders
 from electra.training.trainer import TrainState
 
 

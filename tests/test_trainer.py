@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from electra.errors import ConfigError, TrainingError
 from electra.model.storage import WEIGHTS, write_tensors
 from electra.objectives.losses import Loss
+from electra.runfolder import checkpoint_folders
 from electra.training import trainer as trainer_module
-from electra.training.checkpoint import checkpoint_folders
+from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.logging import read_metrics
-from electra.training.optimizer import OptimizerConfig
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from electra.data.packing import (
     EpochRows,
+    LoaderConfig,
     PackedRows,
-    Packing,
     Permutation,
     RowSpans,
     SegmentPairRows,
@@ -31,8 +31,6 @@ from electra.errors import ConfigError
 TOKENS_PER_READ = 1 << 20
 """Tokens that are read and packed together; many small gathers would be slower."""
 
-ROW_ORDER = ("seed", "length", "packing")
-"""The settings that determine the row order; a saved position is only valid with the same ones."""
 
 # torch indexes only signed integers; `to_ids` restores the unsigned values
 SIGNED_DTYPES = {np.dtype(np.uint16): torch.int16, np.dtype(np.uint32): torch.int32}
@@ -103,29 +101,6 @@ def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -
     position = torch.arange(end, device=document_ids.device, dtype=torch.int32)
     index = torch.where(is_start, is_start.cumsum(0) - 1, max_documents + 1)  # the last entry collects non-starts
     return position.new_full((max_documents + 2,), end).scatter(0, index.clamp(max=max_documents + 1), position)[:-1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderConfig:
-    """How tokens are packed into rows and rows into batches."""
-
-    length: int = 128
-    """Tokens per row, including [CLS] and [SEP]."""
-    batch_size: int = 128
-    """Rows per step, over all ranks and micro-batches."""
-    packing: Packing = "packed"
-    """packed: documents are concatenated, without padding; segment-pairs: two segments of one document per row, padded,
-    as in the ELECTRA paper."""
-    cross_document_attention: bool = False
-    """Let tokens attend to all documents of a packed row instead of only to their own."""
-    data_on_gpu: bool = False
-    """Keep all training tokens in GPU memory and pack rows there."""
-
-    def __post_init__(self):
-        if self.length < 5:
-            raise ConfigError(f"length is {self.length}; it must be at least 5: [CLS] A [SEP] B [SEP]")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1")
 
 
 class TokenSource(Protocol):

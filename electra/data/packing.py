@@ -17,13 +17,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.data.shards import Shards, Split
+from electra.errors import ConfigError
 
 Packing = Literal["packed", "segment-pairs"]
+ROW_ORDER = ("seed", "length", "packing")
+"""The settings that determine the row order; a saved position is only valid with the same ones."""
 SINGLE_SEGMENT_FRACTION = 0.1
 SHORT_ROW_FRACTION = 0.05
 FEISTEL_ROUNDS = 6
 
 PACKED_STREAM, SEGMENT_PAIRS_STREAM, PERMUTATION_STREAM = range(3)  # independent random streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """How tokens are packed into rows and rows into batches."""
+
+    length: int = 128
+    """Tokens per row, including [CLS] and [SEP]."""
+    batch_size: int = 128
+    """Rows per step, over all ranks and micro-batches."""
+    packing: Packing = "packed"
+    """packed: documents are concatenated, without padding; segment-pairs: two segments of one document per row, padded,
+    as in the ELECTRA paper."""
+    cross_document_attention: bool = False
+    """Let tokens attend to all documents of a packed row instead of only to their own."""
+    data_on_gpu: bool = False
+    """Keep all training tokens in GPU memory and pack rows there."""
+
+    def __post_init__(self) -> None:
+        if self.length < 5:
+            raise ConfigError(f"is {self.length}; it must be at least 5: [CLS] A [SEP] B [SEP]", field="length")
+        if self.batch_size < 1:
+            raise ConfigError(f"is {self.batch_size}; it must be at least 1", field="batch_size")
 
 
 @dataclass(frozen=True)

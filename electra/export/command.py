@@ -25,7 +25,6 @@ from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, SEQUENCE_CL
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
-    CONFIG,
     TOKENIZER_FILES,
     WEIGHTS,
     copy_tokenizer,
@@ -35,7 +34,7 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.runfolder import read_json, write_folder, write_json
+from electra.runfolder import CONFIG, read_json, write_folder, write_json
 from electra.training.checkpoint import model_folder
 
 PROBLEM_TYPES = {

@@ -23,13 +23,20 @@ from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.plotting import MetricPanels, plot_confusion, plot_metrics
 from electra.pretraining.phases import longest_row
-from electra.runfolder import lock_folder, read_json, remove_partial, write_folder, write_json
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders
-from electra.training.hardware import Device, Precision, choose_device, choose_precision
+from electra.runfolder import (
+    CHECKPOINTS,
+    checkpoint_folders,
+    lock_folder,
+    read_json,
+    remove_partial,
+    write_folder,
+    write_json,
+)
+from electra.training.config import Budget, Device, OptimizerConfig, Precision, TrainerConfig
+from electra.training.hardware import choose_device, choose_precision
 from electra.training.logging import METRICS as METRICS_FILE
 from electra.training.logging import read_metrics
-from electra.training.optimizer import OptimizerConfig
-from electra.training.trainer import Budget, Trainer, TrainerConfig
+from electra.training.trainer import Trainer
 
 RESULT = "result.json"
 LOGITS = "logits.safetensors"

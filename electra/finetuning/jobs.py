@@ -21,8 +21,8 @@ from electra.finetuning.gpu_sharing import shared_gpu
 from electra.finetuning.job import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
 from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.names import get_architecture
-from electra.model.storage import CONFIG, WEIGHTS, is_huggingface_folder
-from electra.runfolder import check_same_settings, file_checksum, is_empty, read_json, write_json
+from electra.model.storage import WEIGHTS, is_huggingface_folder
+from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_empty, read_json, write_json
 from electra.training.checkpoint import model_folder
 from electra.training.hardware import choose_device
 

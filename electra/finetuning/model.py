@@ -23,8 +23,8 @@ from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, linear, norm
-from electra.model.storage import CONFIG, WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
-from electra.runfolder import read_json, write_json
+from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
+from electra.runfolder import CONFIG, read_json, write_json
 from electra.training.checkpoint import model_folder
 
 

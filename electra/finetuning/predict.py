@@ -23,9 +23,10 @@ from electra.finetuning.model import OUTPUT_TYPES, TaskModel, load_finetuned
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
 from electra.model.config import check_length
-from electra.model.storage import CONFIG, load_model_tokenizer
-from electra.runfolder import open_atomic, read_json
-from electra.training.hardware import Device, Precision, choose_device, choose_precision
+from electra.model.storage import load_model_tokenizer
+from electra.runfolder import CONFIG, open_atomic, read_json
+from electra.training.config import Device, Precision
+from electra.training.hardware import choose_device, choose_precision
 
 Write = Callable[[dict[str, Any]], None]
 

@@ -28,7 +28,8 @@ from electra.huggingface.names import (
 )
 from electra.model.config import EncoderConfig, convert_settings
 from electra.model.electra import Discriminator, Generator
-from electra.model.storage import CONFIG, check_tensors
+from electra.model.storage import check_tensors
+from electra.runfolder import CONFIG
 
 Tensors = dict[str, Tensor]
 

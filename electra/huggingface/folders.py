@@ -11,7 +11,6 @@ from electra.huggingface.names import Part, get_architecture
 from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import (
-    CONFIG,
     WEIGHTS,
     has_rtd_head,
     is_huggingface_folder,
@@ -20,7 +19,7 @@ from electra.model.storage import (
     read_names,
     read_tensors,
 )
-from electra.runfolder import read_json
+from electra.runfolder import CONFIG, read_json
 
 
 @dataclass(frozen=True)

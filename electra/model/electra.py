@@ -1,4 +1,4 @@
-"""The pair: a generator fills blanks, a discriminator finds its fills; and how they share weights."""
+"""The generator-discriminator pair and its weight sharing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Generator(MaskedLanguageModel):
 
 
 class Discriminator(nn.Module):
-    """Reads corrupted text and says of every token whether it was replaced."""
+    """Classifies every token of corrupted text as original or replaced."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class CopyMaskedLanguageModel(MaskedLanguageModel):
 
 
 DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
-    # head: who stands in the discriminator's place
+    # head: the model that is trained on corrupted text
     "rtd": Discriminator,
     "mlm": MaskedLanguageModel,
     "copy_mlm": CopyMaskedLanguageModel,
@@ -117,23 +117,23 @@ DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
 
 
 def share_nothing(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
-    """Two models that only meet in the loss."""
+    """Two separate models."""
 
 
 def share_embeddings(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
-    """One set of token, position and segment tables with their LayerNorm, trained by both losses (the paper's way).
+    """One set of token, position and segment embeddings with their LayerNorm, trained by both losses (the paper's way).
 
-    Modern embeddings are the token table alone."""
+    In the modern style, the token embeddings."""
     discriminator.encoder.embeddings = generator.encoder.embeddings
 
 
 def share_all(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
-    """One encoder under two heads; both have its size."""
+    """One encoder with two heads."""
     discriminator.encoder = generator.encoder
 
 
 def share_disentangled(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
-    """The discriminator adds to the generator's tables without moving them; its LayerNorm is its own."""
+    """The discriminator adds its own tables to the generator's, which get no gradient from it (DeBERTa-v3)."""
     encoder = discriminator.encoder
     encoder.embeddings = disentangled_embeddings(generator.encoder.embeddings, encoder.config)
 
@@ -147,7 +147,7 @@ SHARING: dict[Sharing, Callable[[Generator, Discriminator | MaskedLanguageModel]
 
 
 class Electra(nn.Module):
-    """The generator-discriminator pair. What they share is one module in both, so it stays one wherever it goes."""
+    """The generator-discriminator pair; shared parameters are in one module that both have."""
 
     def __init__(self, config: ElectraConfig) -> None:
         super().__init__()
@@ -161,15 +161,13 @@ class Electra(nn.Module):
             SHARING[config.sharing](self.generator, self.discriminator)
 
     def pair(self) -> tuple[Generator, Discriminator]:
-        """Generator and discriminator, for what needs both."""
         return self.require_generator(), self.require_discriminator()
 
     def require_generator(self) -> Generator:
-        """The generator, for what needs one."""
         if self.generator is None:
             raise ConfigError(
-                "this model has no generator: give the folder of one (…ForMaskedLM), or import both: electra "
-                "import --from … --generator FOLDER --output …; a run with --generator uniform or unigram trains none"
+                "this model has no generator (runs with --generator uniform or unigram train none); use the folder of "
+                "a generator (…ForMaskedLM), or import both: electra import --from … --generator FOLDER --output …"
             )
         return self.generator
 
@@ -196,7 +194,6 @@ class Electra(nn.Module):
         return self.discriminator
 
     def require_baseline(self) -> BaselineHead:
-        """The head that foretells the generator's reward, for what needs one."""
         if self.baseline is None:
-            raise ConfigError("this model has no baseline; build it with ElectraConfig(…, has_baseline=True)")
+            raise ConfigError("this model has no baseline head; build it with ElectraConfig(has_baseline=True)")
         return self.baseline

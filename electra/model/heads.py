@@ -1,4 +1,4 @@
-"""What the models of a pair say of their encoders' hidden states."""
+"""Output heads of generator and discriminator."""
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,10 @@ from electra.model.encoder import initialize, linear, norm
 
 
 class MLMHead(nn.Module):
-    """p_G(x | masked) before the softmax: e(x)·transformed hidden state, plus a bias per vocabulary entry.
+    """Transforms hidden states for the product with the tied token table, and has the output bias (p_G of section 2).
 
-    The modern head stays as wide as hidden states and meets the table through the encoder's own projection, so that
-    both multiply out to one table, as ModernBertForMaskedLM has it.
+    The modern head keeps the hidden size and applies the encoder's projection before the product, so that table and
+    projection fold into one table, as ModernBertForMaskedLM has it.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -37,7 +37,7 @@ class MLMHead(nn.Module):
 
 
 class RTDHead(nn.Module):
-    """D(x, t) before the sigmoid: how surely each token was replaced. The modern head has a norm before the verdict."""
+    """Logit of D(x, t) of section 2 for every token; the modern head normalises before the last layer."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -48,27 +48,27 @@ class RTDHead(nn.Module):
         nn.init.xavier_uniform_(self.classifier.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [B, L] of `hidden` [B, L, D]: positive where a token looks replaced."""
+        """Logits [B, L] from `hidden` [B, L, D]: positive for replaced tokens."""
         return self.classifier(self.norm(linear_gelu(self.dense, hidden))).squeeze(-1)
 
 
 class CopyGate(nn.Module):
-    """Between copying the token that is read and the softmax over the vocabulary (All-Tokens MLM)."""
+    """Mixes a copy of the input token with the softmax over the vocabulary (All-Tokens MLM)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, 1)
         initialize(self, config.init_std)
 
-    def forward(self, hidden: Tensor, likelihoods: Tensor, is_read: Tensor) -> Tensor:
-        """log(gate · [x is read] + (1 − gate) · p(x)) of some tokens x [..., X]; `likelihoods` are their log p(x)."""
+    def forward(self, hidden: Tensor, log_probs: Tensor, is_input: Tensor) -> Tensor:
+        """log(gate · [x is the input] + (1 − gate) · p(x)) for tokens x [..., X], of which `log_probs` has log p(x)."""
         gate = self.dense(hidden).float()  # [..., 1]
-        spoken = functional.logsigmoid(-gate) + likelihoods
-        return torch.where(is_read, torch.logaddexp(functional.logsigmoid(gate), spoken), spoken)
+        predicted = functional.logsigmoid(-gate) + log_probs
+        return torch.where(is_input, torch.logaddexp(functional.logsigmoid(gate), predicted), predicted)
 
 
 class BaselineHead(nn.Module):
-    """What the generator expects before the discriminator is asked (adversarial training, appendix F)."""
+    """Predicts the generator's reward (adversarial training, appendix F)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -76,5 +76,5 @@ class BaselineHead(nn.Module):
         initialize(self, config.init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [B, M] of `hidden` [B, M, D]: positive where the discriminator is expected to be right."""
+        """Logits [B, M] from `hidden` [B, M, D]: positive where the discriminator is predicted to be right."""
         return self.dense(hidden).squeeze(-1)

@@ -20,9 +20,8 @@ from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
-from electra.runfolder import join_names, read_json, write_folder, write_json
+from electra.runfolder import CONFIG, join_names, read_json, write_folder, write_json
 
-CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DISCRIMINATOR_HEAD = "discriminator.head."

@@ -12,13 +12,21 @@ from electra.config import flat_fields
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, get_size
-from electra.model.storage import CONFIG, load_model_tokenizer, read_model_config
+from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.objectives.objectives import OBJECTIVES, ObjectiveName
 from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings
 from electra.pretraining.initialize import generator_source, is_lone_generator
 from electra.pretraining.phases import Phase, initializes_discriminator, parse_phases
-from electra.runfolder import check_same_settings, is_empty, join_names, read_json, remove_partial
-from electra.training.checkpoint import STATE, checkpoint_folders, model_folder
+from electra.runfolder import (
+    CONFIG,
+    check_same_settings,
+    checkpoint_folders,
+    is_empty,
+    join_names,
+    read_json,
+    remove_partial,
+)
+from electra.training.checkpoint import STATE, model_folder
 from electra.training.hardware import environment
 
 CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders

@@ -7,7 +7,6 @@ import torch
 
 from electra.data.shards import Shards, open_shards
 from electra.errors import TrainingError
-from electra.model.storage import CONFIG
 from electra.plotting import plot_pretraining
 from electra.pretraining.checks import check_phases, check_settings, check_trunk, find_checkpoint, run_record
 from electra.pretraining.config import PretrainConfig
@@ -21,9 +20,9 @@ from electra.pretraining.initialize import (
 )
 from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
 from electra.pretraining.task import PretrainingTask
-from electra.runfolder import lock_folder, write_json
-from electra.training.checkpoint import checkpoint_folders, model_folder
-from electra.training.hardware import choose_device
+from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_json
+from electra.training.checkpoint import model_folder
+from electra.training.hardware import choose_device, uses_compile
 from electra.training.logging import METRICS, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
@@ -32,7 +31,7 @@ def pretrain(config: PretrainConfig) -> TrainResult | Estimate:
     """Pre-train a model and write its run folder; a dry run returns an estimate instead."""
     shards = open_shards(config.data)
     device = choose_device(config.hardware.device)
-    config.hardware.uses_compile(device)  # raises if there is no compiler
+    uses_compile(config.hardware, device)  # raises if there is no compiler
     phases = plan(config, shards)
     for warning in warnings(config, phases, shards, device):
         print(warning, file=sys.stderr)

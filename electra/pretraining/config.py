@@ -9,18 +9,13 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from electra.config import convert, field_paths, flat_defaults
-from electra.data.loader import ROW_ORDER, LoaderConfig
+from electra.data.packing import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError
-from electra.huggingface.folders import read_encoder_configs
 from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
-from electra.model.storage import CONFIG, read_model_config
 from electra.objectives.masking import MaskingConfig
 from electra.objectives.objectives import ObjectiveConfig
-from electra.runfolder import read_json
-from electra.training.checkpoint import CHECKPOINTS, checkpoint_folders, model_folder, read_state
-from electra.training.hardware import HardwareConfig
-from electra.training.optimizer import OptimizerConfig
-from electra.training.trainer import Budget, TrainerConfig
+from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
+from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
 
 Recipe = Literal["faithful", "fast"]
 
@@ -135,7 +130,7 @@ class BudgetConfig:
         if len(given) != 1:
             raise ConfigError(f"give one of --steps, --tokens and --minutes, not {' and '.join(given) or 'none'}")
         if getattr(self, given[0]) <= 0:
-            raise ConfigError(f"{given[0]} is {getattr(self, given[0])}; it must be above 0")
+            raise ConfigError(f"is {getattr(self, given[0])}; it must be above 0", field=given[0])
 
     def part(self, begin: float, end: float, loader: LoaderConfig) -> Budget:
         """The trainer's budget from one fraction of this budget to another, for batches of `loader`."""
@@ -188,9 +183,9 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed}; it must be at least 0")
+            raise ConfigError(f"is {self.seed}; it must be at least 0", field="seed")
         if self.evaluation_rows < 1:
-            raise ConfigError(f"evaluation_rows is {self.evaluation_rows}; it must be at least 1")
+            raise ConfigError(f"is {self.evaluation_rows}; it must be at least 1", field="evaluation_rows")
         rows, count = self.loader.batch_size, self.trainer.micro_batches
         if rows % count:
             raise ConfigError(f"batch_size {rows} is not divisible by micro_batches {count}")
@@ -232,6 +227,10 @@ def init_settings(given: dict[str, Any]) -> dict[str, Any]:
     """Size and style of the --init model, and the sharing of a pair; empty if it cannot be read: the run reports it."""
     if not given.get("init"):
         return {}
+    from electra.huggingface.folders import read_encoder_configs  # here, because they import torch
+    from electra.model.storage import read_model_config
+    from electra.training.checkpoint import model_folder
+
     with suppress(DataError, KeyError):
         folder = model_folder(Path(given["init"]))
         encoder = main_encoder(read_encoder_configs(folder))
@@ -245,6 +244,9 @@ def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:
     """The settings that a branch takes from its trunk; empty if it cannot be read: the run reports it."""
     if not given.get("branch_from"):
         return {}
+    from electra.model.storage import read_model_config
+    from electra.training.checkpoint import model_folder, read_state
+
     with suppress(DataError):
         checkpoint = model_folder(Path(given["branch_from"]))
         stored, state, pair = run_settings(checkpoint), read_state(checkpoint)["task"], read_model_config(checkpoint)

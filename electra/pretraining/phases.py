@@ -15,7 +15,7 @@ from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, GeneratorName, ObjectiveName
 from electra.pretraining.config import PretrainConfig, run_settings
 from electra.training.checkpoint import read_state
-from electra.training.trainer import Budget
+from electra.training.config import Budget
 
 PHASE_SETTINGS = {
     # the settings that a phase may change

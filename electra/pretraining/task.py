@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra.data.loader import Batch, BatchLoader, LoaderConfig, Position, validation_batches
+from electra.data.loader import Batch, BatchLoader, Position, validation_batches
+from electra.data.packing import LoaderConfig
 from electra.data.shards import TOKENIZER, Shards
 from electra.data.tokenizer import Vocabulary
 from electra.kernels.master_weights import MasterWeights
@@ -23,7 +24,7 @@ from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import copy_first_segment, set_sinusoidal_positions, set_unigram_output_bias
 from electra.pretraining.phases import Phase
 from electra.pretraining.samples import write_samples
-from electra.training.hardware import choose_precision, peak_flops
+from electra.training.hardware import choose_precision, peak_flops, uses_compile
 
 UNIGRAM_TOKENS = 50_000_000
 
@@ -36,7 +37,7 @@ class PretrainingTask:
         self.config = config = phase.config
         self.model = Electra(phase.model).to(device)
         self.master_weights = MasterWeights(self.model, choose_precision(config.hardware.precision, device))
-        self.is_compiled = config.hardware.uses_compile(device)
+        self.is_compiled = uses_compile(config.hardware, device)
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
         self.loader = self.build_loader()

@@ -12,13 +12,13 @@ from electra.config import construct, convert, flat_defaults, flat_fields
 from electra.errors import DataError
 from electra.finetuning.glue import LEFT_OUT, TABLE
 from electra.finetuning.jobs import is_fine_tuning
-from electra.model.storage import CONFIG, read_model_config
+from electra.model.storage import read_model_config
 from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
 from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
 from electra.pretraining.task import held_out_loader, max_held_out_rows
 from electra.report.flops import count_parameters
-from electra.runfolder import read_json
-from electra.training.checkpoint import STATE, checkpoint_folders
+from electra.runfolder import CONFIG, checkpoint_folders, read_json
+from electra.training.checkpoint import STATE
 from electra.training.logging import METRICS, read_metrics
 from electra.training.trainer import TrainState
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from electra.config import Positional
 from electra.errors import ConfigError
 from electra.model.config import Pooling
-from electra.training.hardware import Device
+from electra.training.config import Device
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.serve.config import DetectConfig, EmbedConfig, FillConfig
 from electra.training.checkpoint import model_folder
-from electra.training.hardware import Device, choose_device
+from electra.training.config import Device
+from electra.training.hardware import choose_device
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,10 @@ from torch import Tensor, nn
 
 from electra.errors import DataError
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
-from electra.runfolder import read_json, write_folder, write_json
+from electra.runfolder import CHECKPOINTS, checkpoint_folders, read_json, write_folder, write_json
 
-CHECKPOINTS = "checkpoints"
 TRAINING = "training.safetensors"
 STATE = "state.json"
-
-
-def checkpoint_folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted((run / CHECKPOINTS).glob("step-*"))
 
 
 def checkpoint_name(step: int) -> str:

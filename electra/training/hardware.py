@@ -5,21 +5,15 @@ import platform
 import shutil
 import subprocess
 import time
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 import electra
 from electra.errors import ConfigError
 from electra.kernels.dispatch import HAS_TRITON
-
-Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
-Compile = Literal["auto", "on", "off"]
-Kernels = Literal["auto", "off"]
+from electra.training.config import Device, HardwareConfig, Precision
 
 COMPILERS = {"cpu": "a C++ compiler (g++)", "cuda": "Triton and a C compiler (gcc)"}  # that torch.compile needs
 PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
@@ -32,30 +26,6 @@ PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
     "4090": 165e12,
     "3090": 71e12,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardwareConfig:
-    """Device, precision and execution of the model."""
-
-    device: Device = "auto"
-    """auto: the GPU if there is one, else the CPU."""
-    precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
-    compile: Compile = "auto"
-    """Compile the training step with torch.compile and, on a GPU, capture it as a CUDA graph: the first steps take about
-    a minute, later ones less time. auto: on a GPU; on: also on a CPU; off: run eagerly."""
-    kernels: Kernels = "auto"
-    """auto: use our Triton kernels on a GPU in bf16; off: use PyTorch's operations only."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-
-    def uses_compile(self, device: torch.device) -> bool:
-        """Whether the training step is compiled; raises a ConfigError if there is no compiler."""
-        is_compiled = self.compile == "on" or (self.compile == "auto" and device.type == "cuda")
-        if is_compiled and not can_compile(device):
-            raise ConfigError(f"torch.compile needs {COMPILERS[device.type]}; install it or use --compile off")
-        return is_compiled
 
 
 def choose_device(device: Device) -> torch.device:
@@ -79,6 +49,14 @@ def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
 def can_compile(device: torch.device) -> bool:
     """Whether the compiler that torch.compile needs for a device is installed."""
     return HAS_TRITON if device.type == "cuda" else shutil.which("g++") is not None
+
+
+def uses_compile(config: HardwareConfig, device: torch.device) -> bool:
+    """Whether the training step is compiled; raises a ConfigError if there is no compiler."""
+    is_compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
+    if is_compiled and not can_compile(device):
+        raise ConfigError(f"torch.compile needs {COMPILERS[device.type]}; install it or use --compile off")
+    return is_compiled
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -2,63 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from cyclopts import Parameter
 from torch import Tensor, nn
 
-from electra.errors import ConfigError
+from electra.training.config import OptimizerConfig
 from electra.training.muon import Muon
-
-OptimizerName = Literal["adam", "adamw", "muon"]
-ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Optimizer and learning-rate schedule."""
-
-    name: Annotated[OptimizerName, Parameter(name="--optimizer")] = "adamw"
-    """adam: AdamW without bias correction, as in the released ELECTRA code; adamw; muon: Muon for the weight matrices
-    of the layers, AdamW for the other parameters."""
-    learning_rate: float = 5e-4
-    """Peak learning rate."""
-    schedule: ScheduleName = "linear"
-    """linear: warm-up, then linear decay to 0; released: linear decay from the first step, multiplied by the warm-up,
-    as in the released ELECTRA code; cosine: warm-up, then cosine decay to 0; wsd: warm-up, constant, then linear decay
-    to 0; decay: linear decay to 0 without warm-up, to end a wsd run."""
-    warmup: float = 0.1
-    """Warm-up: fraction of all steps (below 1) or a number of steps."""
-    decay_fraction: float = 0.2
-    """wsd: fraction of all steps over which the learning rate decays; 0: never."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay; not applied to biases and normalization weights."""
-    beta1: float = 0.9
-    """Adam: decay rate of the mean of gradients."""
-    beta2: float = 0.999
-    """Adam: decay rate of the mean of squared gradients."""
-    epsilon: float = 1e-6
-    """Adam: added to the root of the mean of squared gradients."""
-    momentum: float = 0.95
-    """Momentum of Muon."""
-    max_grad_norm: float = 1.0
-    """Clip the norm of all gradients to this value; 0: no clipping."""
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"is {getattr(self, name)}; it must be above 0", field=name)
-        for name in ("warmup", "weight_decay", "max_grad_norm"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0", field=name)
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and below 1", field=name)
-        if not 0 <= self.decay_fraction <= 1:
-            raise ConfigError(f"is {self.decay_fraction}; it must be from 0 to 1", field="decay_fraction")
-
 
 NamedParameter = tuple[str, Tensor]
 

@@ -17,64 +17,14 @@ from torch import Tensor, nn
 from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import GraphedStep
 from electra.objectives.losses import Counts, Losses, total
-from electra.training.checkpoint import (
-    checkpoint_folders,
-    checkpoint_name,
-    load_checkpoint,
-    prune_checkpoints,
-    read_state,
-    save_checkpoint,
-)
+from electra.runfolder import checkpoint_folders
+from electra.training.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, read_state, save_checkpoint
+from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, format_duration
-from electra.training.optimizer import SCHEDULES, OptimizerConfig, build_optimizers
+from electra.training.optimizer import SCHEDULES, build_optimizers
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen; metrics.jsonl goes by steps, so that runs compare
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """Micro-batches, and intervals of logging, evaluation and checkpoints."""
-
-    micro_batches: int = 1
-    """Split each batch into this many micro-batches and accumulate their gradients: less memory, equal results."""
-    log_every: int = 50
-    """Steps between lines of training metrics in metrics.jsonl."""
-    evaluate_every: int = 1000
-    """Steps between evaluations on held-out data."""
-    save_every: int = 1000
-    """Steps between checkpoints; one is also saved after five minutes of training."""
-    keep_checkpoints: int = 3
-    """Number of last checkpoints to keep, besides the one with the lowest held-out loss."""
-    max_nonfinite_steps: int = 20
-    """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ConfigError(f"is {value}; it must be at least 1", field=name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Length of a training in steps or in seconds; without either it is empty."""
-
-    steps: int | None = None
-    seconds: float | None = None
-
-    def fraction(self, steps: float, seconds: float) -> float:
-        """Fraction of the budget that `steps` or `seconds` use, at most 1."""
-        return min(1.0, steps / self.steps if self.steps else seconds / self.seconds if self.seconds else 1.0)
-
-    def minutes_left(self, steps: float, seconds: float, seconds_per_step: float) -> float:
-        """Estimate the remaining minutes after `steps` and `seconds`."""
-        left = (self.steps - steps) * seconds_per_step if self.steps else (self.seconds or 0.0) - seconds
-        return max(0.0, left) / 60
-
-    def __add__(self, other: "Budget") -> "Budget":
-        if self.steps is not None and other.steps is not None:
-            return Budget(steps=self.steps + other.steps)
-        return Budget(seconds=(self.seconds or 0.0) + (other.seconds or 0.0))
 
 
 class TrainingBatch(Protocol):

@@ -1,0 +1,121 @@
+"""Settings of the optimizer, the trainer and the hardware; parsing flags needs them, so this imports no torch."""
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from electra.errors import ConfigError
+
+OptimizerName = Literal["adam", "adamw", "muon"]
+ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
+Compile = Literal["auto", "on", "off"]
+Kernels = Literal["auto", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Annotated[OptimizerName, Parameter(name="--optimizer")] = "adamw"
+    """adam: AdamW without bias correction, as in the released ELECTRA code; adamw; muon: Muon for the weight matrices
+    of the layers, AdamW for the other parameters."""
+    learning_rate: float = 5e-4
+    """Peak learning rate."""
+    schedule: ScheduleName = "linear"
+    """linear: warm-up, then linear decay to 0; released: linear decay from the first step, multiplied by the warm-up,
+    as in the released ELECTRA code; cosine: warm-up, then cosine decay to 0; wsd: warm-up, constant, then linear decay
+    to 0; decay: linear decay to 0 without warm-up, to end a wsd run."""
+    warmup: float = 0.1
+    """Warm-up: fraction of all steps (below 1) or a number of steps."""
+    decay_fraction: float = 0.2
+    """wsd: fraction of all steps over which the learning rate decays; 0: never."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; not applied to biases and normalization weights."""
+    beta1: float = 0.9
+    """Adam: decay rate of the mean of gradients."""
+    beta2: float = 0.999
+    """Adam: decay rate of the mean of squared gradients."""
+    epsilon: float = 1e-6
+    """Adam: added to the root of the mean of squared gradients."""
+    momentum: float = 0.95
+    """Momentum of Muon."""
+    max_grad_norm: float = 1.0
+    """Clip the norm of all gradients to this value; 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "epsilon"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"is {getattr(self, name)}; it must be above 0", field=name)
+        for name in ("warmup", "weight_decay", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0", field=name)
+        for name in ("beta1", "beta2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and below 1", field=name)
+        if not 0 <= self.decay_fraction <= 1:
+            raise ConfigError(f"is {self.decay_fraction}; it must be from 0 to 1", field="decay_fraction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Micro-batches, and intervals of logging, evaluation and checkpoints."""
+
+    micro_batches: int = 1
+    """Split each batch into this many micro-batches and accumulate their gradients: less memory, equal results."""
+    log_every: int = 50
+    """Steps between lines of training metrics in metrics.jsonl."""
+    evaluate_every: int = 1000
+    """Steps between evaluations on held-out data."""
+    save_every: int = 1000
+    """Steps between checkpoints; one is also saved after five minutes of training."""
+    keep_checkpoints: int = 3
+    """Number of last checkpoints to keep, besides the one with the lowest held-out loss."""
+    max_nonfinite_steps: int = 20
+    """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
+
+    def __post_init__(self) -> None:
+        for field in fields(TrainerConfig):
+            if (value := getattr(self, field.name)) < 1:
+                raise ConfigError(f"is {value}; it must be at least 1", field=field.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Length of a training in steps or in seconds; without either it is empty."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    def fraction(self, steps: float, seconds: float) -> float:
+        """Fraction of the budget that `steps` or `seconds` use, at most 1."""
+        return min(1.0, steps / self.steps if self.steps else seconds / self.seconds if self.seconds else 1.0)
+
+    def minutes_left(self, steps: float, seconds: float, seconds_per_step: float) -> float:
+        """Estimate the remaining minutes after `steps` and `seconds`."""
+        left = (self.steps - steps) * seconds_per_step if self.steps else (self.seconds or 0.0) - seconds
+        return max(0.0, left) / 60
+
+    def __add__(self, other: "Budget") -> "Budget":
+        if self.steps is not None and other.steps is not None:
+            return Budget(steps=self.steps + other.steps)
+        return Budget(seconds=(self.seconds or 0.0) + (other.seconds or 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareConfig:
+    """Device, precision and execution of the model."""
+
+    device: Device = "auto"
+    """auto: the GPU if there is one, else the CPU."""
+    precision: Precision = "auto"
+    """auto: bf16 on a GPU that supports it, else fp32."""
+    compile: Compile = "auto"
+    """Compile the training step with torch.compile and, on a GPU, capture it as a CUDA graph: the first steps take about
+    a minute, later ones less time. auto: on a GPU; on: also on a CPU; off: run eagerly."""
+    kernels: Kernels = "auto"
+    """auto: use our Triton kernels on a GPU in bf16; off: use PyTorch's operations only."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
