@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from electra.cli import parse
-from electra.data.corpus import Corpus, CorpusConfig, Counts
+from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 
 BARE = """
 import json, sys, time
@@ -150,7 +150,7 @@ def write_sample(corpus: str, path: Path, megabytes: int) -> float:
     size = 0
     with open(path, "wb") as file:
         while size < megabytes * 1e6:
-            for document in Corpus(CorpusConfig(corpus=corpus)).documents(Counts()):
+            for document in Corpus(CorpusConfig(corpus=corpus)).documents(ReadStats()):
                 size += file.write(document.strip() + b"\n\n")
                 if size >= megabytes * 1e6:
                     break

@@ -149,8 +149,8 @@ def test_any_csv_round_trips(tmp_path_factory, rows):
         ("a.csv", b"", "no rows in .*a.csv"),
         ("a.jsonl", b"\n", "no rows in .*a.jsonl"),
         ("a.tsv", b"text\tlabel\n", "no rows in .*a.tsv"),
-        ("a.parquet", as_parquet(ROWS)[:-9], "a.parquet is not a whole parquet file"),
-        ("a.parquet", as_parquet(ROWS).replace("酪".encode(), b"??\xff"), "a.parquet is not a whole parquet file"),
+        ("a.parquet", as_parquet(ROWS)[:-9], "a.parquet is not a valid parquet file"),
+        ("a.parquet", as_parquet(ROWS).replace("酪".encode(), b"??\xff"), "a.parquet is not a valid parquet file"),
         ("a.csv", b"text\nfine\ncaf\xe9\n", "a.csv, line 3: byte 0xe9 is not UTF-8"),
         ("a.tsv", "text\na".encode("utf-16"), "a.tsv, line 1: byte 0xff is not UTF-8"),
         ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a.csv, line 3: 3 fields, but there are 2 columns \(a, b\)"),
@@ -163,7 +163,7 @@ def test_any_csv_round_trips(tmp_path_factory, rows):
         ("a.jsonl", b'{"a": 1}\n{"a"\n', "a.jsonl, line 2: invalid JSON"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: invalid JSON"),
         ("a.jsonl", b"[1]", "a.jsonl, line 1: a list; each line must be an object"),
-        ("a.csv.gz", gzip.compress(b"a\n1\n", mtime=0)[:-4], "a.csv.gz is damaged or cut short"),
+        ("a.csv.gz", gzip.compress(b"a\n1\n", mtime=0)[:-4], "a.csv.gz is damaged or truncated"),
     ],
 )
 def test_errors_name_file_and_line(rows_in, name, content, message):

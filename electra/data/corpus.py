@@ -1,6 +1,7 @@
-"""Corpus: documents from files or the hub, read as a stream in blocks that one worker can take.
+"""Corpus: documents from text files or the Hugging Face hub, streamed in blocks.
 
-A document ends at a blank line (or at each line) in .txt, at each line in .jsonl, at each row in .parquet and hub data.
+A document ends at a blank line (or at each line) in .txt files, at each line in .jsonl, at each row in .parquet and on
+the hub.
 """
 
 from __future__ import annotations
@@ -8,25 +9,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from electra.data.files import TextFile, find_files, needs, opened, opened_parquet
+from electra.data.files import TextFile, find_files, import_optional, open_file, open_parquet
 from electra.errors import ConfigError, DataError
 
-BLOCK = 1 << 20
-"""Bytes of text that are read, and handed to a worker, at a time."""
-LONGEST = 16 << 20
-"""Bytes a document may have; a longer one is cut at spaces into documents of at most this size."""
+BLOCK_BYTES = 1 << 20
+"""Bytes of text that are read at a time."""
+MAX_DOCUMENT_BYTES = 16 << 20
+"""A longer document is cut at spaces into documents of at most this size."""
 
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 SPACES = (b" ", b"\n", b"\t")
-MARK = b"\xef\xbb\xbf"  # some editors begin UTF-8 files with it
-REPLACED = "\N{REPLACEMENT CHARACTER}"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,263 +34,241 @@ class CorpusConfig:
     """Where text comes from and where a document ends."""
 
     corpus: str
-    """A file, a folder, a glob in quotes, or hub:NAME or hub:NAME:CONFIG for a dataset of the Hugging Face hub."""
+    """A file, a folder, a quoted glob, or hub:NAME or hub:NAME:CONFIG for a dataset on the Hugging Face hub."""
     text_field: str = "text"
-    """The field of .jsonl, .parquet and hub data that holds the text."""
+    """Field of .jsonl, .parquet and hub data that holds the text."""
     document_end: Literal["blank-line", "line"] = "blank-line"
     """What ends a document in .txt files."""
     strict: bool = False
-    """Refuse text that is not valid UTF-8 instead of replacing and counting the bad characters."""
+    """Stop at text that is not valid UTF-8 instead of replacing and counting invalid characters."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Whole documents of one file, as they stand in it."""
+    """Consecutive whole documents of one file, not yet parsed."""
 
-    name: str  # the file, for messages
-    format: str  # .txt and .jsonl: `data` is bytes of the file; .parquet: it is a list of documents
+    source: str  # the file, for error messages
+    format: str  # .txt or .jsonl: `data` is bytes of the file; .parquet: `data` is a list of documents
     data: bytes | list[bytes]
-    line: int = 1  # the number of the block's first line
-    position: int = 0  # bytes of the file on disk that were read when the block was complete
-    is_cut: bool = False  # the block ends inside a document that is longer than LONGEST
+    first_line: int = 1
+    position: int = 0  # bytes of the file on disk up to the end of the block
+    is_cut: bool = False  # the block ends within a document longer than MAX_DOCUMENT_BYTES
 
     def __len__(self) -> int:
         return len(self.data) if isinstance(self.data, bytes) else sum(map(len, self.data))
 
-
-@dataclass
-class Counts:
-    """What reading met."""
-
-    replaced: int = 0  # characters that were not valid UTF-8
-    cut: int = 0  # places where a document longer than LONGEST was cut
+    def is_blank(self) -> bool:
+        return not (self.data.strip() if isinstance(self.data, bytes) else self.data)
 
 
 @dataclass
+class ReadStats:
+    """Irregularities met while reading."""
+
+    replaced: int = 0  # invalid UTF-8 characters
+    cut: int = 0  # splits of documents longer than MAX_DOCUMENT_BYTES
+
+
 class Corpus:
-    """The text that a configuration names."""
+    """The documents of a `CorpusConfig`."""
 
-    config: CorpusConfig
-    files: list[TextFile] = field(init=False)
+    def __init__(self, config: CorpusConfig):
+        self.config = config
+        self.is_hub = config.corpus.startswith("hub:")
+        self.files: list[TextFile] = [] if self.is_hub else find_files(config.corpus)
 
-    def __post_init__(self):
-        self.files = [] if self.is_hub else find_files(self.config.corpus)
-
-    @property
-    def is_hub(self) -> bool:
-        """Whether the text comes from the hub, so that its size is not known."""
-        return self.config.corpus.startswith("hub:")
-
-    def paths(self) -> list[Path]:
-        """The files' paths, in the order they are read."""
-        return [file.path for file in self.files]
-
-    def sizes(self) -> list[int]:
-        """The files' bytes on disk."""
-        return [path.stat().st_size for path in self.paths()]
+    def file_sizes(self) -> list[int]:
+        """Bytes on disk of each file; empty for hub data."""
+        return [file.path.stat().st_size for file in self.files]
 
     def identity(self) -> dict[str, str] | str:
-        """What tells corpora apart: the hub name, or the files' sizes by their names below their common folder."""
+        """The hub name, or the size of each file by its path below their common folder; to notice a changed corpus."""
         if self.is_hub:
             return self.config.corpus
-        paths = [path.absolute() for path in self.paths()]
+        paths = [file.path.absolute() for file in self.files]
         common = os.path.commonpath([path.parent for path in paths])
         names = [str(path.relative_to(common)) for path in paths]
-        return {name: f"{size:,} bytes" for name, size in zip(names, self.sizes(), strict=True)}
+        return {name: f"{size:,} bytes" for name, size in zip(names, self.file_sizes(), strict=True)}
 
     def blocks(self) -> Iterator[Block]:
-        """All documents in their order, as blocks; memory does not grow with the corpus."""
+        """All documents in order, as blocks of bounded size."""
         is_empty = True
-        for block in hub_blocks(self.config) if self.is_hub else self.file_blocks():
-            is_empty = False
-            yield block
+        for block in read_hub(self.config) if self.is_hub else self.read_files():
+            if not block.is_blank():
+                is_empty = False
+                yield block
         if is_empty:
-            raise DataError(f"there is no text in {self.config.corpus}: {len(self.files)} files, all empty")
+            raise DataError(f"no text in {self.config.corpus}: every document is empty")
 
-    def file_blocks(self) -> Iterator[Block]:
-        """The blocks of every file."""
+    def read_files(self) -> Iterator[Block]:
         for file in self.files:
-            with opened(file) as (stream, disk):
+            with open_file(file) as (stream, raw):
                 if file.format == ".parquet":
-                    yield from parquet_blocks(file, stream, disk, self.config.text_field)
+                    yield from read_parquet(file, stream, raw, self.config.text_field)
                 else:
-                    yield from stream_blocks(file, stream, disk, self.config.document_end)
+                    yield from read_lines(file, stream, raw, self.config.document_end)
 
-    def documents(self, counts: Counts) -> Iterator[bytes]:
-        """All documents, one by one, as valid UTF-8."""
+    def documents(self, stats: ReadStats) -> Iterator[bytes]:
+        """All documents in order, as valid UTF-8."""
         for block in self.blocks():
-            yield from documents_of(block, self.config, counts)
+            yield from parse_documents(block, self.config, stats)
 
 
-def stream_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, document_end: str) -> Iterator[Block]:
+def read_lines(file: TextFile, stream: BinaryIO, raw: BinaryIO, document_end: str) -> Iterator[Block]:
     """Blocks of a .txt or .jsonl file, each ending where a document ends."""
-    name, line, held = str(file.path), 1, b""
-    by_line = file.format == ".jsonl" or document_end == "line"
-    while chunk := stream.read(BLOCK):
-        refuse_binary(name, line, held, chunk)
-        held += chunk
-        end = held.rfind(b"\n") + 1 if by_line else last_blank_line(held)
-        is_cut = not end and len(held) > LONGEST
+    source, line, text = str(file.path), 1, b""
+    is_by_line = file.format == ".jsonl" or document_end == "line"
+    while chunk := stream.read(BLOCK_BYTES):
+        check_no_nul(source, line, text, chunk)
+        text += chunk
+        end = text.rfind(b"\n") + 1 if is_by_line else find_last_blank_line(text)
+        is_cut = not end and len(text) > MAX_DOCUMENT_BYTES
         if is_cut and file.format == ".jsonl":
-            raise DataError(f"{name}, line {line}: longer than {LONGEST >> 20} MB; divide its text over several lines")
-        end = space_before(held, LONGEST) if is_cut else end
+            limit = f"{MAX_DOCUMENT_BYTES >> 20} MB"
+            raise DataError(f"{source}, line {line}: longer than {limit}; split its text over several lines")
+        end = find_split_point(text, MAX_DOCUMENT_BYTES) if is_cut else end
         if end:
-            yield from nonblank(Block(name, file.format, held[:end], line, disk.tell(), is_cut))
-            line += held.count(b"\n", 0, end)
-            held = held[end:]
-    yield from nonblank(Block(name, file.format, held, line, disk.tell()))
+            yield Block(source, file.format, text[:end], line, raw.tell(), is_cut)
+            line += text.count(b"\n", 0, end)
+            text = text[end:]
+    yield Block(source, file.format, text, line, raw.tell())
 
 
-def nonblank(block: Block) -> Iterator[Block]:
-    """The block, if there is anything in it."""
-    if isinstance(block.data, bytes) and block.data.strip():
-        yield block
-
-
-def refuse_binary(name: str, line: int, held: bytes, chunk: bytes) -> None:
-    """Raise if the chunk has NUL bytes, which text has not."""
+def check_no_nul(source: str, line: int, text: bytes, chunk: bytes) -> None:
+    """Raise if the chunk, which follows `text` that begins in `line`, contains NUL bytes and thus is not text."""
     nul = chunk.find(b"\0")
     if nul >= 0:
-        line += held.count(b"\n") + chunk.count(b"\n", 0, nul)
-        raise DataError(
-            f"{name}, line {line}: a NUL byte, so this is not UTF-8 text; convert it (iconv) or take it out"
-        )
+        line += text.count(b"\n") + chunk.count(b"\n", 0, nul)
+        raise DataError(f"{source}, line {line}: NUL byte; convert the file to UTF-8 text (iconv) or remove it")
 
 
-def last_blank_line(text: bytes) -> int:
-    """Where the last blank line ends, or 0."""
+def find_last_blank_line(text: bytes) -> int:
+    """The end of the last blank line, or 0."""
     end = text.rfind(b"\n\n") + 2
     if end > 1:
         return end
-    return max((found.end() for found in BLANK_LINES.finditer(text)), default=0)
+    return max((match.end() for match in BLANK_LINES.finditer(text)), default=0)
 
 
-def space_before(text: bytes, limit: int) -> int:
-    """The last place up to `limit` where text may be cut: behind a space, else between two characters."""
-    space = max(text.rfind(space, 0, limit) for space in SPACES) + 1
-    if space:
-        return space
+def find_split_point(text: bytes, limit: int) -> int:
+    """The last position up to `limit` that follows a space, or else lies between two characters."""
+    end = max(text.rfind(space, 0, limit) for space in SPACES) + 1
+    if end:
+        return end
     while limit > 1 and text[limit : limit + 1] and text[limit] & 0xC0 == 0x80:  # inside a UTF-8 character
         limit -= 1
     return limit
 
 
-def parquet_blocks(file: TextFile, stream: BinaryIO, disk: BinaryIO, text_field: str) -> Iterator[Block]:
-    """Blocks of the rows of a .parquet file."""
-    name = str(file.path)
-    with opened_parquet(file, stream, disk) as table:
-        require_field(name, text_field, table.schema_arrow.names)
+def read_parquet(file: TextFile, stream: BinaryIO, raw: BinaryIO, text_field: str) -> Iterator[Block]:
+    source = str(file.path)
+    with open_parquet(file, stream, raw) as table:
+        check_field(source, text_field, table.schema_arrow.names)
         batches = table.iter_batches(batch_size=64, columns=[text_field])
         rows = (text for batch in batches for text in batch.column(0).to_pylist())
-        yield from row_blocks(name, rows, lambda: 0 if file.compression else disk.tell())
+        yield from group_rows(source, rows, lambda: 0 if file.compression else raw.tell())
 
 
-def hub_blocks(config: CorpusConfig) -> Iterator[Block]:
-    """Blocks of a dataset's training rows, streamed from the hub."""
-    datasets = needs("datasets", "reading from the hub")
-    name, _, part = config.corpus.removeprefix("hub:").partition(":")
+def read_hub(config: CorpusConfig) -> Iterator[Block]:
+    """Blocks of a hub dataset's training split, streamed."""
+    datasets = import_optional("datasets", "reading from the hub")
+    name, _, subset = config.corpus.removeprefix("hub:").partition(":")
     if not name:
-        raise ConfigError(f"{config.corpus} names no dataset; write hub:NAME or hub:NAME:CONFIG")
+        raise ConfigError(f"{config.corpus} names no dataset; use hub:NAME or hub:NAME:CONFIG")
     try:
-        rows = iter(datasets.load_dataset(name, part or None, split="train", streaming=True))
+        rows = iter(datasets.load_dataset(name, subset or None, split="train", streaming=True))
         first: dict[str, Any] = next(rows, {})
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise DataError(f"cannot read {config.corpus}: {' '.join(str(error).split())}") from None
     if first:
-        require_field(config.corpus, config.text_field, list(first))
+        check_field(config.corpus, config.text_field, list(first))
     texts = (row.get(config.text_field) for row in chain([first], rows))
-    yield from row_blocks(config.corpus, texts, lambda: 0)
+    yield from group_rows(config.corpus, texts, lambda: 0)
 
 
-def require_field(name: str, text_field: str, fields: list[str]) -> None:
-    """Raise unless the rows have the field the text is said to be in."""
+def check_field(source: str, text_field: str, fields: list[str]) -> None:
     if text_field not in fields:
-        raise DataError(f"{name} has no field {text_field!r}; name one of {', '.join(fields)} with --text-field")
+        raise DataError(f"{source} has no field {text_field!r}; set --text-field to one of {', '.join(fields)}")
 
 
-def row_blocks(name: str, rows: Iterable[Any], position) -> Iterator[Block]:
-    """Documents given one by one, gathered into blocks."""
-    held: list[bytes] = []
-    first, size = 1, 0
+def group_rows(source: str, rows: Iterable[Any], position: Callable[[], int]) -> Iterator[Block]:
+    """Blocks of documents that come one by one; `position` returns the current `Block.position`."""
+    documents: list[bytes] = []
+    first_row, size = 1, 0
     for number, text in enumerate(rows, start=1):
-        data = as_text(name, number, text).encode("utf-8", "replace")
-        pieces = list(pieces_of(data))
-        held += [piece for piece in pieces if piece.strip()]
+        data = check_text(source, number, text).encode("utf-8", "replace")
+        parts = list(split_document(data))
+        documents += [part for part in parts if part.strip()]
         size += len(data)
-        if size >= BLOCK or len(pieces) > 1:
-            yield from rows_block(name, held, first, position(), len(pieces) > 1)
-            held, first, size = [], number + 1, 0
-    yield from rows_block(name, held, first, position(), False)
+        is_cut = len(parts) > 1
+        if size >= BLOCK_BYTES or is_cut:
+            yield Block(source, ".parquet", documents, first_row, position(), is_cut)
+            documents, first_row, size = [], number + 1, 0
+    yield Block(source, ".parquet", documents, first_row, position())
 
 
-def rows_block(name: str, held: list[bytes], first: int, position: int, is_cut: bool) -> Iterator[Block]:
-    """The rows as a block, if there are any."""
-    if held:
-        yield Block(name, ".parquet", held, first, position, is_cut)
-
-
-def as_text(name: str, line: int, text: Any) -> str:
-    """The text of a field; an absent one is empty."""
+def check_text(source: str, line: int, text: Any) -> str:
+    """The text of a field, empty if it is None; raises if it is not a string."""
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(f"{name}, line {line}: the text is a {type(text).__name__}; it must be a string")
+        raise DataError(f"{source}, line {line}: the text field is {type(text).__name__}; expected a string")
     return text
 
 
-def pieces_of(document: bytes) -> Iterator[bytes]:
-    """The document, cut where it is longer than LONGEST."""
-    while len(document) > LONGEST:
-        end = space_before(document, LONGEST)
+def split_document(document: bytes) -> Iterator[bytes]:
+    """The document in parts of at most MAX_DOCUMENT_BYTES."""
+    while len(document) > MAX_DOCUMENT_BYTES:
+        end = find_split_point(document, MAX_DOCUMENT_BYTES)
         yield document[:end]
         document = document[end:]
     yield document
 
 
-def documents_of(block: Block, config: CorpusConfig, counts: Counts) -> Iterator[bytes]:
-    """The documents of a block as valid UTF-8, without the blank ones."""
-    counts.cut += block.is_cut
+def parse_documents(block: Block, config: CorpusConfig, stats: ReadStats) -> Iterator[bytes]:
+    """The nonblank documents of a block as valid UTF-8."""
+    stats.cut += block.is_cut
     if isinstance(block.data, list):
         return iter(block.data)
-    data = valid(block, config.strict, counts).removeprefix(MARK)
+    text = replace_invalid_utf8(block, config.strict, stats).removeprefix(BYTE_ORDER_MARK)
     if block.format == ".jsonl":
-        found: Iterable[bytes] = json_documents(block, data, config.text_field)
+        documents: Iterable[bytes] = parse_jsonl(block, text, config.text_field)
     else:
-        found = data.split(b"\n") if config.document_end == "line" else BLANK_LINES.split(data)
-    return (document for document in found if document.strip())
+        documents = text.split(b"\n") if config.document_end == "line" else BLANK_LINES.split(text)
+    return (document for document in documents if document.strip())
 
 
-def valid(block: Block, strict: bool, counts: Counts) -> bytes:
-    """The block's bytes with what is not UTF-8 replaced and counted, or refused."""
+def replace_invalid_utf8(block: Block, strict: bool, stats: ReadStats) -> bytes:
+    """The block's text with invalid characters replaced and counted; raises at the first one if `strict`."""
     assert isinstance(block.data, bytes)
     try:
         block.data.decode()
         return block.data
     except UnicodeDecodeError as error:
         if strict:
-            line = block.line + block.data.count(b"\n", 0, error.start)
-            raise DataError(f"{block.name}, line {line}: not valid UTF-8; mend it, or leave out --strict") from None
+            line = block.first_line + block.data.count(b"\n", 0, error.start)
+            raise DataError(f"{block.source}, line {line}: not valid UTF-8; correct it or omit --strict") from None
     text = block.data.decode(errors="replace")
-    counts.replaced += text.count(REPLACED) - block.data.count(REPLACED.encode())
+    stats.replaced += text.count(REPLACEMENT) - block.data.count(REPLACEMENT.encode())
     return text.encode()
 
 
-def json_documents(block: Block, data: bytes, text_field: str) -> Iterator[bytes]:
-    """The text of each line of JSON."""
-    for number, line in enumerate(data.split(b"\n"), start=block.line):
+def parse_jsonl(block: Block, text: bytes, text_field: str) -> Iterator[bytes]:
+    """The text field of each line."""
+    for number, line in enumerate(text.split(b"\n"), start=block.first_line):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{block.name}, line {number}: not valid JSON ({error})") from None
+            raise DataError(f"{block.source}, line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
-            raise DataError(f"{block.name}, line {number}: a {type(row).__name__}; each line must be an object")
-        require_field(f"{block.name}, line {number},", text_field, list(row))
-        yield as_text(block.name, number, row[text_field]).encode("utf-8", "replace")
+            raise DataError(f"{block.source}, line {number}: {type(row).__name__}; expected a JSON object")
+        check_field(f"{block.source}, line {number},", text_field, list(row))
+        yield check_text(block.source, number, row[text_field]).encode("utf-8", "replace")
 
 
-def is_validation(document: bytes, fraction: float) -> bool:
-    """Whether a document is held out: decided by its text alone, so that other files change nothing."""
-    drawn = int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big")
-    return drawn < fraction * 2**64
+def in_validation_split(document: bytes, fraction: float) -> bool:
+    """Whether a document is held out; depends on its text only, so adding files moves no document."""
+    number = int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big")
+    return number < fraction * 2**64

@@ -1,4 +1,4 @@
-"""Files of text: which ones a corpus has, and how each is opened, compressed or not."""
+"""Text files: which files a corpus consists of, and how to open them, compressed or not."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from electra.errors import ConfigError, DataError
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-MOST_TOLD = 5  # kinds of files that are named, where many are skipped
+MAX_LISTED_SUFFIXES = 5  # in the warning about skipped files
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """One file of a corpus."""
+    """A file with its format and compression, as its name tells."""
 
     path: Path
     format: str  # one of FORMATS
@@ -38,161 +38,162 @@ class TextFile:
 
 
 def find_files(source: str) -> list[TextFile]:
-    """The text files of a file name, a folder (with all folders in it) or a glob, in the order of their names."""
-    path, others, kinds = Path(source), "", allowed(FORMATS)
+    """The text files of a path, a folder (recursively) or a glob, sorted by path."""
+    path, details = Path(source), ""
     if path.is_dir():
-        below = list(files_below(path))
-        files = [file for found in below if (file := recognise(found))]
-        others = f": it has {len(below):,} files of other kinds" if below else ": it has no files but hidden ones"
+        candidates = list(walk_files(path))
+        files = [file for candidate in candidates if (file := identify(candidate))]
+        details = f" ({len(candidates):,} files of other types)" if candidates else " (the folder is empty)"
     elif path.exists():
-        files = [named(path)]
+        files = [require_format(path)]
     elif glob.has_magic(source):
-        files = [named(Path(found)) for found in glob.glob(source, recursive=True) if Path(found).is_file()]
+        files = [require_format(Path(name)) for name in glob.glob(source, recursive=True) if Path(name).is_file()]
     else:
-        raise DataError(f"there is no {source}; a corpus is a file, folder or glob of {kinds}, or hub:NAME")
+        raise DataError(f"{source} does not exist; {describe_corpus()}")
     if not files:
-        raise DataError(f"no text in {source}{others}; a corpus is a file, folder or glob of {kinds}, or hub:NAME")
+        raise DataError(f"no text files in {source}{details}; {describe_corpus()}")
     return sorted(files, key=lambda file: str(file.path))
 
 
-def files_below(folder: Path) -> Iterator[Path]:
-    """All files of a folder and of the folders in it, but for hidden ones."""
-    for within, folders, names in os.walk(folder, onerror=refuse_folder):
-        folders[:] = (name for name in folders if not name.startswith("."))  # they are not gone into
-        found = (Path(within, name) for name in names if not name.startswith("."))
-        yield from (path for path in found if path.is_file())
+def describe_corpus() -> str:
+    return f"a corpus is a file, a folder or a glob of {describe_formats(FORMATS)}, or hub:NAME"
 
 
-def refuse_folder(error: OSError) -> NoReturn:
-    """A folder that cannot be looked into is an error: what is in it would be missing without a word."""
-    raise DataError(f"cannot look into {error.filename}: {error.strerror}; allow it, or give a glob of files") from None
+def describe_formats(formats: tuple[str, ...]) -> str:
+    return f"{', '.join(formats)}, optionally with {', '.join(COMPRESSIONS)}"
 
 
-def recognise(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
-    """The file, if its name says that it has one of the formats."""
-    format, compression = ending(path)
+def walk_files(folder: Path) -> Iterator[Path]:
+    """All files of a folder and its subfolders, except hidden ones."""
+    for parent, folders, names in os.walk(folder, onerror=raise_unreadable):
+        folders[:] = (name for name in folders if not name.startswith("."))  # os.walk then skips the others
+        paths = (Path(parent, name) for name in names if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
+
+
+def raise_unreadable(error: OSError) -> NoReturn:
+    """os.walk would silently skip the folder."""
+    raise DataError(
+        f"cannot read the folder {error.filename}: {error.strerror}; change its permissions, or name the files by a glob"
+    ) from None
+
+
+def identify(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
+    """The file with its format; None if its suffix is none of `formats`."""
+    format, compression = split_suffix(path)
     return TextFile(path, format, compression) if format in formats else None
 
 
-def ending(path: Path) -> tuple[str, str]:
-    """What a name says of its file: its format and its compression, each of which may be empty."""
+def split_suffix(path: Path) -> tuple[str, str]:
+    """The suffixes of format and compression, either of which may be empty."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     return Path(path.name.removesuffix(compression)).suffix, compression
 
 
-def say_skipped(source: str) -> None:
-    """Say on standard error which files of a folder are not read as text, if there are any."""
-    below = files_below(Path(source)) if Path(source).is_dir() else ()
-    skipped = [found for found in below if not recognise(found)]
-    if skipped:
-        counts = Counter("".join(ending(path)) or "without an ending" for path in skipped).most_common()
-        told = ", ".join(f"{count:,} {name}" for name, count in counts[:MOST_TOLD])
-        more = ", …" if len(counts) > MOST_TOLD else ""
+def require_format(path: Path, formats: tuple[str, ...] = FORMATS, description: str = "text files") -> TextFile:
+    """The file with its format; raises if its suffix is none of `formats`."""
+    file = identify(path, formats)
+    if file is None:
+        raise ConfigError(f"unknown file type: {path}; {description} end in {describe_formats(formats)}")
+    return file
+
+
+def warn_skipped_files(source: str) -> None:
+    """Print to standard error which files of a folder are not read, if any."""
+    paths = walk_files(Path(source)) if Path(source).is_dir() else ()
+    counts = Counter("".join(split_suffix(path)) or "without suffix" for path in paths if not identify(path))
+    if counts:
+        listed = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(MAX_LISTED_SUFFIXES))
+        more = ", …" if len(counts) > MAX_LISTED_SUFFIXES else ""
         print(
-            f"skipped in {source}: {told}{more}; the names of text files end in {allowed(FORMATS)}; "
-            f"rename those that are plain text to .txt",
+            f"skipped in {source}: {listed}{more}; text files end in {describe_formats(FORMATS)}; "
+            "rename plain text to .txt to include it",
             file=sys.stderr,
         )
 
 
-def named(path: Path, formats: tuple[str, ...] = FORMATS, what: str = "text files") -> TextFile:
-    """The file the user named, which therefore must have one of the formats."""
-    file = recognise(path, formats)
-    if file is None:
-        names = f"the names of {what} end in {allowed(formats)}"
-        raise ConfigError(f"cannot tell what is in {path} from its name; {names}")
-    return file
-
-
-def allowed(formats: tuple[str, ...]) -> str:
-    """How the names of files with these formats end, in words."""
-    return f"{', '.join(formats)}, each also with {', '.join(COMPRESSIONS)}"
-
-
-def needs(module: str, what: str) -> ModuleType:
-    """An optional library, imported where it is used, or a sentence on how to get it."""
+def import_optional(module: str, purpose: str) -> ModuleType:
+    """Import an optional dependency, or raise with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"{what} needs another library: pip install {module.partition('.')[0]}") from None
+        raise ConfigError(f"{purpose} needs another library: pip install {module.partition('.')[0]}") from None
 
 
 @contextmanager
-def opened(file: TextFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """The file's text as a stream, and the file on disk below it, whose `tell` says how far reading has come."""
-    with open(file.path, "rb") as disk:
+def open_file(file: TextFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a file as its decompressed stream and the raw file, whose `tell` gives the bytes read from disk."""
+    with open(file.path, "rb") as raw:
         try:
-            yield decompressed(file.compression, disk), disk
+            yield decompress(file.compression, raw), raw
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise DataError(f"{file.path} is damaged or cut short ({error}); fetch or compress it again") from None
+            raise DataError(f"{file.path} is damaged or truncated ({error}); download or compress it again") from None
         except OSError as error:
             if error.errno is not None:
                 raise
-            # bz2 reports damage as an OSError without a number
-            raise DataError(f"{file.path} is damaged ({error}); fetch or compress it again") from None
+            # bz2 reports damaged data as an OSError without errno
+            raise DataError(f"{file.path} is damaged ({error}); download or compress it again") from None
 
 
-def decompressed(compression: str, disk: BinaryIO) -> Any:
-    """A stream whose `read(n)` gives n bytes unless the text ends."""
+def decompress(compression: str, raw: BinaryIO) -> Any:
+    """A stream whose `read(n)` returns n bytes unless the text ends."""
     match compression:
         case ".gz":
-            return gzip.GzipFile(fileobj=disk)
+            return gzip.GzipFile(fileobj=raw)
         case ".bz2":
-            return bz2.BZ2File(disk)
+            return bz2.BZ2File(raw)
         case ".xz":
-            return lzma.LZMAFile(disk)
+            return lzma.LZMAFile(raw)
         case ".zst":
-            return io.BufferedReader(Zstandard(disk))
+            return io.BufferedReader(ZstdReader(raw))
         case _:
-            return disk
+            return raw
 
 
-class Zstandard(io.RawIOBase):
-    """The text of a .zst file, which may have several frames; unlike the library's reader it notices a cut file."""
+class ZstdReader(io.RawIOBase):
+    """Decompresses a .zst file of one or more frames; unlike the library's reader it detects truncation."""
 
-    def __init__(self, disk: BinaryIO):
-        self.library = needs("zstandard", "reading .zst")
-        self.disk = disk
-        self.frame: Any = None  # the frame being read
-        self.packed = b""  # compressed bytes that were read and belong to the next frame
-        self.text = b""  # text that nobody has asked for yet
+    def __init__(self, raw: BinaryIO):
+        self.library = import_optional("zstandard", "reading .zst")
+        self.raw = raw
+        self.frame: Any = None  # decompressor of the current frame
+        self.compressed = b""  # bytes that were read past the end of the previous frame
+        self.text = b""  # decompressed bytes not yet returned
 
     def readable(self) -> bool:
-        """It is for reading."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as the next piece of text goes."""
-        while not self.text and (packed := self.packed or self.disk.read(1 << 17)):
-            self.text = self.unpacked(packed)
+        while not self.text and (compressed := self.compressed or self.raw.read(1 << 17)):
+            self.text = self.decompress(compressed)
         if not self.text and self.frame is not None:
-            raise EOFError("its last frame has no end")
+            raise EOFError("its last frame is incomplete")
         count = min(len(buffer), len(self.text))
         buffer[:count], self.text = self.text[:count], self.text[count:]
         return count
 
-    def unpacked(self, packed: bytes) -> bytes:
-        """The text of compressed bytes up to the end of their frame."""
+    def decompress(self, compressed: bytes) -> bytes:
+        """The text of `compressed` up to the end of the current frame."""
         self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
         try:
-            text = self.frame.decompress(packed)
+            text = self.frame.decompress(compressed)
         except self.library.ZstdError as error:
             raise EOFError(str(error)) from None
-        self.packed = self.frame.unused_data if self.frame.eof else b""
+        self.compressed = self.frame.unused_data if self.frame.eof else b""
         self.frame = None if self.frame.eof else self.frame
         return text
 
 
 @contextmanager
-def opened_parquet(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Any]:
-    """The table of an opened .parquet file, to be read in batches."""
-    parquet = needs("pyarrow.parquet", "reading .parquet")
+def open_parquet(file: TextFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[Any]:
+    """The `pyarrow.parquet.ParquetFile` of a file that `open_file` opened."""
+    parquet = import_optional("pyarrow.parquet", "reading .parquet")
     with tempfile.TemporaryFile() as copy:
-        if file.compression:  # parquet is read from its end, a compressed stream from its beginning
+        if file.compression:  # parquet needs random access
             shutil.copyfileobj(stream, copy)
         try:
-            yield parquet.ParquetFile(copy if file.compression else disk)
+            yield parquet.ParquetFile(copy if file.compression else raw)
         except DataError:
             raise
-        except (OSError, ValueError) as error:  # pyarrow's errors are both, on opening and on reading
-            raise DataError(f"{file.path} is not a whole parquet file ({error})") from None
+        except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of either
+            raise DataError(f"{file.path} is not a valid parquet file ({error})") from None

@@ -1,4 +1,4 @@
-"""`electra inspect`: what is in a folder of shards, for the eyes of whoever is going to train on it."""
+"""`electra inspect`: statistics and sample rows of a folder of shards."""
 
 from __future__ import annotations
 
@@ -10,146 +10,143 @@ from numpy.typing import NDArray
 
 from electra.config import Positional
 from electra.data.packing import PackedRows, Permutation
-from electra.data.shards import SPLITS, Shards, TokenRing, damaged_error, open_shards
+from electra.data.shards import SPLITS, Shards, TokenRing, damage_error, open_shards
 from electra.errors import ConfigError
 from electra.plotting import plot_document_lengths
 
-BAR = 40
+BAR_CHARACTERS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectConfig:
-    """Show what is in a folder of shards."""
+    """Show the content of a folder of shards."""
 
     shards: Positional[Path]
-    """The folder that `electra shard` wrote."""
+    """Folder of shards (electra shard)."""
     rows: int = 10
-    """How many rows to decode, as training meets them first."""
+    """Number of rows to decode, in training order."""
     length: int = 128
-    """Tokens in each of these rows."""
+    """Tokens per decoded row."""
     words: int = 20
-    """How many of the words with [UNK] to list."""
+    """Number of words with [UNK] to list."""
     plot: Path | None = None
-    """The PNG file of the document lengths; document-lengths.png beside the shards if not given."""
+    """PNG file for the histogram of document lengths, by default document-lengths.png in the folder of shards."""
     verify: bool = False
-    """Read all shards and compare their checksums."""
+    """Verify the checksums of all shards."""
     json: bool = False
     """Print the result as JSON."""
 
     def __post_init__(self):
-        if self.length < 2:
-            raise ConfigError(f"length is {self.length}; a row needs at least 2 tokens")
-        for name in ("rows", "words"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        for name, minimum in (("length", 2), ("rows", 0), ("words", 0)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
 
 
 @dataclass(frozen=True)
-class Inspected:
-    """What lies in a folder of shards."""
+class InspectResult:
+    """The result of `electra inspect`."""
 
     folder: str
     shards: int
-    vocabulary: int
+    vocab_size: int
     text_megabytes: float
-    documents: dict[str, int]
-    tokens: dict[str, int]
-    replaced: int
-    cut: int
-    unknown_share: float
-    uncovered: dict[str, int]
-    lengths: dict[str, int]  # how many documents have so many tokens
+    documents: dict[str, int]  # by split
+    tokens: dict[str, int]  # by split
+    replaced: int  # invalid UTF-8 characters
+    cut: int  # splits of overlong documents
+    unknown_fraction: float  # of all tokens
+    uncovered: dict[str, int]  # most frequent words that contain [UNK], with their counts
+    length_histogram: dict[str, int]  # number of documents by range of tokens
     median_length: float
     rows: list[str]
     plot: str | None
-    not_drawn: str | None  # why there is no plot
+    plot_error: str | None  # why there is no plot
     is_verified: bool
 
     def __str__(self) -> str:
-        """All of it, for a terminal."""
-        checked = "checksums verified" if self.is_verified else "sizes right, checksums not verified"
+        checked = "checksums verified" if self.is_verified else "file sizes correct, checksums not verified"
         lines = [
             f"{self.folder}: {self.shards} shards of {self.text_megabytes:,.1f} MB of text, {checked}",
             *(
                 f"{split:<12}{self.documents[split]:>14,} documents {self.tokens[split]:>16,} tokens"
                 for split in SPLITS
             ),
-            f"{self.replaced:,} invalid characters replaced, overlong documents cut at {self.cut:,} places",
-            f"[UNK] is {self.unknown_share:.4%} of the tokens; vocabulary {self.vocabulary:,}",
+            f"{self.replaced:,} invalid characters replaced, overlong documents cut in {self.cut:,} places",
+            f"[UNK] is {self.unknown_fraction:.4%} of the tokens; vocabulary of {self.vocab_size:,}",
             *(f"  {count:>10,}  {word}" for word, count in self.uncovered.items()),
             "",
-            f"tokens in a document (median {self.median_length:,.0f})",
-            *histogram_lines(self.lengths),
-            f"drawn in {self.plot}" if self.plot else f"not drawn: {self.not_drawn}",
+            f"tokens per document (median {self.median_length:,.0f})",
+            *format_histogram(self.length_histogram),
+            f"plot: {self.plot}" if self.plot else f"no plot: {self.plot_error}",
             "",
             *self.rows,
         ]
         return "\n".join(lines)
 
 
-def inspect(config: InspectConfig) -> Inspected:
-    """Read the index and the document ends, decode some rows, draw the lengths."""
+def inspect(config: InspectConfig) -> InspectResult:
+    """Read the index and the document lengths, decode some rows, plot the lengths."""
     shards = open_shards(config.shards)
-    if config.verify and (names := shards.damaged()):
-        raise damaged_error(shards, names)
+    if config.verify and (names := shards.find_damaged()):
+        raise damage_error(shards, names)
     index, lengths = shards.index, document_lengths(shards)
-    plot, not_drawn = drawn(lengths, config)
-    return Inspected(
+    plot, plot_error = try_plot(lengths, config)
+    return InspectResult(
         folder=str(config.shards),
         shards=len(index.shards),
-        vocabulary=shards.tokenizer.vocabulary.size,
+        vocab_size=shards.tokenizer.vocabulary.size,
         text_megabytes=index.total("text_bytes") / 1e6,
         documents=index.totals("documents"),
         tokens=index.totals("tokens"),
         replaced=index.total("replaced"),
         cut=index.total("cut"),
-        unknown_share=index.total("unknown") / sum(index.totals("tokens").values()),
+        unknown_fraction=index.total("unknown") / sum(index.totals("tokens").values()),
         uncovered=index.uncovered(config.words),
-        lengths=histogram(lengths),
+        length_histogram=histogram(lengths),
         median_length=float(np.median(lengths)),
-        rows=decoded_rows(shards, config.rows, config.length),
+        rows=decode_rows(shards, config.rows, config.length),
         plot=plot,
-        not_drawn=not_drawn,
+        plot_error=plot_error,
         is_verified=config.verify,
     )
 
 
 def document_lengths(shards: Shards) -> NDArray:
-    """The tokens of every document, its [SEP] not counted."""
-    ends = [part.astype(np.int64) for split in SPLITS for part in shards.ends(split)]
-    return np.concatenate([np.diff(part, prepend=0) - 1 for part in ends])
+    """Tokens of every document, without [SEP]."""
+    ends = [shard_ends.astype(np.int64) for split in SPLITS for shard_ends in shards.document_ends(split)]
+    return np.concatenate([np.diff(shard_ends, prepend=0) - 1 for shard_ends in ends])
 
 
 def histogram(lengths: NDArray) -> dict[str, int]:
-    """How many documents lie between powers of two."""
+    """Number of documents in ranges between powers of two."""
     powers, counts = np.unique(np.log2(lengths).astype(int), return_counts=True)
     return {f"{1 << power}–{(2 << power) - 1}": int(count) for power, count in zip(powers, counts, strict=True)}
 
 
-def histogram_lines(lengths: dict[str, int]) -> list[str]:
-    """The histogram as bars of characters."""
-    most = max(lengths.values())
-    return [f"{name:>20} {count:>12,} {'█' * round(BAR * count / most)}" for name, count in lengths.items()]
+def format_histogram(counts: dict[str, int]) -> list[str]:
+    """The histogram as lines with bars."""
+    scale = BAR_CHARACTERS / max(counts.values())
+    return [f"{name:>20} {count:>12,} {'█' * round(scale * count)}" for name, count in counts.items()]
 
 
-def decoded_rows(shards: Shards, rows: int, length: int) -> list[str]:
-    """The first rows of the first epoch, dense, with seed 0."""
+def decode_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
+    """The first packed rows of the first epoch with seed 0."""
     ring = TokenRing(shards, "train" if shards.index.totals("tokens")["train"] else "validation")
     packed = PackedRows(len(ring), length, seed=0, epoch=0, shuffle=True)
-    order = Permutation.for_epoch(packed.num_rows, seed=0, epoch=0)
-    starts = packed.spans(order(np.arange(min(rows, packed.num_rows)))).starts
-    library, cls = shards.tokenizer.library, shards.tokenizer.vocabulary.cls_id
-    windows = [ring.read_across_parts(int(start), packed.width).tolist() for start in starts]
-    return [library.decode([cls, *window], skip_special_tokens=False) for window in windows]
+    permutation = Permutation.for_epoch(packed.num_rows, seed=0, epoch=0)
+    starts = packed.spans(permutation(np.arange(min(num_rows, packed.num_rows)))).starts
+    library, cls_id = shards.tokenizer.library, shards.tokenizer.vocabulary.cls_id
+    rows = [ring.read_across_shards(int(start), packed.width).tolist() for start in starts]
+    return [library.decode([cls_id, *row], skip_special_tokens=False) for row in rows]
 
 
-def drawn(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
-    """The path of the histogram as a PNG; or why there is none, which is an error only where it was asked for."""
+def try_plot(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
+    """The path of the plot, or why there is none; raises only if --plot was given and cannot be written."""
     path = config.plot or config.shards / "document-lengths.png"
     try:
         is_written = plot_document_lengths(path, lengths)
     except OSError as error:
         if config.plot is not None:
             raise
-        return None, f"{error.strerror or error} in {config.shards}; --plot takes another file"
-    return (str(path), None) if is_written else (None, "that takes matplotlib (pip install matplotlib)")
+        return None, f"{error.strerror or error} in {config.shards}; choose another file with --plot"
+    return (str(path), None) if is_written else (None, "matplotlib is missing (pip install matplotlib)")

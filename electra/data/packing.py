@@ -134,7 +134,7 @@ def random_generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
 def compute_document_starts(shards: Shards, split: Split) -> NDArray:
     """[N + 1] start of each document in the concatenated tokens of a split, and their total."""
     ends, offset = [np.zeros(1, np.int64)], 0
-    for shard_ends in shards.ends(split):
+    for shard_ends in shards.document_ends(split):
         ends.append(shard_ends.astype(np.int64) + offset)
         offset += int(shard_ends[-1]) if len(shard_ends) else 0
     return np.concatenate(ends)

@@ -1,46 +1,54 @@
-"""`electra shard`: text to shards, as fast as words can be looked up, and safe to kill at any moment.
+"""`electra shard`: encode text into shards in parallel; a run that was killed can be resumed at any point.
 
-This process reads, cuts the text into units and writes; workers encode one unit at a time and touch no files. A unit is
-a number of bytes of text and becomes one shard, so neither the number of workers nor a restart changes any byte.
+This process reads the text, splits it into one part per shard and writes the shards; workers encode a part at a time
+and write nothing. Parts are determined by their size in bytes, so the shards depend neither on the number of workers
+nor on interruptions.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache, partial
 from itertools import accumulate, chain
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from electra.data.corpus import Block, Corpus, CorpusConfig, Counts, documents_of, is_validation
-from electra.data.files import say_skipped
-from electra.data.progress import meter
+from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, in_validation_split, parse_documents
+from electra.data.files import warn_skipped_files
 from electra.data.shards import (
     INDEX,
     SPLITS,
     TOKENIZER,
     UNFINISHED,
     Index,
-    Shard,
+    ShardInfo,
     Shards,
     Split,
-    describe,
+    describe_shard,
     most_frequent,
     read_index,
-    shard_bytes,
+    serialize_shard,
     shard_name,
 )
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
-from electra.data.wordpiece import TextEncoder, encoder_for
-from electra.data.workers import in_order
+from electra.data.wordpiece import LibraryEncoder, create_encoder
 from electra.errors import ConfigError, DataError
 from electra.runfolder import (
     CHECKSUM,
@@ -53,24 +61,27 @@ from electra.runfolder import (
     write_json,
 )
 
-UNCOVERED_WORDS = 1000
-"""Words with [UNK] that each shard remembers."""
+MAX_UNCOVERED_WORDS = 1000
+"""Words with [UNK] that each shard lists."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardConfig(CorpusConfig):
-    """Turn text into shards of tokens; killed and started again, it goes on."""
+    """Tokenize text into shards; run the same command again to resume."""
 
     tokenizer: Path
     """A vocab.txt, a tokenizer.json, or a folder with either, such as `electra tokenizer` writes."""
     output: Path
-    """The folder for the shards."""
+    """Folder for the shards."""
     validation_fraction: float = 0.005
-    """The share of documents held out, chosen by their text."""
+    """Fraction of documents held out for validation, selected by a hash of their text."""
     shard_megabytes: float = 32
-    """Text in each shard; a worker needs about four times as much memory."""
+    """Megabytes of text per shard; a worker needs about four times as much memory."""
     workers: int | None = None
-    """Processes that encode; one for each core if not given. Changes no byte of the result."""
+    """Number of worker processes, by default one per core; does not affect the shards."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -81,12 +92,8 @@ class ShardConfig(CorpusConfig):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ConfigError(f"{name} is {value}; it must be above 0")
 
-    def processes(self) -> int:
-        """How many workers there are."""
-        return self.workers or len(os.sched_getaffinity(0))
-
     def command(self) -> str:
-        """The command line of these settings."""
+        """The command line with these settings."""
         words = ["electra", "shard"]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -97,221 +104,286 @@ class ShardConfig(CorpusConfig):
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """What `electra shard` made."""
+class ShardResult:
+    """The result of `electra shard`."""
 
     output: str
     shards: int
-    documents: dict[str, int]
-    tokens: dict[str, int]
+    documents: dict[str, int]  # by split
+    tokens: dict[str, int]  # by split
     megabytes: float
     seconds: float
-    made: int  # shards made in this run; the others were there
-    replaced: int
-    cut: int
+    new_shards: int  # shards made by this run; the others existed
+    replaced: int  # invalid UTF-8 characters
+    cut: int  # splits of overlong documents
 
     def __str__(self) -> str:
         notes = [
-            f"{self.output}: {sum(self.tokens.values()):,} tokens of {sum(self.documents.values()):,} documents in "
+            f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents and "
             f"{self.shards} shards ({self.tokens['validation']:,} tokens for validation)"
         ]
-        notes += [f"{self.made} shards made in {self.seconds:.1f} s"] if self.made else ["all was there already"]
+        notes.append(f"{self.new_shards} new shards in {self.seconds:.1f} s" if self.new_shards else "already complete")
         if not self.tokens["validation"]:
-            notes.append("nothing is held out: pre-training needs some, so give a larger --validation-fraction (0.05)")
+            notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
-        notes += [f"overlong documents cut at {self.cut:,} places"] if self.cut else []
+        notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
         return "; ".join(notes)
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardText:
     """The text of one shard."""
 
     number: int
     blocks: list[Block]
-    position: int  # bytes on disk of the corpus up to its end
+    position: int  # bytes of the corpus on disk up to its end
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """One shard as its worker hands it back."""
+class EncodedShard:
+    """A shard as its worker returns it."""
 
-    shard: Shard
+    info: ShardInfo
     content: bytes
-    position: int  # that of its unit
+    position: int  # of its ShardText
 
 
-def shard(config: ShardConfig) -> Sharded:
+def shard(config: ShardConfig) -> ShardResult:
     """Make the shards that are missing or damaged, then the index."""
-    began = monotonic()
+    start_time = monotonic()
     tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config)
-    say_skipped(config.corpus)
-    units = cut_units(corpus, int(config.shard_megabytes * 1e6))
-    first = next(units)  # raises if there is no text, before anything is written
-    settings = settings_of(config, corpus, tokenizer)
+    warn_skipped_files(config.corpus)
+    texts = split_corpus(corpus, int(config.shard_megabytes * 1e6))
+    first = next(texts)  # raises before anything is written if there is no text
+    settings = shard_settings(config, corpus, tokenizer)
     with lock_folder(config.output):
-        before = prepare(config.output, settings)
-        with clearing_up(config.output):
-            kept = kept_in(config.output, before)
+        old_index = open_output(config.output, settings)
+        with clean_up_on_failure(config.output):
+            finished = find_finished(config.output, old_index)
             tokenizer.save(config.output / TOKENIZER)
-            if before is not None and len(kept) == len(before.shards):
-                return summary(config, before, 0, monotonic() - began)
-            new = make_shards(config, chain([first], units), kept, tokenizer, corpus)
-            shards = sorted([*kept.values(), *new], key=lambda shard: shard.name)
-            after = Index(settings=settings, command=config.command(), shards=shards)
-            finish(config, before, after)
-            return summary(config, after, len(new), monotonic() - began)
+            if old_index is not None and len(finished) == len(old_index.shards):
+                return summarize(config, old_index, 0, monotonic() - start_time)
+            new = write_missing_shards(config, chain([first], texts), finished, tokenizer, corpus)
+            shards = sorted([*finished.values(), *new], key=lambda shard: shard.name)
+            index = Index(settings=settings, command=config.command(), shards=shards)
+            write_index(config, old_index, index)
+            return summarize(config, index, len(new), monotonic() - start_time)
 
 
-def cut_units(corpus: Corpus, size: int) -> Iterator[Unit]:
-    """The corpus in units of at least `size` bytes, the last one less."""
-    number, blocks, held, position = 0, [], 0, 0
-    before = dict(zip(map(str, corpus.paths()), accumulate(corpus.sizes(), initial=0), strict=False))
+def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
+    """The corpus in parts of at least `size` bytes, except for the last."""
+    number, blocks, num_bytes, position = 0, [], 0, 0
+    offsets = dict(
+        zip((str(file.path) for file in corpus.files), accumulate(corpus.file_sizes(), initial=0), strict=False)
+    )
     for block in corpus.blocks():
         blocks.append(block)
-        held += len(block)
-        position = before.get(block.name, 0) + block.position
-        if held >= size:
-            yield Unit(number, blocks, position)
-            number, blocks, held = number + 1, [], 0
+        num_bytes += len(block)
+        position = offsets.get(block.source, 0) + block.position
+        if num_bytes >= size:
+            yield ShardText(number, blocks, position)
+            number, blocks, num_bytes = number + 1, [], 0
     if blocks:
-        yield Unit(number, blocks, position)
+        yield ShardText(number, blocks, position)
 
 
-@contextmanager
-def clearing_up(output: Path) -> Iterator[None]:
-    """If anything goes wrong, leave nothing that a second run does not go on with, and say so of what is left."""
-    try:
-        yield
-    except BaseException as error:
-        if (output / INDEX).exists():
-            raise
-        kept = len(list(output.glob("*.safetensors")))
-        if not kept:
-            shutil.rmtree(output / TOKENIZER, ignore_errors=True)
-            (output / UNFINISHED).unlink(missing_ok=True)
-        if not kept or not isinstance(error, DataError | OSError):
-            raise
-        said = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
-        raise DataError(
-            f"{said}; {kept} finished shards are kept in {output}, and the same command on the same text goes on there"
-        ) from None
-
-
-def settings_of(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """All that decides the bytes of the shards."""
+def shard_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Everything that determines the content of the shards."""
     names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
     settings: dict[str, Any] = {name: getattr(config, name) for name in names}
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.identity()}
 
 
-def prepare(output: Path, settings: dict[str, Any]) -> Index | None:
-    """The index, if the output has one; raises if the output holds anything but a run with these settings.
-
-    A run that finished no shard has nothing to protect, so another may take its place.
-    """
+def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
+    """The index of a previous run, if it finished; raises if the folder is not empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
-    is_begun = (output / UNFINISHED).exists()
+    is_started = (output / UNFINISHED).exists()
     if index is not None:
         check_same_settings(output, index.settings, settings)
         (output / UNFINISHED).unlink(missing_ok=True)
-    elif is_begun and any(output.glob("*.safetensors")):
+    elif is_started and any(output.glob("*.safetensors")):
         check_same_settings(output, read_json(output / UNFINISHED), settings)
-    elif not is_begun and not is_empty(output):
-        raise ConfigError(f"{output} holds other files; choose a new or empty folder for --output")
-    else:
+    elif is_started or is_empty(output):  # a run without any finished shard may be replaced
         write_json(output / UNFINISHED, settings)
+    else:
+        raise ConfigError(f"{output} contains other files; choose a new or empty folder for --output")
     remove_partial(output)
     return index
 
 
-def kept_in(output: Path, index: Index | None) -> dict[str, Shard]:
-    """The shards that are there and whole, by their names."""
+@contextmanager
+def clean_up_on_failure(output: Path) -> Iterator[None]:
+    """On an error before the index exists, remove a start without shards, or add to the error how to resume."""
+    try:
+        yield
+    except BaseException as error:
+        if (output / INDEX).exists():
+            raise
+        num_shards = len(list(output.glob("*.safetensors")))
+        if not num_shards:
+            shutil.rmtree(output / TOKENIZER, ignore_errors=True)
+            (output / UNFINISHED).unlink(missing_ok=True)
+        if not num_shards or not isinstance(error, DataError | OSError):
+            raise
+        is_system_error = isinstance(error, OSError) and error.filename
+        message = f"{error.strerror}: {error.filename}" if is_system_error else str(error)
+        raise DataError(
+            f"{message}; {num_shards} finished shards are kept in {output}; run the same command on the same text to "
+            "resume"
+        ) from None
+
+
+def find_finished(output: Path, index: Index | None) -> dict[str, ShardInfo]:
+    """The complete shards of a folder by name."""
     if index is None:
-        return {path.name: describe(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
-    damaged = Shards(output, index).damaged()
+        return {path.name: describe_shard(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
+    damaged = Shards(output, index).find_damaged()
     return {shard.name: shard for shard in index.shards if shard.name not in damaged}
 
 
-def make_shards(
-    config: ShardConfig, units: Iterable[Unit], kept: dict[str, Shard], tokenizer: TextTokenizer, corpus: Corpus
-) -> list[Shard]:
-    """Encode and write every unit whose shard is not kept."""
-    made = []
-    encode = partial(encode_unit, config, tokenizer.fingerprint)
-    todo = (unit for unit in units if shard_name(unit.number) not in kept)
-    with meter(sum(corpus.sizes())) as progress:
-        for encoded in in_order(encode, todo, config.processes()):
-            write_file(config.output / encoded.shard.name, encoded.content)
-            progress.update(encoded.position, encoded.shard.text_bytes, sum(encoded.shard.tokens.values()))
-            made.append(encoded.shard)
-    return made
+def write_missing_shards(
+    config: ShardConfig,
+    texts: Iterable[ShardText],
+    finished: dict[str, ShardInfo],
+    tokenizer: TextTokenizer,
+    corpus: Corpus,
+) -> list[ShardInfo]:
+    """Encode and write every shard that is not finished."""
+    new = []
+    encode = partial(encode_shard, config, tokenizer.fingerprint)
+    missing = (text for text in texts if shard_name(text.number) not in finished)
+    workers = config.workers or len(os.sched_getaffinity(0))
+    with show_progress(sum(corpus.file_sizes())) as progress:
+        for encoded in map_in_order(encode, missing, workers):
+            write_file(config.output / encoded.info.name, encoded.content)
+            progress.update(encoded.position, encoded.info.text_bytes, sum(encoded.info.tokens.values()))
+            new.append(encoded.info)
+    return new
 
 
 @lru_cache(maxsize=1)
-def encoder_of(folder: Path, fingerprint: str) -> TextEncoder:
-    """The worker's encoder, kept from unit to unit for the words it has met."""
+def load_encoder(folder: Path, fingerprint: str) -> LibraryEncoder:
+    """The worker's encoder, whose word cache is kept from shard to shard."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer.fingerprint == fingerprint
-    return encoder_for(tokenizer)
+    return create_encoder(tokenizer)
 
 
-def encode_unit(config: ShardConfig, fingerprint: str, unit: Unit) -> Encoded:
-    """The shard of one unit; runs in a worker and touches no files."""
-    encoder = encoder_of(config.output / TOKENIZER, fingerprint)
+def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> EncodedShard:
+    """Encode the text of one shard; runs in a worker."""
+    encoder = load_encoder(config.output / TOKENIZER, fingerprint)
     encoder.uncovered.clear()
-    counts, type = Counts(), np.dtype(encoder.type)
-    documents = encode_documents(config, encoder, unit, counts)
+    stats, dtype = ReadStats(), np.dtype(encoder.typecode)
+    documents = encode_documents(config, encoder, text, stats)
+    encoded = [ids for split in SPLITS for ids in documents[split]]
     facts = {
-        "text_bytes": sum(map(len, unit.blocks)),
-        "unknown": sum(count(encoder.unk_id, ids, type) for split in SPLITS for ids in documents[split]),
-        "uncovered": most_frequent(encoder.uncovered, UNCOVERED_WORDS),
-        **asdict(counts),
+        "text_bytes": sum(map(len, text.blocks)),
+        "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
+        "uncovered": most_frequent(encoder.uncovered, MAX_UNCOVERED_WORDS),
+        **asdict(stats),
     }
-    content = shard_bytes(documents, facts, type)
-    return Encoded(describe(shard_name(unit.number), content), content, unit.position)
+    content = serialize_shard(documents, facts, dtype)
+    return EncodedShard(describe_shard(shard_name(text.number), content), content, text.position)
 
 
-def encode_documents(config: ShardConfig, encoder: TextEncoder, unit: Unit, counts: Counts) -> dict[Split, list[bytes]]:
-    """The ids of the unit's documents, each in its split."""
+def encode_documents(
+    config: ShardConfig, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
+) -> dict[Split, list[bytes]]:
+    """The ids of each document by split."""
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
-    for block in unit.blocks:
-        documents = list(documents_of(block, config, counts))
+    for block in text.blocks:
+        documents = list(parse_documents(block, config, stats))
         for document, ids in zip(documents, encoder.encode(documents), strict=True):
             if ids:
-                is_held_out = is_validation(document, config.validation_fraction)
-                encoded["validation" if is_held_out else "train"].append(ids)
+                is_validation = in_validation_split(document, config.validation_fraction)
+                encoded["validation" if is_validation else "train"].append(ids)
     return encoded
 
 
-def count(token: int, ids: bytes, type: np.dtype) -> int:
-    """How often a token is among ids."""
-    return int(np.count_nonzero(np.frombuffer(ids, type) == token))
-
-
-def finish(config: ShardConfig, before: Index | None, after: Index) -> None:
-    """Write the index, the last of all; a repair must have given the bytes that were there before."""
-    if before is not None and before.shards != after.shards:
-        changed = [new.name for old, new in zip(before.shards, after.shards, strict=False) if old != new]
-        raise DataError(f"{', '.join(changed)} came out unlike before, so the text has changed; start over elsewhere")
-    if not any(after.totals("tokens").values()):
-        for shard in after.shards:
+def write_index(config: ShardConfig, old_index: Index | None, index: Index) -> None:
+    """Write the index last; raises if shards that were made again are not what they were."""
+    if old_index is not None and old_index.shards != index.shards:
+        changed = [new.name for old, new in zip(old_index.shards, index.shards, strict=False) if old != new]
+        raise DataError(f"{', '.join(changed)} changed because the text changed; start again with another --output")
+    if not any(index.totals("tokens").values()):
+        for shard in index.shards:
             (config.output / shard.name).unlink()
-        raise DataError(f"no document of {config.corpus} has any token; is it text?")
-    write_file(config.output / INDEX, after.as_json())
+        raise DataError(f"no document of {config.corpus} has any tokens; check that it is text")
+    write_file(config.output / INDEX, index.to_json())
     (config.output / UNFINISHED).unlink(missing_ok=True)
 
 
-def summary(config: ShardConfig, index: Index, made: int, seconds: float) -> Sharded:
-    """What the command reports."""
-    return Sharded(
+def summarize(config: ShardConfig, index: Index, new_shards: int, seconds: float) -> ShardResult:
+    return ShardResult(
         output=str(config.output),
         shards=len(index.shards),
         documents=index.totals("documents"),
         tokens=index.totals("tokens"),
         megabytes=index.total("text_bytes") / 1e6,
         seconds=seconds,
-        made=made,
+        new_shards=new_shards,
         replaced=index.total("replaced"),
         cut=index.total("cut"),
     )
+
+
+def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """`map` with worker processes; at most two items wait for a worker, so memory is bounded."""
+    if workers == 1:
+        yield from map(function, items)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), init_worker) as pool:
+        futures: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                futures.append(pool.submit(function, item))
+                if len(futures) > workers + 1:
+                    yield futures.popleft().result()
+            while futures:
+                yield futures.popleft().result()
+        except BrokenProcessPool:
+            raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def init_worker() -> None:
+    """Ignore Ctrl-C in a worker, make it single-threaded, and exit when its parent exits or is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
+
+
+def exit_with_parent(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+@dataclass
+class ShardProgress:
+    """A progress bar with speed and number of tokens."""
+
+    bar: Progress
+    task: TaskID
+    start_time: float
+    text_bytes: int = 0
+    tokens: int = 0
+
+    def update(self, position: int, text_bytes: int, tokens: int) -> None:
+        """Add a shard that ends at `position` of the corpus on disk."""
+        self.text_bytes += text_bytes
+        self.tokens += tokens
+        speed = self.text_bytes / 1e6 / (monotonic() - self.start_time)
+        description = f"{self.text_bytes / 1e6:,.0f} MB  {speed:.1f} MB/s  {self.tokens / 1e6:,.1f}M tokens"
+        self.bar.update(self.task, completed=position, description=description)
+
+
+@contextmanager
+def show_progress(total_bytes: int) -> Iterator[ShardProgress]:
+    """A progress bar on a terminal, nothing elsewhere; `total_bytes` is 0 if unknown."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield ShardProgress(bar, bar.add_task("reading", total=total_bytes or None), monotonic())

@@ -1,7 +1,7 @@
-"""Shards: tokens of a corpus on disk, memory-mapped, with an index that says what they are.
+"""Shards: the tokens of a corpus on disk, memory-mapped, with an index.
 
-A shard is one safetensors file with, for each split, `tokens` (documents end to end, each ending with [SEP]) and `ends`
-(where each document ends). index.json is written last: where it is, everything else is whole.
+A shard is a safetensors file with two arrays per split: `tokens` (the documents, concatenated, each ending with [SEP])
+and `ends` (the end of each document). index.json is written last: if it exists, all shards are complete.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -24,204 +25,194 @@ from safetensors.numpy import save
 
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import DataError
+from electra.runfolder import CHECKSUM, file_checksum
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 INDEX = "index.json"
 UNFINISHED = "unfinished.json"
-"""The settings of a run, there until its index is."""
+"""The settings of an `electra shard` run; removed when its index is written."""
 TOKENIZER = "tokenizer"
-RUN = ("metrics.jsonl", "config.json")
-"""Files that runs and models have, and shards have not."""
-TYPES = {"U16": np.uint16, "U32": np.uint32}
+RUN_FILES = ("metrics.jsonl", "config.json")
+"""Files of run and model folders, to recognise one that is passed instead of shards."""
+DTYPES = {"U16": np.uint16, "U32": np.uint32}
 
 
 @dataclass(frozen=True)
-class Shard:
-    """What the index knows of one shard."""
+class ShardInfo:
+    """The index entry of a shard."""
 
     name: str
     bytes: int
     sha256: str
-    documents: dict[str, int]  # of each split
-    tokens: dict[str, int]  # of each split, [SEP] included
+    documents: dict[str, int]  # by split
+    tokens: dict[str, int]  # by split, [SEP] included
     text_bytes: int
-    replaced: int  # characters that were not valid UTF-8
-    cut: int  # places where an overlong document was cut
-    unknown: int  # tokens that are [UNK]
-    uncovered: dict[str, int]  # the most frequent words with [UNK] in them
+    replaced: int  # invalid UTF-8 characters
+    cut: int  # splits of overlong documents
+    unknown: int  # number of [UNK] tokens
+    uncovered: dict[str, int]  # most frequent words that contain [UNK], with their counts
 
 
 @dataclass(frozen=True)
 class Index:
-    """What lies in a folder of shards and how it was made."""
+    """The content of a folder of shards and how it was made."""
 
     settings: dict[str, Any]
-    command: str  # makes these shards again
-    shards: list[Shard]
+    command: str  # the command line that makes these shards
+    shards: list[ShardInfo]
 
     def totals(self, count: Literal["documents", "tokens"]) -> dict[str, int]:
-        """Documents or tokens of each split."""
+        """Number of documents or tokens by split."""
         return {split: sum(getattr(shard, count)[split] for shard in self.shards) for split in SPLITS}
 
     def total(self, count: Literal["text_bytes", "replaced", "cut", "unknown"]) -> int:
-        """What the shards counted, together."""
+        """The sum of a count over all shards."""
         return sum(getattr(shard, count) for shard in self.shards)
 
-    def uncovered(self, most: int) -> dict[str, int]:
-        """The most frequent words with [UNK] in them."""
+    def uncovered(self, limit: int) -> dict[str, int]:
+        """The most frequent words that contain [UNK], with their counts."""
         words: Counter[str] = Counter()
         for shard in self.shards:
             words.update(shard.uncovered)
-        return most_frequent(words, most)
+        return most_frequent(words, limit)
 
-    def as_json(self) -> bytes:
-        """The content of index.json."""
+    def to_json(self) -> bytes:
         totals = {"documents": self.totals("documents"), "tokens": self.totals("tokens")}
         return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def most_frequent(words: Counter[str], most: int) -> dict[str, int]:
-    """The words that came most often, with how often; of equals, the first in the alphabet."""
-    return dict(sorted(words.items(), key=lambda word: (-word[1], word[0]))[:most])
+def most_frequent(words: Counter[str], limit: int) -> dict[str, int]:
+    """The `limit` most frequent words with their counts; ties are in alphabetical order."""
+    return dict(sorted(words.items(), key=lambda word: (-word[1], word[0]))[:limit])
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard."""
     return f"{number:05d}.safetensors"
 
 
-def shard_bytes(documents: dict[Split, list[bytes]], facts: dict[str, Any], type: np.dtype) -> bytes:
-    """The content of a shard with the encoded documents of each split."""
+def serialize_shard(documents: dict[Split, list[bytes]], facts: dict[str, Any], dtype: np.dtype) -> bytes:
+    """The content of a shard file from the encoded documents of each split; `facts` are fields of `ShardInfo`."""
     arrays = {}
     for split, encoded in documents.items():
-        arrays[f"{split}.tokens"] = np.frombuffer(b"".join(encoded), type)
-        arrays[f"{split}.ends"] = np.cumsum([len(ids) // type.itemsize for ids in encoded], dtype=np.uint32)
+        arrays[f"{split}.tokens"] = np.frombuffer(b"".join(encoded), dtype)
+        arrays[f"{split}.ends"] = np.cumsum([len(ids) // dtype.itemsize for ids in encoded], dtype=np.uint32)
     return save(arrays, {"facts": json.dumps(facts)})
 
 
-def describe(name: str, content: bytes) -> Shard:
-    """What the index keeps of a shard with this content."""
-    header, _ = header_of(content)
+def describe_shard(name: str, content: bytes) -> ShardInfo:
+    """The index entry of a shard file with this content."""
+    header, _ = read_header(content)
     counts: dict[str, Any] = {
         count: {split: header[f"{split}.{array}"]["shape"][0] for split in SPLITS}
         for count, array in (("documents", "ends"), ("tokens", "tokens"))
     }
     facts = json.loads(header["__metadata__"]["facts"])
-    return Shard(name=name, bytes=len(content), sha256=sha256(content).hexdigest(), **counts, **facts)
+    return ShardInfo(name=name, bytes=len(content), sha256=sha256(content).hexdigest(), **counts, **facts)
 
 
-def header_of(content: bytes | mmap) -> tuple[dict[str, Any], int]:
-    """The description at the head of a safetensors file, and where its data begins."""
-    begin = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:begin]), begin
-
-
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+def read_header(content: bytes | mmap) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file and the offset of its data."""
+    offset = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:offset]), offset
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A finished folder of shards, open for reading."""
+    """A complete folder of shards, open for reading."""
 
     folder: Path
     index: Index
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
-        """The tokenizer the shards were made with."""
+        """The tokenizer that the shards were made with."""
         return load_tokenizer(self.folder / TOKENIZER)
 
     def tokens(self, split: Split) -> list[NDArray]:
         """The tokens of each shard, memory-mapped."""
-        return [self.array(shard, f"{split}.tokens") for shard in self.index.shards]
+        return [self.map_array(shard, f"{split}.tokens") for shard in self.index.shards]
 
-    def ends(self, split: Split) -> list[NDArray]:
-        """Where each document of each shard ends, memory-mapped."""
-        return [self.array(shard, f"{split}.ends") for shard in self.index.shards]
+    def document_ends(self, split: Split) -> list[NDArray]:
+        """The end of each document in `tokens` of each shard, memory-mapped."""
+        return [self.map_array(shard, f"{split}.ends") for shard in self.index.shards]
 
-    def array(self, shard: Shard, name: str) -> NDArray:
-        """One array of a shard, memory-mapped."""
+    def map_array(self, shard: ShardInfo, name: str) -> NDArray:
         with open(self.folder / shard.name, "rb") as file:
             mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
         try:
-            header, begin = header_of(mapped)
+            header, offset = read_header(mapped)
             [length], (start, _) = header[name]["shape"], header[name]["data_offsets"]
-            return np.frombuffer(mapped, TYPES[header[name]["dtype"]], length, begin + start)
+            return np.frombuffer(mapped, DTYPES[header[name]["dtype"]], length, offset + start)
         except (ValueError, KeyError):
-            raise damaged_error(self, [shard.name]) from None
+            raise damage_error(self, [shard.name]) from None
 
-    def damaged(self) -> list[str]:
-        """The shards that are not what the index says, by their checksums."""
+    def find_damaged(self) -> list[str]:
+        """The names of shards whose checksum is not the index's."""
         return [shard.name for shard in self.index.shards if self.is_damaged(shard)]
 
-    def is_damaged(self, shard: Shard) -> bool:
-        """Whether a shard's bytes are others than the index says."""
-        return self.has_wrong_size(shard) or checksum(self.folder / shard.name) != shard.sha256
+    def is_damaged(self, shard: ShardInfo) -> bool:
+        return self.has_wrong_size(shard) or file_checksum(self.folder / shard.name) != CHECKSUM + shard.sha256
 
-    def has_wrong_size(self, shard: Shard) -> bool:
-        """Whether a shard is missing or cut."""
+    def has_wrong_size(self, shard: ShardInfo) -> bool:
+        """Whether a shard is missing or truncated."""
         path = self.folder / shard.name
         return not path.exists() or path.stat().st_size != shard.bytes
 
-    def require_tokenizer(self, tokenizer: TextTokenizer) -> None:
-        """Raise unless a model's tokenizer is the one these shards were made with."""
-        ours, other = self.tokenizer, tokenizer
-        if ours.fingerprint != other.fingerprint:
+    def check_tokenizer(self, model_tokenizer: TextTokenizer) -> None:
+        """Raise if a model's tokenizer is not the one that the shards were made with."""
+        if self.tokenizer.fingerprint != model_tokenizer.fingerprint:
+            ours, other = (
+                f"{tokenizer.vocabulary.size:,} entries, {tokenizer.fingerprint[:8]}"
+                for tokenizer in (self.tokenizer, model_tokenizer)
+            )
             raise DataError(
-                f"{self.folder} was made with another tokenizer ({ours.vocabulary.size:,} entries, "
-                f"{ours.fingerprint[:8]}) than the model's ({other.vocabulary.size:,} entries, "
-                f"{other.fingerprint[:8]}); make shards with the model's: electra shard --tokenizer MODEL …"
+                f"{self.folder} was made with another tokenizer ({ours}) than the model's ({other}); make shards with "
+                "the model's: electra shard --tokenizer MODEL …"
             )
 
 
 def open_shards(folder: Path) -> Shards:
-    """The shards in a folder; raises if they are missing, unfinished or cut."""
+    """The shards in a folder; raises if they are missing, unfinished or truncated."""
     if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
-        raise DataError(f"the shards in {folder} are unfinished; run the command that makes them again, it goes on")
+        raise DataError(f"the shards in {folder} are unfinished; run the same electra shard command again to resume")
     if not (folder / INDEX).exists():
         corpus = folder if folder.is_file() else "…"
-        raise DataError(f"{found_at(folder)}; make shards with: electra shard --corpus {corpus} --output shards/")
+        raise DataError(
+            f"{explain_missing(folder)}; make shards with: electra shard --corpus {corpus} --output shards/"
+        )
     shards = Shards(folder, read_index(folder))
-    wrong = [shard.name for shard in shards.index.shards if shards.has_wrong_size(shard)]
-    if wrong:
-        raise damaged_error(shards, wrong)
+    damaged = [shard.name for shard in shards.index.shards if shards.has_wrong_size(shard)]
+    if damaged:
+        raise damage_error(shards, damaged)
     return shards
 
 
-def found_at(path: Path) -> str:
-    """What there is in place of shards."""
+def explain_missing(path: Path) -> str:
     if path.is_file():
-        return f"{path} is a file, and shards are a folder"
+        return f"{path} is a file, not a folder of shards"
     if not path.exists():
-        return f"there is no folder {path}"
-    is_run = any((path / name).exists() for name in RUN)
-    return f"{path} is a run or a model, not a folder of shards" if is_run else f"there are no shards in {path}"
+        return f"the folder {path} does not exist"
+    is_run = any((path / name).exists() for name in RUN_FILES)
+    return f"{path} is a run or a model, not a folder of shards" if is_run else f"no shards in {path}"
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder of shards."""
     try:
-        content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        shards = [Shard(**shard) for shard in content["shards"]]
-        return Index(settings=content["settings"], command=content["command"], shards=shards)
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         names = ", ".join(field.name for field in fields(Index))
         raise DataError(
-            f"{folder / INDEX} is damaged: it must be JSON with {names}; delete it and the shards are checked "
-            "and indexed again by the command that made them"
+            f"{folder / INDEX} is damaged ({error}): expected JSON with {names}; remove {folder} and make the shards again"
         ) from None
 
 
-def damaged_error(shards: Shards, names: list[str]) -> DataError:
-    """Which shards are damaged and what makes only them again, wherever they lie now."""
+def damage_error(shards: Shards, names: list[str]) -> DataError:
+    """An error with the command that makes the damaged shards again, in their present folder."""
     words = shlex.split(shards.index.command)
     words[words.index("--output") + 1] = str(shards.folder)
     return DataError(
-        f"damaged in {shards.folder}: {', '.join(names)}; this makes only what is damaged again: {shlex.join(words)}"
+        f"damaged shards in {shards.folder}: {', '.join(names)}; make only these again with: {shlex.join(words)}"
     )
 
 
@@ -245,14 +236,14 @@ class TokenRing:
     def read(self, starts: NDArray, out: NDArray) -> None:
         """Fill `out` [R, width] with the tokens from each start [R] on, one shard at a time."""
         width = out.shape[1]
-        part_of_row = np.searchsorted(self.starts, starts, side="right") - 1
-        is_inside = starts + width <= self.ends[part_of_row]
+        shard_of_row = np.searchsorted(self.starts, starts, side="right") - 1
+        is_inside = starts + width <= self.ends[shard_of_row]
         for row in np.flatnonzero(~is_inside):
-            out[row] = self.read_across_parts(int(starts[row]), width)
+            out[row] = self.read_across_shards(int(starts[row]), width)
         inside = np.flatnonzero(is_inside)
-        by_part = inside[np.argsort(part_of_row[inside], kind="stable")]
-        numbers, firsts = np.unique(part_of_row[by_part], return_index=True)
-        for number, rows in zip(numbers, np.split(by_part, firsts[1:]), strict=False):  # no number if no row is inside
+        by_shard = inside[np.argsort(shard_of_row[inside], kind="stable")]
+        numbers, firsts = np.unique(shard_of_row[by_shard], return_index=True)
+        for number, rows in zip(numbers, np.split(by_shard, firsts[1:]), strict=False):  # no number if no row is inside
             out[rows] = self.windows(width)[number][starts[rows] - self.starts[number]]
 
     def windows(self, width: int) -> list[NDArray]:
@@ -262,7 +253,7 @@ class TokenRing:
             self.window_views[width] = [sliding_window_view(part, width) for part in padded]
         return self.window_views[width]
 
-    def read_across_parts(self, start: int, width: int) -> NDArray:
+    def read_across_shards(self, start: int, width: int) -> NDArray:
         """[width] tokens that may continue in the next shard."""
         pieces: list[NDArray] = []
         while width:

@@ -1,4 +1,4 @@
-"""Tokenizers: learn WordPiece from a corpus, or take one that exists; what later stages know of its vocabulary."""
+"""Tokenizers: train WordPiece on a corpus, or load an existing tokenizer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from electra.data.corpus import Corpus, CorpusConfig, Counts
-from electra.data.files import say_skipped
+from electra.data.corpus import Corpus, CorpusConfig, ReadStats
+from electra.data.files import warn_skipped_files
 from electra.errors import ConfigError, DataError
-from electra.runfolder import write_file
+from electra.runfolder import read_json, write_file
 
-SPECIALS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-CONTINUES = "##"
-LONGEST_LINE = 10_000  # characters; the library needs some hundred bytes for each character of a text
+SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+CONTINUATION_PREFIX = "##"
+MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """Size and special token ids. The defaults are BERT's and ELECTRA's uncased English vocabulary."""
+    """Size, special token ids and continuation tokens; the defaults are BERT's uncased English vocabulary."""
 
     size: int = 30522
     pad_id: int = 0
@@ -35,14 +35,14 @@ class Vocabulary:
     cls_id: int = 101
     sep_id: int = 102
     mask_id: int = 103
-    is_continuation: tuple[bool, ...] = ()  # of each id: whether it is a word's second or later piece
+    is_continuation: tuple[bool, ...] = ()  # for each id, whether the token continues a word (##…)
 
     def __post_init__(self) -> None:
         for name in ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id"):
             if not 0 <= getattr(self, name) < self.size:
-                raise ConfigError(f"{name} {getattr(self, name)} is not in the vocabulary of {self.size:,} entries")
+                raise ConfigError(f"{name} is {getattr(self, name)}; the vocabulary has {self.size:,} entries")
         if len(self.is_continuation) not in (0, self.size):
-            raise ConfigError(f"is_continuation tells of {len(self.is_continuation):,} ids, not of {self.size:,}")
+            raise ConfigError(f"is_continuation has {len(self.is_continuation):,} entries; expected {self.size:,}")
 
     def unmaskable(self) -> tuple[int, ...]:
         """The ids that are never masked: [PAD], [CLS], [SEP], [MASK]."""
@@ -51,60 +51,57 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer of the `tokenizers` library and the names of its special tokens."""
+    """A `tokenizers.Tokenizer` and its special tokens."""
 
     library: Tokenizer
-    specials: tuple[tuple[str, str], ...] = tuple(SPECIALS.items())
+    special_tokens: tuple[tuple[str, str], ...] = tuple(SPECIAL_TOKENS.items())  # (role, token)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The facts later stages read; raises if a special token they need is missing."""
-        tokens = self.library.get_vocab(with_added_tokens=True)
-        missing = [name for _, name in self.specials if name not in tokens]
+        """The vocabulary; raises if a special token is missing."""
+        ids = self.library.get_vocab(with_added_tokens=True)
+        missing = [token for _, token in self.special_tokens if token not in ids]
         if missing:
-            raise DataError(
-                f"the vocabulary has no {', '.join(missing)}, which pre-training needs; add it to the tokens"
-            )
-        size = max(tokens.values()) + 1
-        continues = [False] * size
-        for token, number in tokens.items():
-            continues[number] = token.startswith(CONTINUES)
-        ids = {f"{role}_id": tokens[name] for role, name in self.specials}
-        return Vocabulary(size=size, is_continuation=tuple(continues), **ids)
+            raise DataError(f"the vocabulary lacks {', '.join(missing)}, which pre-training needs; add it")
+        size = max(ids.values()) + 1
+        is_continuation = [False] * size
+        for token, number in ids.items():
+            is_continuation[number] = token.startswith(CONTINUATION_PREFIX)
+        special_ids = {f"{role}_id": ids[token] for role, token in self.special_tokens}
+        return Vocabulary(size=size, is_continuation=tuple(is_continuation), **special_ids)
 
     @property
-    def parts(self) -> dict[str, Any]:
-        """The library's description of how text becomes ids."""
-        whole = json.loads(self.library.to_str())
-        return {part: whole[part] for part in ("normalizer", "pre_tokenizer", "model")}
+    def components(self) -> dict[str, Any]:
+        """The library's description of normalizer, pre-tokenizer and model, which determine the ids."""
+        description = json.loads(self.library.to_str())
+        return {name: description[name] for name in ("normalizer", "pre_tokenizer", "model")}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for tokenizers that give the same ids, whichever files they came from."""
-        return sha256(json.dumps([self.parts, self.specials], sort_keys=True).encode()).hexdigest()
+        """A hash that is equal for tokenizers that produce the same ids, whatever files they come from."""
+        return sha256(json.dumps([self.components, self.special_tokens], sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the files that `transformers.AutoTokenizer` and this module load."""
+        """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files().items():
-            write_file(folder / name, content.encode())
+        for name, content in self.file_contents().items():
+            write_file(folder / name, content)
 
-    def files(self) -> dict[str, str]:
-        """The content of each file of a tokenizer's folder."""
-        names = {f"{role}_token": name for role, name in self.specials}
-        tokens = self.library.get_vocab(with_added_tokens=True)
+    def file_contents(self) -> dict[str, str]:
+        special_tokens = {f"{role}_token": token for role, token in self.special_tokens}
+        ids = self.library.get_vocab(with_added_tokens=True)
         return {
             "tokenizer.json": self.library.to_str(pretty=True) + "\n",
-            "vocab.txt": "".join(f"{token}\n" for token in sorted(tokens, key=tokens.__getitem__)),
-            "tokenizer_config.json": json.dumps(self.settings() | names, indent=2) + "\n",
-            "special_tokens_map.json": json.dumps(names, indent=2) + "\n",
+            "vocab.txt": "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)),
+            "tokenizer_config.json": json.dumps(self.transformers_config() | special_tokens, indent=2) + "\n",
+            "special_tokens_map.json": json.dumps(special_tokens, indent=2) + "\n",
         }
 
-    def settings(self) -> dict[str, Any]:
-        """What `transformers` must know to build an equal tokenizer."""
+    def transformers_config(self) -> dict[str, Any]:
+        """The settings with which `transformers` builds an equal tokenizer."""
         if not self.is_bert():
             return {"tokenizer_class": "PreTrainedTokenizerFast"}
-        normalizer = self.parts["normalizer"]
+        normalizer = self.components["normalizer"]
         return {
             "tokenizer_class": "ElectraTokenizer",
             "do_lower_case": normalizer["lowercase"],
@@ -113,39 +110,38 @@ class TextTokenizer:
         }
 
     def is_bert(self) -> bool:
-        """Whether text becomes ids as in BERT: words end at spaces and punctuation, WordPiece inside each."""
-        kinds = [(part or {}).get("type") for part in self.parts.values()]
-        return kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
+        """Whether this is BERT's tokenizer: split at spaces and punctuation, WordPiece within each word."""
+        types = [(component or {}).get("type") for component in self.components.values()]
+        return types == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
 
 
-def word_piece(
+def build_wordpiece(
     tokens: list[str], *, lowercase: bool, strip_accents: bool | None = None, split_chinese: bool = True
 ) -> TextTokenizer:
     """BERT's tokenizer with these tokens, in the order of their ids."""
-    numbers = {token: number for number, token in enumerate(tokens)}
-    library = Tokenizer(models.WordPiece(numbers, unk_token=SPECIALS["unk"], max_input_chars_per_word=100))
+    ids = {token: number for number, token in enumerate(tokens)}
+    library = Tokenizer(models.WordPiece(ids, unk_token=SPECIAL_TOKENS["unk"], max_input_chars_per_word=100))
     library.normalizer = normalizers.BertNormalizer(
         lowercase=lowercase, strip_accents=strip_accents, handle_chinese_chars=split_chinese
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    library.decoder = decoders.WordPiece(prefix=CONTINUES)
-    present = {role: name for role, name in SPECIALS.items() if name in numbers}
-    library.add_special_tokens(list(present.values()))
-    if "cls" in present and "sep" in present:
-        cls, sep = ((SPECIALS[role], numbers[SPECIALS[role]]) for role in ("cls", "sep"))
-        library.post_processor = processors.BertProcessing(sep, cls)
+    library.decoder = decoders.WordPiece(prefix=CONTINUATION_PREFIX)
+    library.add_special_tokens([token for token in SPECIAL_TOKENS.values() if token in ids])
+    cls, sep = SPECIAL_TOKENS["cls"], SPECIAL_TOKENS["sep"]
+    if cls in ids and sep in ids:
+        library.post_processor = processors.BertProcessing((sep, ids[sep]), (cls, ids[cls]))
     return TextTokenizer(library)
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer in a vocab.txt, a tokenizer.json, or a folder with either; raises unless it can be trained with."""
+    """The tokenizer of a vocab.txt, a tokenizer.json, or a folder with either; raises if a special token is missing."""
     if not path.exists():
-        raise ConfigError(f"there is no tokenizer at {path}; give a vocab.txt, a tokenizer.json or a folder with one")
+        raise ConfigError(f"no tokenizer at {path}; expected a vocab.txt, a tokenizer.json or a folder with either")
     candidates = [path / "tokenizer.json", path / "vocab.txt"] if path.is_dir() else [path]
     file = next((file for file in candidates if file.exists()), None)
     if file is None:
-        raise DataError(f"there is neither tokenizer.json nor vocab.txt in {path}")
-    tokenizer = load_json(file) if file.suffix == ".json" else load_vocabulary(file)
+        raise DataError(f"neither tokenizer.json nor vocab.txt in {path}")
+    tokenizer = load_tokenizer_json(file) if file.suffix == ".json" else load_vocab_txt(file)
     try:
         assert tokenizer.vocabulary
     except DataError as error:
@@ -153,35 +149,33 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     return tokenizer
 
 
-def load_json(file: Path) -> TextTokenizer:
-    """The tokenizer in a tokenizer.json, with the names of special tokens from the files beside it."""
+def load_tokenizer_json(file: Path) -> TextTokenizer:
+    """The tokenizer of a tokenizer.json, with the special tokens that the files beside it name."""
     try:
         library = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"{file} is not a tokenizer of the tokenizers library ({error})") from None
+        raise DataError(f"{file} is not a file of the tokenizers library ({error})") from None
     library.no_truncation()
     library.no_padding()
-    named = neighbour(file, "tokenizer_config.json") | neighbour(file, "special_tokens_map.json")
-    return TextTokenizer(library, tuple((role, special_name(named, role)) for role in SPECIALS))
+    settings = read_neighbor(file, "tokenizer_config.json") | read_neighbor(file, "special_tokens_map.json")
+    special_tokens = []
+    for role, default in SPECIAL_TOKENS.items():
+        token = settings.get(f"{role}_token") or default
+        special_tokens.append((role, token["content"] if isinstance(token, dict) else token))
+    return TextTokenizer(library, tuple(special_tokens))
 
 
-def special_name(named: dict[str, Any], role: str) -> str:
-    """The token that plays a role: what the files say, else BERT's."""
-    value = named.get(f"{role}_token") or SPECIALS[role]
-    return value["content"] if isinstance(value, dict) else value
-
-
-def load_vocabulary(file: Path) -> TextTokenizer:
-    """The WordPiece tokenizer of a vocab.txt; a vocabulary with capital letters is taken as cased."""
+def load_vocab_txt(file: Path) -> TextTokenizer:
+    """The WordPiece tokenizer of a vocab.txt; without other settings it is cased if the vocabulary has capitals."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
-        raise DataError(f"{file} is not a vocabulary: vocab.txt has one token a line in UTF-8") from None
+        raise DataError(f"{file} is not a vocabulary; expected one token per line in UTF-8") from None
     tokens = [line.rstrip("\r") for line in lines]
     tokens = tokens[:-1] if tokens[-1] == "" else tokens
-    settings = neighbour(file, "tokenizer_config.json")
+    settings = read_neighbor(file, "tokenizer_config.json")
     has_capitals = any(token != token.lower() for token in tokens if not token.startswith("["))
-    return word_piece(
+    return build_wordpiece(
         tokens,
         lowercase=settings.get("do_lower_case", not has_capitals),
         strip_accents=settings.get("strip_accents"),
@@ -189,163 +183,164 @@ def load_vocabulary(file: Path) -> TextTokenizer:
     )
 
 
-def neighbour(file: Path, name: str) -> dict[str, Any]:
-    """The JSON of a file that lies beside another, or nothing."""
-    beside = file.with_name(name)
-    return json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+def read_neighbor(file: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of the same folder; empty if there is no such file."""
+    neighbor = file.with_name(name)
+    return read_json(neighbor) if neighbor.exists() else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(CorpusConfig):
-    """Learn a WordPiece vocabulary from text."""
+    """Train a WordPiece tokenizer on text."""
 
     output: Path
-    """The folder to write: tokenizer.json, vocab.txt and what transformers.AutoTokenizer reads beside them."""
+    """Folder to write: tokenizer.json, vocab.txt and the files that transformers.AutoTokenizer reads."""
     vocab_size: int = 30_522
-    """Entries of the vocabulary, special tokens and reserved slots included."""
+    """Size of the vocabulary, special and unused tokens included."""
     lowercase: bool = True
-    """Lowercase all text."""
+    """Lowercase the text."""
     strip_accents: bool | None = None
-    """Take accents off letters; if neither is said, exactly when text is lowercased, as BERT does."""
+    """Remove accents from letters; by default if the text is lowercased, as in BERT."""
     split_chinese: bool = True
-    """Make every Chinese character a word of its own."""
-    reserved: int = 0
-    """Slots [unused0], [unused1], … kept free for tokens of your own."""
+    """Treat every Chinese character as a word."""
+    unused_tokens: int = 0
+    """Number of tokens [unused0], [unused1], … reserved for later use."""
     character_coverage: float = 0.9999
-    """The share of the text whose characters get entries; words with rarer characters become [UNK]."""
+    """Fraction of the text's characters that the vocabulary covers; words with rarer characters become [UNK]."""
     min_frequency: int = 2
-    """How often a piece must occur to get an entry."""
+    """Minimum number of occurrences of a token."""
     json: bool = False
     """Print the result as JSON."""
 
     def __post_init__(self):
-        for name, least in (("reserved", 0), ("min_frequency", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, minimum in (("unused_tokens", 0), ("min_frequency", 1)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         if not 0 < self.character_coverage <= 1:
             raise ConfigError(f"character_coverage is {self.character_coverage}; it must be above 0 and at most 1")
-        if self.vocab_size <= len(self.special_tokens()):
+        if self.vocab_size <= len(self.fixed_tokens()):
             raise ConfigError(
-                f"vocabulary size {self.vocab_size} leaves no room beside {len(self.special_tokens())} special tokens "
-                "and reserved slots; give a larger --vocab-size"
+                f"vocab_size is {self.vocab_size}; it must be greater than the number of special and unused tokens, "
+                f"{len(self.fixed_tokens())}"
             )
 
-    def special_tokens(self) -> list[str]:
-        """The entries that are not learned; they come first."""
-        return [*SPECIALS.values(), *(f"[unused{slot}]" for slot in range(self.reserved))]
+    def fixed_tokens(self) -> list[str]:
+        """The special and unused tokens, which have the first ids."""
+        return [*SPECIAL_TOKENS.values(), *(f"[unused{number}]" for number in range(self.unused_tokens))]
 
-    def tokenizer(self, tokens: list[str]) -> TextTokenizer:
+    def build(self, tokens: list[str]) -> TextTokenizer:
         """A tokenizer with these settings and tokens."""
-        return word_piece(
+        return build_wordpiece(
             tokens, lowercase=self.lowercase, strip_accents=self.strip_accents, split_chinese=self.split_chinese
         )
 
 
 @dataclass(frozen=True)
-class Learned:
-    """What `electra tokenizer` made."""
+class TrainedTokenizer:
+    """The result of `electra tokenizer`."""
 
     output: str
-    vocabulary: int
+    vocab_size: int
     characters: int
     documents: int
     megabytes: float
-    replaced: int
+    replaced: int  # invalid UTF-8 characters
     fingerprint: str
 
     def __str__(self) -> str:
-        replaced = f", {self.replaced:,} invalid characters replaced" if self.replaced else ""
+        replaced = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
         return (
-            f"{self.output}: {self.vocabulary:,} entries learned from {self.documents:,} documents, "
-            f"{self.megabytes:,.1f} MB{replaced}"
+            f"{self.output}: {self.vocab_size:,} tokens, trained on {self.documents:,} documents "
+            f"({self.megabytes:,.1f} MB){replaced}"
         )
 
 
-def train_tokenizer(config: TokenizerConfig) -> Learned:
-    """Learn the vocabulary and write its folder; the same text gives the same bytes."""
+def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
+    """Train a tokenizer and write its folder; deterministic to the byte."""
     if config.output.exists() and not config.output.is_dir():
         raise ConfigError(f"{config.output} is a file; --output must be a folder")
     if config.output.exists() and any(config.output.iterdir()):
-        raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to learn anew")
+        raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to train again")
     corpus = Corpus(config)
-    say_skipped(config.corpus)
-    known = characters(corpus, config)
-    seen = Seen()
-    learner = config.tokenizer(config.special_tokens())
-    learner.library.train_from_iterator(seen.batches(corpus), trainer(config, known, learner))
-    numbers = learner.library.get_vocab(with_added_tokens=False)
-    tokenizer = config.tokenizer(sorted(numbers, key=numbers.__getitem__))
+    warn_skipped_files(config.corpus)
+    alphabet = select_alphabet(corpus, config)
+    text = TrainingText(corpus)
+    untrained = config.build(config.fixed_tokens())
+    untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
+    ids = untrained.library.get_vocab(with_added_tokens=False)
+    tokenizer = config.build(sorted(ids, key=ids.__getitem__))
     tokenizer.save(config.output)
-    return Learned(
+    return TrainedTokenizer(
         output=str(config.output),
-        vocabulary=tokenizer.vocabulary.size,
-        characters=len(known),
-        documents=seen.documents,
-        megabytes=seen.size / 1e6,
-        replaced=seen.counts.replaced,
+        vocab_size=tokenizer.vocabulary.size,
+        characters=len(alphabet),
+        documents=text.documents,
+        megabytes=text.num_bytes / 1e6,
+        replaced=text.stats.replaced,
         fingerprint=tokenizer.fingerprint,
     )
 
 
-def characters(corpus: Corpus, config: TokenizerConfig) -> list[str]:
-    """The fewest characters, as they look when normalised, that make up `character_coverage` of the text."""
+def select_alphabet(corpus: Corpus, config: TokenizerConfig) -> list[str]:
+    """The most frequent normalized characters that make up `character_coverage` of the text."""
     raw: Counter[str] = Counter()
-    for document in corpus.documents(Counts()):
+    for document in corpus.documents(ReadStats()):
         raw.update(document.decode())
-    normalise = config.tokenizer(config.special_tokens()).library.normalizer.normalize_str
+    normalize = config.build(config.fixed_tokens()).library.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for character, count in raw.items():
-        counts.update(dict.fromkeys(normalise(character).replace(" ", ""), count))
+        counts.update(dict.fromkeys(normalize(character).replace(" ", ""), count))
     ranked = sorted(counts, key=lambda character: (-counts[character], character))
     covered = list(accumulate(counts[character] for character in ranked))
-    enough = bisect_left(covered, config.character_coverage * covered[-1]) + 1 if covered else 0
-    return sorted(ranked[:enough])
+    size = bisect_left(covered, config.character_coverage * covered[-1]) + 1 if covered else 0
+    return sorted(ranked[:size])
 
 
-def trainer(config: TokenizerConfig, known: list[str], learner: TextTokenizer) -> trainers.WordPieceTrainer:
-    """The library's trainer, told every character beforehand.
+def create_trainer(config: TokenizerConfig, alphabet: list[str], untrained: TextTokenizer) -> trainers.WordPieceTrainer:
+    """The library's trainer, with all characters passed as special tokens.
 
-    Left alone it numbers characters inside words in the order of a hash map, and equally frequent pairs are then merged
-    in another order each time. Every known character also gets both its forms, so that no word of them is [UNK].
+    Without them it would number the characters within words in hash map order, and merge equally frequent pairs in a
+    different order each time. Every character also gets its ## form, so no word made of the alphabet is [UNK].
     """
-    split = learner.library.pre_tokenizer.pre_tokenize_str
-    inside = [CONTINUES + character for character in known if len(split(f"a{character}")) == 1]
-    fixed = [*config.special_tokens(), *known, *inside]
+    split = untrained.library.pre_tokenizer.pre_tokenize_str
+    continuations = [CONTINUATION_PREFIX + character for character in alphabet if len(split(f"a{character}")) == 1]
+    fixed = [*config.fixed_tokens(), *alphabet, *continuations]
     if len(fixed) > config.vocab_size:
         raise ConfigError(
-            f"vocabulary size {config.vocab_size:,} is too small for {len(known):,} characters, which take "
-            f"{len(fixed):,} entries; give a larger --vocab-size or a smaller --character-coverage"
+            f"vocab_size is {config.vocab_size:,}, but the {len(alphabet):,} characters of the text take "
+            f"{len(fixed):,} entries; increase --vocab-size or decrease --character-coverage"
         )
     return trainers.WordPieceTrainer(
         vocab_size=config.vocab_size,
         min_frequency=config.min_frequency,
         special_tokens=fixed,
-        initial_alphabet=known,
-        limit_alphabet=len(known),
-        continuing_subword_prefix=CONTINUES,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        continuing_subword_prefix=CONTINUATION_PREFIX,
         show_progress=False,
     )
 
 
 @dataclass
-class Seen:
-    """What the trainer has read."""
+class TrainingText:
+    """The corpus as the trainer reads it, with counts of what was read."""
 
+    corpus: Corpus
     documents: int = 0
-    size: int = 0
-    counts: Counts = field(default_factory=Counts)
+    num_bytes: int = 0
+    stats: ReadStats = field(default_factory=ReadStats)
 
-    def batches(self, corpus: Corpus) -> Iterator[list[str]]:
-        """Lines of the documents, a thousand at a time: the library counts words in parallel within a batch."""
-        lines = self.lines(corpus)
+    def batches(self) -> Iterator[list[str]]:
+        """Lines in batches of a thousand, within which the library counts words in parallel."""
+        lines = self.lines()
         while batch := list(islice(lines, 1000)):
             yield batch
 
-    def lines(self, corpus: Corpus) -> Iterator[str]:
-        """Lines of the documents, long ones in pieces."""
-        for document in corpus.documents(self.counts):
+    def lines(self) -> Iterator[str]:
+        """The lines of all documents, long ones in parts."""
+        for document in self.corpus.documents(self.stats):
             self.documents += 1
-            self.size += len(document)
+            self.num_bytes += len(document)
             for line in document.decode().split("\n"):
-                for start in range(0, len(line), LONGEST_LINE):
-                    yield line[start : start + LONGEST_LINE]
+                for start in range(0, len(line), MAX_LINE_CHARACTERS):
+                    yield line[start : start + MAX_LINE_CHARACTERS]

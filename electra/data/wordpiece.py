@@ -1,7 +1,7 @@
-"""Encoders: documents as token ids, in the bytes that shards hold.
+"""Encoders: documents to token ids, as the bytes that shards store.
 
-Every document ends with [SEP]. Text never becomes a special token: "[MASK]" written in it is encoded as
-"[", "mask", "]".
+Every document ends with [SEP]. Special tokens written in the text are not recognised: "[MASK]" is encoded as "[",
+"mask", "]".
 """
 
 from __future__ import annotations
@@ -19,120 +19,112 @@ WORDS = re.compile(rb"[^\s%b]+|[%b]" % (PUNCTUATION, PUNCTUATION))
 WORDS_AND_IDEOGRAPHS = re.compile(
     rb"(?:[^\s%b\xe4-\xe9]++|\xe4[\x80-\xb7][\x80-\xbf])++|[%b]|%b" % (PUNCTUATION, PUNCTUATION, IDEOGRAPH)
 )
-NO_LEADS = bytes(set(range(256)) - set(range(0xE4, 0xEA)))  # all bytes but the first ones of ideographs
-DELETED = b"\x0b\x0c"  # BERT's normaliser drops these; Python would split words at them
+NOT_IDEOGRAPH_LEADS = bytes(set(range(256)) - set(range(0xE4, 0xEA)))  # all but the first bytes of ideographs
+DROPPED = b"\x0b\x0c"  # BERT's normalizer drops these; `\s` would split words at them
 
-CACHED_WORDS = 1 << 18
-"""Words a cache holds before it starts anew: about 50 MB, whatever the size of the corpus."""
-CACHED_BYTES = 64
-"""Longer words are not kept."""
-LONGEST_WORD = 10_000
-"""Characters the library gets at once, of a word that has more; it needs some 100 bytes for each."""
-LONG_TEXT = 1 << 20
-"""Bytes from which on the words of a text are not listed but found one after the other."""
+MAX_CACHED_WORDS = 1 << 18
+"""The cache is cleared at this size, about 50 MB."""
+MAX_CACHED_WORD_BYTES = 64
+"""Longer words are not cached."""
+MAX_WORD_CHARACTERS = 10_000
+"""Longer words are encoded in parts: the tokenizers library needs about 100 bytes per character."""
+LONG_TEXT_BYTES = 1 << 20
+"""The words of a longer text are iterated over instead of listed, to save memory."""
 
 
-def encoder_for(tokenizer: TextTokenizer) -> TextEncoder:
-    """The fastest encoder that gives the tokenizer's own ids."""
+def create_encoder(tokenizer: TextTokenizer) -> LibraryEncoder:
+    """The fastest encoder that produces the tokenizer's ids."""
     tokenizer.library.encode_special_tokens = True
-    normalizer = tokenizer.parts["normalizer"] or {}
-    has_own_tokens = any(not added.special for added in tokenizer.library.get_added_tokens_decoder().values())
-    is_local = tokenizer.is_bert() and normalizer["clean_text"] and not has_own_tokens
-    return WordEncoder(tokenizer) if is_local else TextEncoder(tokenizer)
+    normalizer = tokenizer.components["normalizer"] or {}
+    has_added_words = any(not token.special for token in tokenizer.library.get_added_tokens_decoder().values())
+    is_word_by_word = tokenizer.is_bert() and normalizer["clean_text"] and not has_added_words
+    return CachedWordPieceEncoder(tokenizer) if is_word_by_word else LibraryEncoder(tokenizer)
 
 
-class TextEncoder:
-    """Encodes documents with the library, whole: right for every tokenizer."""
+class LibraryEncoder:
+    """Encodes whole documents with the tokenizers library; correct for every tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer):
         vocabulary = tokenizer.vocabulary
         self.library = tokenizer.library
         self.unk_id = vocabulary.unk_id
-        self.type = type_code(vocabulary.size)
-        self.separator = self.packed([vocabulary.sep_id])
-        self.uncovered: Counter[str] = Counter()  # words with [UNK] in them, and how often they came
+        self.typecode = "H" if vocabulary.size <= 1 << 16 else "I"  # of `array`: uint16 if the ids fit, else uint32
+        self.separator = self.to_bytes([vocabulary.sep_id])
+        self.uncovered: Counter[str] = Counter()  # words that contain [UNK]
 
     def encode(self, documents: list[bytes]) -> list[bytes]:
-        """The ids of each document; empty if nothing in it has any."""
+        """The ids of each document followed by [SEP]; empty for a document without tokens."""
         texts = [document.decode() for document in documents]
         encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
-        return [self.packed(encoding.ids) + self.separator if encoding.ids else b"" for encoding in encodings]
+        return [self.to_bytes(encoding.ids) + self.separator if encoding.ids else b"" for encoding in encodings]
 
-    def packed(self, ids: list[int]) -> bytes:
-        """The ids as they stand in a shard."""
-        return array(self.type, ids).tobytes()
+    def to_bytes(self, ids: list[int]) -> bytes:
+        return array(self.typecode, ids).tobytes()
 
 
-class WordEncoder(TextEncoder):
-    """Encodes with BERT's tokenizers, asking the library only once for each word: the same ids, several times as fast.
+class CachedWordPieceEncoder(LibraryEncoder):
+    """Encodes with BERT's WordPiece tokenizers several times as fast, by encoding each distinct word once.
 
-    BERT's normaliser and WordPiece never look across a space, an ASCII punctuation mark or a Chinese character, so the
-    ids of a text are those of its words in a row.
+    BERT's normalizer and WordPiece never look across a space, an ASCII punctuation mark or a Chinese character, so the
+    ids of a text are those of its words, concatenated.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
         super().__init__(tokenizer)
-        normalizer = tokenizer.parts["normalizer"]
-        self.is_lowercase = normalizer["lowercase"]
-        self.splits_ideographs = normalizer["handle_chinese_chars"]
+        normalizer = tokenizer.components["normalizer"]
+        self.lowercase = normalizer["lowercase"]
+        self.split_chinese = normalizer["handle_chinese_chars"]
         self.model = tokenizer.library.model
         self.cache = WordCache(self)
 
     def encode(self, documents: list[bytes]) -> list[bytes]:
-        """The ids of each document; empty if nothing in it has any."""
-        return [ids + self.separator if (ids := self.text_ids(document)) else b"" for document in documents]
+        """The ids of each document followed by [SEP]; empty for a document without tokens."""
+        return [ids + self.separator if (ids := self.encode_text(document)) else b"" for document in documents]
 
-    def text_ids(self, text: bytes) -> bytes:
-        """The ids of a text."""
-        text = text.translate(None, DELETED)
-        text = text.lower() if self.is_lowercase else text
-        return b"".join(map(self.cache.__getitem__, self.words_of(text)))
+    def encode_text(self, text: bytes) -> bytes:
+        text = text.translate(None, DROPPED)
+        text = text.lower() if self.lowercase else text
+        return b"".join(map(self.cache.__getitem__, self.split_words(text)))
 
-    def words_of(self, text: bytes) -> Iterable[bytes]:
-        """The parts of a text that can be encoded alone."""
-        has_ideographs = self.splits_ideographs and text.translate(None, NO_LEADS)
-        words = WORDS_AND_IDEOGRAPHS if has_ideographs else WORDS  # the plain pattern is half as fast again
-        return (found[0] for found in words.finditer(text)) if len(text) > LONG_TEXT else words.findall(text)
+    def split_words(self, text: bytes) -> Iterable[bytes]:
+        """The parts of a text that are encoded independently."""
+        has_ideographs = self.split_chinese and text.translate(None, NOT_IDEOGRAPH_LEADS)
+        pattern = WORDS_AND_IDEOGRAPHS if has_ideographs else WORDS  # WORDS is 1.5 times as fast
+        if len(text) > LONG_TEXT_BYTES:
+            return (match[0] for match in pattern.finditer(text))
+        return pattern.findall(text)
 
-    def word_ids(self, word: bytes) -> bytes:
-        """The ids of a word."""
+    def encode_word(self, word: bytes) -> bytes:
         text = word.decode()
-        if word.isalnum() and len(word) <= LONGEST_WORD:  # ASCII, so there is nothing to normalise
-            return self.packed([token.id for token in self.model.tokenize(text)])
-        starts = range(0, len(text), LONGEST_WORD)
-        parts = [self.library.encode(text[at : at + LONGEST_WORD], add_special_tokens=False) for at in starts]
-        return self.packed([number for part in parts for number in part.ids])
+        if word.isalnum() and len(word) <= MAX_WORD_CHARACTERS:  # ASCII: nothing to normalize
+            return self.to_bytes([token.id for token in self.model.tokenize(text)])
+        parts = (text[start : start + MAX_WORD_CHARACTERS] for start in range(0, len(text), MAX_WORD_CHARACTERS))
+        encodings = [self.library.encode(part, add_special_tokens=False) for part in parts]
+        return self.to_bytes([token for encoding in encodings for token in encoding.ids])
 
-    def is_uncovered(self, ids: bytes) -> bool:
-        """Whether [UNK] is among the ids."""
-        return self.unk_id in array(self.type, ids)
+    def has_unknown(self, ids: bytes) -> bool:
+        return self.unk_id in array(self.typecode, ids)
 
 
 class WordCache(dict[bytes, bytes]):
-    """The ids of words; words with [UNK] in them are kept apart, so that looking them up counts them."""
+    """The ids of words. Words with [UNK] are cached separately: every lookup of one is a miss here and is counted."""
 
-    def __init__(self, encoder: WordEncoder):
+    def __init__(self, encoder: CachedWordPieceEncoder):
         super().__init__()
         self.encoder = encoder
         self.uncovered: dict[bytes, bytes] = {}
 
     def __missing__(self, word: bytes) -> bytes:
-        ids = self.uncovered.get(word) or self.encoder.word_ids(word)
-        if self.encoder.is_uncovered(ids):
+        ids = self.uncovered.get(word) or self.encoder.encode_word(word)
+        if self.encoder.has_unknown(ids):
             self.encoder.uncovered[word.decode()] += 1
-            self.keep(self.uncovered, word, ids)
+            self.store(self.uncovered, word, ids)
         else:
-            self.keep(self, word, ids)
+            self.store(self, word, ids)
         return ids
 
-    def keep(self, cache: dict[bytes, bytes], word: bytes, ids: bytes) -> None:
-        """Remember a word's ids, in bounded memory."""
-        if len(word) <= CACHED_BYTES:
-            if len(cache) >= CACHED_WORDS:
+    def store(self, cache: dict[bytes, bytes], word: bytes, ids: bytes) -> None:
+        if len(word) <= MAX_CACHED_WORD_BYTES:
+            if len(cache) >= MAX_CACHED_WORDS:
                 cache.clear()
             cache[word] = ids
-
-
-def type_code(vocabulary: int) -> str:
-    """The array type of ids: two bytes while they suffice."""
-    return "H" if vocabulary <= 1 << 16 else "I"

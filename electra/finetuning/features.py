@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
-from electra.data.wordpiece import encoder_for
+from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError
 from electra.finetuning.tasks import Examples, Task
 from electra.model.storage import read_tensors, write_tensors
@@ -108,8 +108,8 @@ def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, leng
 
 def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     """The token ids of each text, without special tokens."""
-    encoder = encoder_for(tokenizer)
-    dtype = np.dtype(encoder.type)
+    encoder = create_encoder(tokenizer)
+    dtype = np.dtype(encoder.typecode)
     return [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from electra.data.workers import start_worker
+from electra.data.prepare import init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.gpu_sharing import shared_gpu
 from electra.finetuning.job import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
@@ -193,5 +193,5 @@ def run_cell(cell: Job) -> tuple[Job, Score]:
 
 def settle(workers: int) -> None:
     """What a worker does first: take its share of the cores, and see to it that it does not outlive its parent."""
-    start_worker()
+    init_worker()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))

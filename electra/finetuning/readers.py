@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.data.corpus import LONGEST
-from electra.data.files import TextFile, named, needs, opened, opened_parquet
+from electra.data.corpus import MAX_DOCUMENT_BYTES
+from electra.data.files import TextFile, import_optional, open_file, open_parquet, require_format
 from electra.errors import ConfigError, DataError
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -39,9 +39,9 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
     `columns` names the fields of a .csv or .tsv file without a header: one whose first line has as many fields as
     there are columns, and none of their names. `skip_malformed` skips lines with a wrong number of fields.
     """
-    file = named(path, FORMATS, "tables")
+    file = require_format(path, FORMATS, "tables")
     is_empty = True
-    with opened(file) as (stream, disk):
+    with open_file(file) as (stream, disk):
         for row in parse_rows(file, stream, disk, columns, skip_malformed):
             is_empty = False
             yield row
@@ -78,7 +78,7 @@ def decode_lines(name: str, stream: BinaryIO) -> Iterator[str]:
 
 def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     """The fields of each record of a .csv file, and the line it starts on."""
-    csv.field_size_limit(LONGEST)  # the default of 128 kB is soon exceeded by one unclosed quotation mark
+    csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the default of 128 kB is soon exceeded by one unclosed quotation mark
     line = 1
     try:
         blank, header = split_first_line(lines)
@@ -154,7 +154,7 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
 
 def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Row]:
     """The rows of a .parquet file."""
-    with opened_parquet(file, stream, disk) as table:
+    with open_parquet(file, stream, disk) as table:
         check_unique(str(file.path), table.schema_arrow.names)
         batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1024))
         yield from (Row(number, values) for number, values in enumerate(chain.from_iterable(batches), start=1))
@@ -162,7 +162,7 @@ def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[R
 
 def hub_rows(source: str) -> Iterator[Row]:
     """The rows of `hub:NAME:CONFIG:SPLIT`, cached by the datasets library."""
-    datasets = needs("datasets", "reading from the hub")
+    datasets = import_optional("datasets", "reading from the hub")
     if source.count(":") < 3:
         raise ConfigError(f"{source} does not name a split; write hub:NAME:CONFIG:SPLIT")
     name, config, split = source.removeprefix("hub:").rsplit(":", 2)

@@ -127,7 +127,7 @@ def check_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) ->
     trunk_model = comparable(read_model_config(checkpoint))
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
-    shards.require_tokenizer(load_model_tokenizer(checkpoint))
+    shards.check_tokenizer(load_model_tokenizer(checkpoint))
     optimizer = config.optimizer.name
     before = trunk_model | {"optimizer": run_settings(checkpoint).get("optimizer", optimizer)}
     now = comparable(model) | {"optimizer": optimizer}

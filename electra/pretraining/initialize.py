@@ -110,7 +110,7 @@ def check_tokenizers(init: InitConfig, shards: Shards) -> None:
     if source is not None and not source.exists():
         raise ConfigError(f"--init-generator: there is no folder {source}; give the folder of a model, or fresh")
     for folder in filter(None, (init.model, source)):
-        shards.require_tokenizer(load_model_tokenizer(model_folder(folder)))
+        shards.check_tokenizer(load_model_tokenizer(model_folder(folder)))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,323 @@
+"""`electra shard`: the same bytes for any number of workers and after any interruption; nothing half-written."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from electra import cli, runfolder
+from electra.data import corpus
+from electra.data.prepare import ShardConfig, shard
+from electra.data.shards import open_shards
+from electra.data.tokenizer import TokenizerConfig, train_tokenizer
+from electra.errors import ConfigError
+from electra.runfolder import PARTIAL, lock_folder
+
+TOKENS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *"abcdefghijklmnopqrstuvwxyz",
+    *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz"),
+]
+FILES = 6
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Six small files, each of which becomes a shard, and a vocabulary of letters."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(FILES):
+        documents = (f"{word} of file {'abcdef'[number]}" for word in ("one", "two", "three", "four"))
+        (folder / f"{number}.txt").write_text("\n\n".join(documents))
+    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    return folder
+
+
+def config(text: Path, output: str = "shards", **settings) -> ShardConfig:
+    defaults = {"corpus": str(text), "tokenizer": text.parent / "vocab.txt", "output": text.parent / output}
+    return ShardConfig(**(defaults | {"shard_megabytes": 5e-5, "validation_fraction": 0.2, "workers": 1} | settings))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder; the index without the command, which names the folder."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files["index.json"] = json.dumps(json.loads(files["index.json"]) | {"command": ""}).encode()
+    return files
+
+
+def error_of(capsys, *arguments) -> str:
+    """The one-line error with which a command fails; its exit code is 2."""
+    with pytest.raises(SystemExit) as exit:
+        cli.main(list(map(str, arguments)))
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def command(settings: ShardConfig) -> list[str]:
+    return [*settings.command().split()[1:], "--workers", str(settings.workers)]
+
+
+def test_skipped_files_are_reported(text, capsys):
+    (text / "notes.md").write_text("not read")
+    shard(config(text))
+    train_tokenizer(TokenizerConfig(corpus=str(text), output=text.parent / "vocab", vocab_size=80))
+    warning = f"skipped in {text}: 1 .md; "
+    assert [line.startswith(warning) for line in capsys.readouterr().err.splitlines()] == [True, True]
+
+
+def test_the_number_of_workers_changes_no_byte(text):
+    shard(config(text, "one", workers=1))
+    shard(config(text, "three", workers=3))
+    assert content(text.parent / "one") == content(text.parent / "three")
+    assert len(content(text.parent / "one")) == FILES + 1 + 4
+
+
+def test_adding_files_moves_no_document_to_another_split(text):
+    shard(config(text, "before"))
+    (text / "00-new.txt").write_text("one of file z")
+    shard(config(text, "after"))
+    before, after = (open_shards(text.parent / name) for name in ("before", "after"))
+    held_out = [np.concatenate(shards.tokens("validation")).tolist() for shards in (before, after)]
+    assert 0 < len(held_out[0]) < before.index.totals("tokens")["train"]
+    assert "".join(map(chr, held_out[0])) in "".join(map(chr, held_out[1]))
+
+
+def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch):
+    """Interrupt just before or after the first rename, then the second, …, always in the same folder."""
+    shard(config(text, "whole"))
+    rename = os.replace
+    renames_left = 0
+    for stop in range(100):
+        renames_left = stop // 2
+
+        def stopping(source, target, is_before=stop % 2 == 0):
+            nonlocal renames_left
+            if renames_left == 0 and is_before:
+                raise KeyboardInterrupt
+            rename(source, target)
+            if renames_left == 0:
+                raise KeyboardInterrupt
+            renames_left -= 1
+
+        monkeypatch.setattr(os, "replace", stopping)
+        try:
+            shard(config(text))
+            break
+        except KeyboardInterrupt:
+            continue
+    assert 10 < stop < 99
+    assert content(text.parent / "shards") == content(text.parent / "whole")
+
+
+def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
+    """Killed at random moments, mostly when it has written some shards more; what is finished is begun anew."""
+    draw, kills = random.Random(0), 0
+    settings = write_words(tmp_path, draw)
+    run = [sys.executable, "-m", "electra", *command(settings)]
+    while kills < 20:
+        target = count_shards(settings.output) + draw.randint(0, 5)
+        process = subprocess.Popen(run, stdout=subprocess.DEVNULL, start_new_session=True)
+        while process.poll() is None and count_shards(settings.output) < target:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.1))
+        process.kill()
+        if process.wait() == 0:
+            shutil.rmtree(settings.output)
+        else:
+            kills += 1
+    subprocess.run(run, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    shard(config(tmp_path / "text", "whole"))
+    assert content(settings.output) == content(tmp_path / "whole")
+
+
+def write_words(folder: Path, draw: random.Random) -> ShardConfig:
+    """Forty files of random words, one word a document, each file a shard."""
+    (folder / "text").mkdir()
+    for number in range(40):
+        words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(5000))
+        (folder / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
+    (folder / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    return config(folder / "text", workers=2)
+
+
+def count_shards(folder: Path) -> int:
+    return len(list(folder.glob("*.safetensors")))
+
+
+def test_workers_exit_when_their_parent_is_killed(tmp_path):
+    script = (
+        "import os, time, electra.data.prepare as prepare\n"
+        "if __name__ == '__main__':\n"
+        "    for pid in prepare.map_in_order(os.getpgid, [0, 0, 0, 0, 0, 0], 2):\n"
+        "        print('started', flush=True); time.sleep(60)\n"
+    )
+    (tmp_path / "run.py").write_text(script)
+    process = subprocess.Popen([sys.executable, tmp_path / "run.py"], stdout=subprocess.PIPE, start_new_session=True)
+    with process:
+        process.stdout.readline()
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 10
+        while is_group_running(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert not is_group_running(process.pid)
+
+
+def is_group_running(group: int) -> bool:
+    """Whether any process of a group runs, zombies excluded."""
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    return any(line.split()[0] == str(group) and line.split()[1][0] != "Z" for line in listed.splitlines())
+
+
+def test_a_finished_run_makes_nothing_again(text):
+    assert shard(config(text)).new_shards == FILES
+    again = shard(config(text))
+    assert again.new_shards == 0
+    assert "already complete" in str(again)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"validation_fraction": 0.5}, "validation_fraction was 0.2 and is now 0.5"),
+        ({"document_end": "line"}, "document_end was blank-line and is now line"),
+    ],
+)
+def test_other_settings_are_an_error_and_change_nothing(text, is_finished, change, message):
+    shard(config(text))
+    if not is_finished:
+        settings = json.loads((text.parent / "shards" / "index.json").read_text())["settings"]
+        (text.parent / "shards" / "unfinished.json").write_text(json.dumps(settings))
+        (text.parent / "shards" / "index.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (text.parent / "shards").rglob("*")}
+    with pytest.raises(ConfigError, match=f"{message}; .* start over: rm -r "):
+        shard(config(text, **change))
+    assert {path: path.stat().st_mtime_ns for path in (text.parent / "shards").rglob("*")} == before
+
+
+def test_an_error_names_the_changed_file_of_the_corpus(text):
+    shard(config(text))
+    (text / "9.txt").write_text("more")
+    with pytest.raises(ConfigError, match=r"corpus 9.txt was absent and is now 4 bytes"):
+        shard(config(text))
+
+
+def test_another_tokenizer_is_an_error(text):
+    shard(config(text))
+    (text.parent / "vocab.txt").write_text("\n".join([*TOKENS, "new"]) + "\n")
+    with pytest.raises(ConfigError, match="tokenizer has other content"):
+        shard(config(text))
+
+
+def test_a_failure_before_the_first_shard_leaves_no_files(text, capsys):
+    (text / "0.txt").write_bytes(b"caf\xe9")
+    assert "kept" not in error_of(capsys, *command(config(text, "new/shards", strict=True)))
+    assert not (text.parent / "new").exists()
+    (text.parent / "shards").mkdir()
+    error_of(capsys, *command(config(text, strict=True)))
+    assert list((text.parent / "shards").iterdir()) == []
+
+
+def test_a_run_killed_before_its_first_shard_may_be_replaced(text):
+    (text.parent / "shards").mkdir()
+    (text.parent / "shards" / "unfinished.json").write_text('{"tokenizer": "another"}')
+    assert shard(config(text, strict=True)).new_shards == FILES
+
+
+def test_a_run_with_a_finished_shard_is_not_replaced(text, capsys):
+    (text / "5.txt").write_bytes(b"caf\xe9")
+    kept = f"; 5 finished shards are kept in {text.parent / 'shards'}; run the same command"
+    assert kept in error_of(capsys, *command(config(text, strict=True)))
+    (text / "5.txt").write_text("coffee")
+    error = error_of(capsys, *command(config(text, strict=True)))
+    assert "corpus 5.txt was 4 bytes and is now 6 bytes; " in error
+    assert error.strip().endswith(f"start over: rm -r {text.parent / 'shards'}")
+
+
+def test_a_folder_with_other_files_is_an_error_and_not_changed(text):
+    (text.parent / "shards").mkdir()
+    (text.parent / "shards" / "thesis.doc").write_text("precious")
+    with pytest.raises(ConfigError, match="contains other files; choose a new or empty folder"):
+        shard(config(text))
+    assert [path.name for path in (text.parent / "shards").iterdir()] == ["thesis.doc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "error"),
+    [
+        ("empty.txt", b"", "no text in"),
+        ("binary.txt", b"PK\x03\x04\x00\x00", "binary.txt, line 1: NUL byte"),
+        ("cut.txt.gz", b"\x1f\x8b\x08\x00\x00", "cut.txt.gz is damaged or truncated"),
+        ("controls.txt", b"\x07\x08", "no document of"),
+    ],
+)
+def test_invalid_text_is_a_one_line_error(text, capsys, name, data, error):
+    (text.parent / "bad").mkdir()
+    (text.parent / "bad" / name).write_bytes(data)
+    assert error in error_of(capsys, *command(config(text, corpus=str(text.parent / "bad"))))
+    assert not (text.parent / "shards").exists()
+
+
+def test_an_error_in_a_worker_is_a_one_line_error(text, capsys):
+    (text / "5.txt").write_bytes(b"bad \xff")
+    error = error_of(capsys, *command(config(text, workers=2, strict=True)))
+    assert "5.txt, line 1: not valid UTF-8" in error
+
+
+def test_after_a_full_disk_the_run_can_be_resumed(text, capsys, monkeypatch):
+    def full(handle):
+        if len(list((text.parent / "shards").glob("*.safetensors"))) == 2:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runfolder.os, "fsync", full)
+        error = error_of(capsys, *command(config(text)))
+    assert "cannot write (No space left on device)" in error
+    assert "00002.safetensors; 2 finished shards are kept in" in error
+    assert not list((text.parent / "shards").rglob(f"*{PARTIAL}"))
+    assert shard(config(text)).new_shards == FILES - 2
+
+
+def test_missing_permission_is_a_one_line_error(text, capsys, monkeypatch):
+    def deny(path, *arguments, **settings):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", deny)
+    assert "Permission denied" in error_of(capsys, *command(config(text)))
+
+
+def test_two_runs_cannot_use_one_folder(text):
+    with lock_folder(text.parent / "shards"), pytest.raises(ConfigError, match=r"is using .*shards"):
+        shard(config(text))
+
+
+def test_overlong_documents_are_cut(text, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 1000)
+    (text / "long.txt").write_text("word " * 1000)
+    (text / "short.txt").write_text("x")
+    result = shard(config(text, validation_fraction=0))
+    assert result.cut == 4
+    assert result.documents["train"] == 4 * FILES + 5 + 1
+    assert result.tokens["train"] > 4000
+
+
+def test_the_result_can_be_printed_as_json(text, capsys):
+    cli.main([*command(config(text)), "--json"])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["shards"] == FILES
+    assert summary["documents"]["train"] + summary["documents"]["validation"] == 4 * FILES
