@@ -28,12 +28,14 @@ from typing import Any
 import torch
 from timing import wait
 
+from electra.config import build
 from electra.data.tokenizer import load_tokenizer
-from electra.export.command import ExportConfig, export
+from electra.export.command import export
+from electra.export.config import ExportConfig
 from electra.finetuning.command import FinetuneConfig, finetune
 from electra.finetuning.features import make_targets
 from electra.finetuning.glue import GLUE_6
-from electra.finetuning.job import MEASURED_ROWS, RESULT
+from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
 from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
@@ -57,7 +59,8 @@ def fresh_model(vocab: Path, folder: Path, size: str) -> Path:
 
 def settings_of(model: Path, task: str, data: str, folder: Path, device: str, seeds: int = 1) -> FinetuneConfig:
     """How both sides fine-tune; what is not named is ours by default."""
-    return FinetuneConfig(model=model, task=task, data=data, output=folder / task, device=device, seeds=seeds)
+    settings = {"model": model, "task": task, "data": data, "output": folder / task, "device": device, "seeds": seeds}
+    return build(FinetuneConfig, **settings)
 
 
 class Peer:
@@ -66,7 +69,7 @@ class Peer:
     def __init__(self, config: FinetuneConfig, task: Task) -> None:
         from transformers import AutoTokenizer, ElectraForSequenceClassification
 
-        self.config, self.task, self.device = config, task, torch.device(config.device)
+        self.config, self.task, self.device = config, task, torch.device(config.hardware.device)
         self.tokenizer = AutoTokenizer.from_pretrained(config.model)
         model = ElectraForSequenceClassification.from_pretrained(config.model, num_labels=task.num_labels)
         self.model = model.to(self.device).train()
@@ -75,7 +78,9 @@ class Peer:
         """BatchLoader of examples, tokenised beforehand, padded to the longest row."""
         from transformers import DataCollatorWithPadding
 
-        encoded = self.tokenizer(examples.texts, examples.texts_b, truncation=True, max_length=self.config.length)
+        encoded = self.tokenizer(
+            examples.texts, examples.texts_b, truncation=True, max_length=self.config.tuning.length
+        )
         columns = dict(encoded) | {"labels": make_targets(self.task, examples.labels).tolist()}
         rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
         return torch.utils.data.DataLoader(rows, collate_fn=DataCollatorWithPadding(self.tokenizer), **settings)
@@ -105,8 +110,8 @@ def our_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
 def peer_step(config: FinetuneConfig, task: Task, steps: int) -> float:
     """Seconds a step of the plain loop."""
     peer, examples = Peer(config, task), read_examples(task, "train")
-    kept = range(min(len(examples), config.batch * (steps + 20)))
-    loader = peer.loader(examples.select(kept), batch_size=config.batch, shuffle=True, drop_last=True)
+    kept = range(min(len(examples), config.tuning.batch_size * (steps + 20)))
+    loader = peer.loader(examples.select(kept), batch_size=config.tuning.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(peer.model.parameters(), lr=3e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10_000))
     taken, began = 0, 0.0
@@ -142,14 +147,17 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     torch.manual_seed(seed)
     peer, train = Peer(config, task), read_examples(task, "train")
     loader = peer.loader(
-        train.with_swapped_pairs() if task.double_unordered else train, batch_size=config.batch, shuffle=True
+        train.with_swapped_pairs() if task.double_unordered else train,
+        batch_size=config.tuning.batch_size,
+        shuffle=True,
     )
     encoder, _ = read_part(config.model)
-    settings, steps = config.optimizer(encoder), config.epochs_for(task) * len(loader)
-    groups = layer_groups(peer.model, settings.learning_rate, config.decay_for(encoder))
+    tuning, epochs = config.tuning, config.tuning.epochs_for(task)
+    settings, steps = tuning.optimizer_config(encoder), epochs * len(loader)
+    groups = layer_groups(peer.model, settings.learning_rate, tuning.layer_decay_for(encoder))
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, eps=settings.epsilon, fused=True)
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
-    for _ in range(config.epochs_for(task)):
+    for _ in range(epochs):
         for batch in loader:
             peer.update(batch, optimizer, schedule)
     return measured(peer, read_examples(task, "dev"))
@@ -169,7 +177,7 @@ def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict
 def measured(peer: Peer, examples: Examples) -> float:
     """The task's first metric of what the loop's model says of examples."""
     peer.model.eval()
-    loader = peer.loader(examples, batch_size=MEASURED_ROWS)
+    loader = peer.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
     logits = torch.cat([peer.said(batch).logits.float().cpu() for batch in loader]).numpy()
     answers = OUTPUT_TYPES[peer.task.kind].predict(logits, peer.task)
     return METRICS[peer.task.metrics[0]](answers, examples.labels)
@@ -179,7 +187,7 @@ def scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
     """The dev scores of both sides, seed by seed."""
     metric = task.metrics[0]
     ours, peers = [seed["dev"][metric] for seed in finetune(config).seeds], []
-    for seed in range(1, config.seeds + 1):
+    for seed in range(1, config.jobs.seeds + 1):
         peers.append(peer_score(config, task, seed))
         print(f"{task.name}, seed {seed}: transformers {metric} {100 * peers[-1]:.1f}", file=sys.stderr, flush=True)
     return {"metric": metric, "ours": over_seeds(ours), "peer": over_seeds(peers)}

@@ -21,13 +21,13 @@ from typing import get_args
 
 import numpy as np
 
-from electra.finetuning.command import over_seeds
-from electra.finetuning.glue import markdown
-from electra.finetuning.job import TuningConfig
-from electra.finetuning.jobs import Job, jobs_of, run_jobs
+from electra.finetuning.glue import markdown_table
+from electra.finetuning.job import Job, TuningConfig
+from electra.finetuning.jobs import make_jobs, run_jobs, summarize_seeds
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.tasks import Task, glue_task, read_split
 from electra.model.config import Pooling
+from electra.training.config import HardwareConfig
 
 SEED = 0  # decides which rows are taken
 MOST_HELD_OUT = 0.2  # of the rows of a task
@@ -58,7 +58,7 @@ def probes(groups: dict[tuple[str, str], list[Job]], tasks: list[Task]) -> dict[
     metrics = {task.name: task.metrics[0] for task in tasks}
     found: dict[str, dict[str, Found]] = {}
     for (model, task), cells in groups.items():
-        medians, spreads = over_seeds([next(scores) for _ in cells])
+        medians, spreads = summarize_seeds([next(scores) for _ in cells])
         numbers = {"median": medians["dev"][metrics[task]], "spread": spreads["dev"][metrics[task]]}
         found.setdefault(model, {})[task] = numbers
     return found
@@ -69,7 +69,7 @@ def table(found: dict[str, dict[str, Found]], tasks: list[Task]) -> str:
     cells = [["model", *(f"{task.name} ({task.metrics[0]})" for task in tasks)]]
     for model, scores in found.items():
         cells.append([model, *(f"{100 * one['median']:.2f} ± {100 * one['spread']:.2f}" for one in scores.values())])
-    return markdown(cells)
+    return markdown_table(cells)
 
 
 def main() -> None:
@@ -101,13 +101,23 @@ def main() -> None:
             for way in product(arguments.learning_rate, arguments.layer_decay, poolings[model])
         ]
         for number, (model, rate, decay, pooling) in enumerate(ways):
-            settings = {"epochs": arguments.epochs, "seeds": arguments.seeds, "length": arguments.length}
-            settings |= {"learning_rate": rate, "layer_decay": decay, "pooling": pooling}
+            tuning = TuningConfig(
+                epochs=arguments.epochs,
+                length=arguments.length,
+                learning_rate=rate,
+                layer_decay=decay,
+                pooling=pooling,
+            )
             name = " ".join(str(word) for word in (model, rate, decay, pooling) if word is not None)
             for task in tasks:
-                output = folder / str(number) / task.name
-                config = TuningConfig(model=model, output=output, **settings)
-                groups[name, task.name] = jobs_of(config, task, output)
+                groups[name, task.name] = make_jobs(
+                    model=model,
+                    task=task,
+                    tuning=tuning,
+                    hardware=HardwareConfig(),
+                    seeds=arguments.seeds,
+                    folder=folder / str(number) / task.name,
+                )
         found = probes(groups, tasks)
     print(json.dumps(found) if arguments.json else table(found, tasks))
 

@@ -73,7 +73,7 @@ OLD_FOLDER = "electra/objective"  # only there until 42b7143
 MODEL = "--size tiny --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --positions 64"
 ROWS = "--length 32 --batch-size 8 --steps 20 --log-every 1 --evaluate-every 10 --evaluation-rows 16"
 RUN = "--seed 3 --device cpu --precision fp32 --keep-checkpoints 1"
-TUNE = "--epochs 2 --batch 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
+TUNE = "--epochs 2 --batch-size 16 --length 32 --dev-fraction 0.25 --device cpu --precision fp32"
 SAME_SIZE = "--generator-width 32 --sharing none"
 TWO_STAGE = f"--phases objective=mlm objective=frozen-rtd {SAME_SIZE}"
 TIMINGS = ("seconds", "per_second", "minutes")
@@ -186,7 +186,8 @@ def write_inputs(folder: Path) -> None:
 
 def old_words(arguments: list[str]) -> list[str]:
     """The same arguments in the words of 42b7143."""
-    flags = [OLD_FLAGS.get(argument, argument) for argument in arguments]
+    renamed = OLD_FLAGS | ({"--batch-size": "--batch"} if arguments[0] == "finetune" else {})
+    flags = [renamed.get(argument, argument) for argument in arguments]
     pairs = zip(["", *arguments], arguments, flags, strict=False)
     return [OLD_VALUES.get((before, argument), flag) for before, argument, flag in pairs]
 

@@ -83,12 +83,12 @@ COMMANDS = {
         Command("embed", "serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
         Command("doctor", "doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
         Command(
-            "flops", "report.flops:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"
+            "flops", "report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"
         ),
-        Command("report", "report.tables:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
-        Command("export", "export.command:ExportConfig", "export.command:export", "export a model to Hugging Face"),
+        Command("report", "report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
+        Command("export", "export.config:ExportConfig", "export.command:export", "export a model to Hugging Face"),
         Command(
-            "import", "export.command:ImportConfig", "export.command:import_model", "import a model from Hugging Face"
+            "import", "export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"
         ),
     )
 }

@@ -1,17 +1,19 @@
 """What many tests share: one thread each, so that two workers fit two cores, and small pairs and batches."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
+from synthetic import write_rows
 
 from electra import plotting
-from electra.config import check_names, construct
+from electra.config import build, check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
+from electra.finetuning.command import FinetuneConfig, FinetuneResult, finetune
 from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model
@@ -117,7 +119,8 @@ def shards(tmp_path_factory):
     (folder / "text.txt").write_text(simple_text(1500))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     shard(
-        ShardConfig(
+        build(
+            ShardConfig,
             corpus=str(folder / "text.txt"),
             tokenizer=folder / "vocab.txt",
             output=folder / "shards",
@@ -144,6 +147,28 @@ def small_run(shards: Path, output: Path, **settings) -> PretrainConfig:
 def run_config(shards, tmp_path):
     """Build the config of a small run in tmp_path."""
     return lambda output="run", **settings: small_run(shards, tmp_path / output, **settings)
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """A finished fine-tuning: do not change its files."""
+
+    config: FinetuneConfig
+    result: FinetuneResult
+    output: Path
+    dev: Path
+
+
+@pytest.fixture(scope="session")
+def finetuned(encoder_folder, tmp_path_factory):
+    """A fine-tuning of three classes with two seeds."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    train = write_rows(folder / "train.jsonl", "classification", 240, seed=0)
+    dev = write_rows(folder / "dev.jsonl", "classification", 60, seed=1)
+    files = {"model": encoder_folder, "train": train, "dev": dev, "output": folder / "out", "device": "cpu"}
+    tuning = {"epochs": 8, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
+    config = build(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
+    return Finetuned(config, finetune(config), folder / "out", dev)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made import write_glue
+from synthetic import write_glue
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
 from electra.finetuning.tasks import Task, glue_task, read_split

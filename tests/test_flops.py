@@ -17,7 +17,8 @@ from electra.model.electra import Electra
 from electra.model.flops import TRAINING_FACTOR, itemize, total_flops, total_parameters, training_flops
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, Settings
-from electra.report.flops import FlopsConfig, count_flops
+from electra.report.config import FlopsConfig
+from electra.report.flops import count_flops
 
 PAIRS = {
     "classic": ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none"),

@@ -7,15 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 from layers import random_layer, reference_layer
-from made import write_rows
 from safetensors.torch import load_file
+from synthetic import write_rows
 from torch import Tensor
 from torch.nn import functional
 
+from electra.config import build
 from electra.data.loader import Batch, compute_cu_seqlens
 from electra.errors import TrainingError
-from electra.finetuning import job as tuning
 from electra.finetuning.command import FinetuneConfig, finetune
+from electra.finetuning.job import FinetuningTask, Job, TuningConfig
+from electra.finetuning.tasks import custom_task
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias
 from electra.model.attention import make_attention_bias
@@ -28,7 +30,7 @@ from electra.objectives.objectives import Settings, replaced_token_detection
 from electra.pretraining.command import pretrain
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
-from electra.training.config import Budget, TrainerConfig
+from electra.training.config import Budget, HardwareConfig, TrainerConfig
 from electra.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -391,29 +393,33 @@ def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(run_config):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, monkeypatch, dropout):
+def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, dropout):
     """Fine-tuning by replaying CUDA graphs ends with the weights of fine-tuning step by step."""
     train = write_rows(tmp_path / "rows.jsonl", "classification", 200, seed=0)
-    settings = {"precision": "fp32", "dropout": dropout, "batch": 16, "epochs": 4, "length": 32, "workers": 1}
+    settings = {"precision": "fp32", "dropout": dropout, "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
     outcomes = []
-    for name, is_recorded in (("recorded", True), ("by hand", False)):
+    for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name
-        config = FinetuneConfig(model=encoder_folder, train=train, output=output, device="cuda", **settings)
-        with monkeypatch.context() as patched:
-            if not is_recorded:
-                patched.setattr(
-                    tuning, "Trainer", lambda *args, **options: Trainer(*args, **options | {"cuda_graphs": False})
-                )
-            finetune(config)
+        config = build(
+            FinetuneConfig, model=encoder_folder, train=train, output=output, device="cuda", compile=compile, **settings
+        )
+        finetune(config)
         outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
     assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5
 
 
 def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_path):
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
-    config = FinetuneConfig(model=encoder_folder, train=train, output=tmp_path, device="cuda", batch=8, length=32)
-    lesson = tuning.FinetuningTask(config, config.the_task(), 1, tmp_path / "tokens")
-    optimizer, settings = config.optimizer(lesson.model.encoder.config), TrainerConfig(max_nonfinite_steps=2)
+    job = Job(
+        model=encoder_folder,
+        task=custom_task(train=train, text="text", label="label"),
+        tuning=TuningConfig(batch_size=8, length=32),
+        hardware=HardwareConfig(device="cuda"),
+        seed=1,
+        folder=tmp_path / "seed-1",
+    )
+    lesson = FinetuningTask(job)
+    optimizer, settings = job.tuning.optimizer_config(lesson.encoder), TrainerConfig(max_nonfinite_steps=2)
     trainer = Trainer(lesson, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True)
     trainer.run_step = trainer.graphed_step()
     for _ in range(4):

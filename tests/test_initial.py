@@ -12,7 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError
-from electra.export.command import ExportConfig, export
+from electra.export.command import export
+from electra.export.config import ExportConfig
 from electra.huggingface.convert import merge_embedding_delta
 from electra.huggingface.folders import read_huggingface
 from electra.model.config import ElectraConfig, size_for_encoder

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import MODERN
-from made import write_rows
+from synthetic import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetuning.job import FinetuningTask, TuningConfig
+from electra.finetuning.job import FinetuningTask, Job, TuningConfig
 from electra.finetuning.model import (
     TaskModel,
     build_task_model,
@@ -27,6 +27,7 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.serve.inference import load
 from electra.training.checkpoint import model_folder
+from electra.training.config import HardwareConfig
 from electra.training.logging import read_metrics
 
 SMALL = "--size tiny --style modern --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16"
@@ -217,7 +218,10 @@ def test_the_final_norm_learns_as_fast_as_the_top_layer(modern_folder, tmp_path)
     task = custom_task(
         train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
     )
-    lesson = FinetuningTask(TuningConfig(model=modern_folder, output=tmp_path, length=32), task, 1, tmp_path / "tokens")
+    tuning, folder = TuningConfig(length=32), tmp_path / "seed-1"
+    lesson = FinetuningTask(
+        Job(model=modern_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
+    )
     shares = [lesson.lr_scale(f"encoder.{name}") for name in ("final_norm.weight", "layers.3.feedforward_norm.weight")]
     assert shares == [0.8, 0.8]
 

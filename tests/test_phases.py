@@ -12,7 +12,8 @@ import torch
 from electra.cli import main
 from electra.data.shards import open_shards
 from electra.errors import ConfigError
-from electra.export.command import ExportConfig, export
+from electra.export.command import export
+from electra.export.config import ExportConfig
 from electra.finetuning.model import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan, pretrain

@@ -14,6 +14,7 @@ import torch
 from kills import killed
 
 from electra.cli import main
+from electra.config import build
 from electra.data.loader import validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
@@ -422,7 +423,7 @@ def test_data_that_is_gone_or_other_is_named(run_config, tmp_path):
     (tmp_path / "vocab.txt").write_text((config.data.parent / "vocab.txt").read_text() + "frog\n")
     text = str(config.data.parent / "text.txt")
     other = {"corpus": text, "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "other"}
-    shard(ShardConfig(**other, validation_fraction=0.1, workers=1))
+    shard(build(ShardConfig, **other, validation_fraction=0.1, workers=1))
     changed = (
         r"settings: the tokenizer of --data was one of 22 entries \(\w{8}\) and is now one of 23 entries \(\w{8}\);"
     )
@@ -433,7 +434,7 @@ def test_data_that_is_gone_or_other_is_named(run_config, tmp_path):
 def test_shards_without_held_out_text_are_named_before_anything_is_trained(run_config, shards, tmp_path):
     source = shards.parent
     nothing_held_out = {"validation_fraction": 0.0, "output": tmp_path / "all", "workers": 1}
-    shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **nothing_held_out))
+    shard(build(ShardConfig, corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **nothing_held_out))
     for dry_run in (False, True):
         with pytest.raises(DataError, match="has no validation tokens; make shards with another --validation-fraction"):
             pretrain(run_config(data=tmp_path / "all", dry_run=dry_run))
@@ -451,7 +452,7 @@ def test_shards_without_held_out_text_are_named_before_anything_is_trained(run_c
 def test_few_held_out_rows_are_warned_of(run_config, tmp_path, shards, capsys, length, wanted, warning):
     source = shards.parent
     little = {"validation_fraction": 0.01, "output": tmp_path / "little", "workers": 1}
-    shard(ShardConfig(corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **little))
+    shard(build(ShardConfig, corpus=str(source / "text.txt"), tokenizer=source / "vocab.txt", **little))
     assert open_shards(tmp_path / "little").index.totals("tokens")["validation"] == 486  # 25 in each row, and [CLS]: 20
     pretrain(run_config(data=tmp_path / "little", length=length, evaluation_rows=wanted, dry_run=True))
     said = capsys.readouterr().err

@@ -11,8 +11,8 @@ from filelock import FileLock
 from kills import killed
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.command import FinetuneConfig
-from electra.finetuning.jobs import jobs_of
+from electra.finetuning.job import Job, TuningConfig
+from electra.finetuning.tasks import custom_task
 from electra.pretraining.command import pretrain
 from electra.runfolder import (
     LOCK,
@@ -29,6 +29,7 @@ from electra.runfolder import (
     write_file,
     write_folder,
 )
+from electra.training.config import HardwareConfig
 
 
 def test_a_second_process_is_refused_and_changes_nothing(run_config):
@@ -45,8 +46,9 @@ def test_a_second_process_is_refused_and_changes_nothing(run_config):
 
 def test_each_fine_tuning_seed_is_locked(encoder_folder, tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n" * 10)
-    config = FinetuneConfig(model=encoder_folder, train=tmp_path / "rows.csv", output=tmp_path / "tuned", length=16)
-    [job] = jobs_of(config, config.the_task(), config.output)
+    task = custom_task(train=tmp_path / "rows.csv", text="text", label="label")
+    tuning, folder = TuningConfig(length=16), tmp_path / "seed-1"
+    job = Job(model=encoder_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
     with lock_folder(job.folder), pytest.raises(ConfigError, match=r"is using .*seed-1"):
         job.run()
 

@@ -163,7 +163,7 @@ def test_stored_tasks_are_checked():
         Task.from_dict(stored | {"kind": "tagging"})
     with pytest.raises(ConfigError, match="unknown metric bleu; choose from accuracy"):
         Task.from_dict(stored | {"metrics": ["bleu"]})
-    with pytest.raises(ConfigError, match="'colour' is missing or unknown"):
+    with pytest.raises(ConfigError, match="no setting colour"):
         Task.from_dict(stored | {"colour": 1})
 
 

@@ -1,30 +1,44 @@
-"""`electra glue`: the whole table, tasks × seeds, beside the published scores."""
+"""`electra glue`: fine-tune on all GLUE tasks, tabulate the results beside published ones, write a submission."""
 
+import io
 import shutil
 import statistics
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from electra.errors import ConfigError, DataError
-from electra.finetuning.command import ensemble, mean_logits, over_seeds
-from electra.finetuning.job import MODEL, Measures, Score, TuningConfig
-from electra.finetuning.jobs import Job, best_model, jobs_of, run_jobs
+from electra.finetuning.job import MODEL, Job, Result, TuningConfig
+from electra.finetuning.jobs import (
+    JobsConfig,
+    best_model,
+    ensemble_metrics,
+    make_jobs,
+    mean_logits,
+    run_jobs,
+    summarize_seeds,
+)
+from electra.finetuning.metrics import Metrics
 from electra.finetuning.model import OUTPUT_TYPES
-from electra.finetuning.submission import entry, missing_files, write_submission
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
 from electra.runfolder import read_json, write_file, write_json
+from electra.training.config import HardwareConfig
 
-ALL = "all"
 TABLE = "table.json"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
-LARGE = ("sst2", "qqp", "mnli", "qnli")
-LEFT_OUT = "wnli"  # of means, as everywhere: its dev rows contradict its training rows
+LARGE_TASKS = ("sst2", "qqp", "mnli", "qnli")
+EXCLUDED_FROM_MEAN = "wnli"  # as in the paper: its dev rows contradict its training rows
+TRAINABLE_TASKS = [name for name, task in GLUE_TASKS.items() if task.predicted_by is None]
 
-REFERENCES = {
-    # dev scores of models by the paper's authors: CoLA by Matthews, STS-B by Spearman, the others by accuracy
-    name: dict(zip(("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"), scores, strict=True))
-    for name, scores in {
+PUBLISHED = {
+    # dev results of models by the paper's authors: Matthews of CoLA, Spearman of STS-B, else accuracy
+    name: dict(zip(("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"), values, strict=True))
+    for name, values in {
         "Small (OWT)": (56.8, 88.3, 87.4, 86.8, 88.3, 78.9, 87.9, 68.5),
         "Small++": (57.0, 91.2, 88.0, 87.5, 89.0, 81.3, 88.4, 66.7),
         "Base++": (67.7, 95.1, 89.5, 91.2, 91.5, 88.8, 93.2, 82.7),
@@ -34,112 +48,122 @@ REFERENCES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlueConfig(TuningConfig):
-    """Fine-tune an encoder on the tasks of GLUE, several seeds each, and make one table of medians and spread, with the
-    published scores of ELECTRA beside it.
+class GlueConfig:
+    """Fine-tune an encoder on the GLUE tasks with several seeds each, and tabulate medians and standard deviations
+    beside ELECTRA's published results.
 
-    Kill it at any moment; the same command goes on, and finished seeds are not run again."""
+    An interrupted run continues when the same command is repeated; finished seeds are not run again."""
 
+    model: Path
+    """What to fine-tune: a pre-training run, a model folder or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
     data: str
-    """The folder of GLUE's official download, or hub:glue. MNLI's models also answer the diagnostic rows there."""
-    tasks: tuple[str, ...] = (ALL,)
+    """The folder of GLUE's official download, or hub:glue. MNLI's models also predict its diagnostic rows."""
+    output: Path
+    """Folder for models, metrics and plots of each task, and for the table."""
+    tasks: tuple[str, ...] = ("all",)
     """all, glue-6 (cola sst2 mrpc stsb qnli rte), or names of tasks."""
-    seeds: int = 5
-    """How many times each task is fine-tuned, from seed 1 on."""
     large_seeds: int | None = None
-    """Seeds of the tasks with more than 20,000 training rows (sst2, qqp, mnli, qnli), whose scores differ less."""
-    keeps_models: bool = False
-    """Keep the model of every seed; otherwise only of each task's best."""
+    """Number of seeds for tasks with more than 20,000 training rows (sst2, qqp, mnli, qnli), which vary less."""
+    keep_models: bool = False
+    """Keep the models of all seeds instead of each task's best."""
     submission: Path | None = None
-    """Write a zip for GLUE's site: each task's best seed on the test rows, or with --ensemble all seeds together."""
+    """Write a zip file for GLUE's site: predictions of each task's best seed or, with --ensemble, of the ensemble."""
+    tuning: TuningConfig
+    jobs: JobsConfig
+    hardware: HardwareConfig
+    json: bool = False
+    """Print the table as JSON."""
 
-    def chosen_tasks(self) -> list[Task]:
-        """The tasks of the table, each with its files."""
+    def __post_init__(self) -> None:
+        if self.large_seeds is not None and self.large_seeds < 1:
+            raise ConfigError(f"is {self.large_seeds}; it must be at least 1", field="large_seeds")
+        if self.submission is not None and not self.submission.parent.is_dir():
+            raise ConfigError(
+                f"is {self.submission}, but there is no folder {self.submission.parent}", field="submission"
+            )
+
+    @staticmethod
+    def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
+        return {"seeds": 5}
+
+    def select_tasks(self) -> list[Task]:
+        """The tasks of the table, with their data."""
         names = [name for word in self.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
-        if not names:
-            raise ConfigError("--tasks came without a name; write all, glue-6 or names of tasks behind it")
-        if ALL in names:
-            names = [
-                name
-                for name, task in GLUE_TASKS.items()
-                if task.predicted_by is None and has_rows(task, "train", self.data)
-            ]
-        if not names:
-            found = "has none of GLUE's folders" if Path(self.data).is_dir() else "is no folder"
-            raise DataError(f"{self.data} {found}; give that of the official download, or hub:NAME")
-        return [with_relatives(glue_task(name, self.data), self.data) for name in dict.fromkeys(names)]
+        if "all" in names:
+            names = [name for name in TRAINABLE_TASKS if has_split(GLUE_TASKS[name], "train", self.data)]
+            if not names:
+                reason = "has none of GLUE's folders" if Path(self.data).is_dir() else "is not a folder"
+                raise DataError(f"{self.data} {reason}; --data must be GLUE's official download, or hub:glue")
+        return [with_diagnostics(glue_task(name, self.data), self.data) for name in dict.fromkeys(names)]
 
-    def for_task(self, task: Task) -> "GlueConfig":
-        """The settings of one task."""
-        if self.large_seeds is None or task.name not in LARGE:
-            return self
-        return replace(self, seeds=self.large_seeds, ensemble=self.ensemble and self.large_seeds > 1)
+    def jobs_for(self, task: Task) -> JobsConfig:
+        """Number of seeds and ensemble of one task."""
+        if self.large_seeds is None or task.name not in LARGE_TASKS:
+            return self.jobs
+        return replace(self.jobs, seeds=self.large_seeds, ensemble=self.jobs.ensemble and self.large_seeds > 1)
 
 
-def has_rows(task: Task, split: str, data: str) -> bool:
-    """Whether there are rows of a split."""
+def has_split(task: Task, split: str, data: str) -> bool:
+    """Whether there is data for a split."""
     return data.startswith(HUB) or Path(data, task.splits[split]).exists()
 
 
-def with_relatives(task: Task, data: str) -> Task:
-    """The task with the rows of others that its model answers, as further test splits."""
+def with_diagnostics(task: Task, data: str) -> Task:
+    """The task, with the rows of tasks that its model predicts as further test splits."""
     for other in GLUE_TASKS.values():
-        if other.predicted_by == task.name and has_rows(other, TEST, data):
-            place = with_data(other, data).splits[TEST]
-            task = replace(task, splits=task.splits | {f"{TEST}_{other.name}": place})
+        if other.predicted_by == task.name and has_split(other, TEST, data):
+            source = with_data(other, data).splits[TEST]
+            task = replace(task, splits=task.splits | {f"{TEST}_{other.name}": source})
     return task
 
 
 @dataclass(frozen=True)
-class Line:
-    """A task's line of the table."""
+class GlueRow:
+    """A task's row of the table."""
 
     task: str
     metric: str
-    median: float  # of the headline over seeds, in percent
-    spread: float  # standard deviation; NaN, in JSON null, of one seed
+    median: float  # of the main metric on the dev split over seeds, in percent
+    standard_deviation: float  # NaN, in JSON null, for a single seed
     seeds: int
     seconds: float  # of training, all seeds together
-    measures: dict[str, Measures]  # medians, by split
-    ensemble: dict[str, Measures]
-    truncated: dict[str, int]
+    metrics: dict[str, Metrics]  # medians, by split
+    ensemble: dict[str, Metrics]
+    truncated: dict[str, int]  # number of truncated rows, by split
 
 
 @dataclass(frozen=True)
 class GlueTable:
-    """Tasks, medians and spread, beside published scores."""
+    """Medians and standard deviations by task, beside published results."""
 
     model: str
     output: str
-    lines: list[Line]
-    mean: float | None  # of nothing there is none
+    rows: list[GlueRow]
+    mean: float | None
     glue_6: float | None
-    references: dict[str, dict[str, float]]
+    published: dict[str, dict[str, float]]
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        cells = [["task", "metric", "median", "sd", "seeds", *self.references]]
-        for line in self.lines:
-            published = [
-                f"{scores[line.task]:.1f}" if line.task in scores else "" for scores in self.references.values()
-            ]
-            spread = "–" if line.seeds == 1 else f"{line.spread:.2f}"
-            cells.append([line.task, line.metric, f"{line.median:.2f}", spread, str(line.seeds), *published])
+        cells = [["task", "metric", "median", "sd", "seeds", *self.published]]
+        for row in self.rows:
+            published = [f"{values[row.task]:.1f}" if row.task in values else "" for values in self.published.values()]
+            deviation = "–" if row.seeds == 1 else f"{row.standard_deviation:.2f}"
+            cells.append([row.task, row.metric, f"{row.median:.2f}", deviation, str(row.seeds), *published])
         if self.mean is not None:
-            means = [f"{self.mean:.2f}", "", "", *(self.published_mean(name) for name in self.references)]
-            cells.append(["mean", "", *means])
-        six = [] if self.glue_6 is None else [f"GLUE-6 (the mean of {', '.join(GLUE_6)}): {self.glue_6:.2f}"]
-        return "\n".join([markdown(cells), "", *six, *self.notes])
+            cells.append(["mean", "", f"{self.mean:.2f}", "", "", *map(self.published_mean, self.published)])
+        six = [] if self.glue_6 is None else [f"GLUE-6 (mean of {', '.join(GLUE_6)}): {self.glue_6:.2f}"]
+        return "\n".join([markdown_table(cells), "", *six, *self.notes])
 
     def published_mean(self, name: str) -> str:
-        """The mean of published scores over the same tasks."""
-        scores = [self.references[name].get(line.task) for line in self.lines if line.task != LEFT_OUT]
-        found = [score for score in scores if score is not None]
-        return f"{statistics.mean(found):.1f}" if found and len(found) == len(scores) else ""
+        """The mean of published results over the table's tasks; empty if one is missing."""
+        values = [self.published[name].get(row.task) for row in self.rows if row.task != EXCLUDED_FROM_MEAN]
+        known = [value for value in values if value is not None]
+        return f"{statistics.mean(known):.1f}" if known and len(known) == len(values) else ""
 
 
-def markdown(cells: list[list[str]]) -> str:
-    """A table that reads well as it is, and as Markdown."""
+def markdown_table(cells: list[list[str]]) -> str:
+    """An aligned Markdown table; the first row is the header."""
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     rows = [
         "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
@@ -148,109 +172,154 @@ def markdown(cells: list[list[str]]) -> str:
 
 
 def glue(config: GlueConfig) -> GlueTable:
-    """Fine-tune every seed of every task, and make the table."""
-    if config.submission is not None and not config.submission.parent.is_dir():
-        raise ConfigError(f"there is no folder {config.submission.parent} to write {config.submission.name} into")
-    tasks = config.chosen_tasks()
-    groups = [jobs_of(config.for_task(task), task, config.output / task.name) for task in tasks]
-    scores = iter(run_jobs([cell for group in groups for cell in group], config.workers))
-    lines = [line_of(group, [next(scores) for _ in group]) for group in groups]
-    lines += earlier_lines(config.output, tasks)
-    if not config.keeps_models:
-        for group in groups:
-            remove_models(group)
-    counted = [line.median for line in lines if line.task != LEFT_OUT]
-    six = [line.median for line in lines if line.task in GLUE_6]
+    """Fine-tune on every task with every seed, and tabulate the results."""
+    tasks = config.select_tasks()
+    jobs_by_task = [
+        make_jobs(
+            model=config.model,
+            task=task,
+            tuning=config.tuning,
+            hardware=config.hardware,
+            seeds=config.jobs_for(task).seeds,
+            folder=config.output / task.name,
+        )
+        for task in tasks
+    ]
+    results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
+    rows = [
+        make_row(jobs, [next(results) for _ in jobs], config.jobs_for(task).ensemble)
+        for task, jobs in zip(tasks, jobs_by_task, strict=True)
+    ]
+    rows += earlier_rows(config.output, tasks)
+    if not config.keep_models:
+        for jobs in jobs_by_task:
+            remove_all_but_best_model(jobs)
+    notes = [*describe_rows(rows), *describe_missing_tasks(rows)]
+    if config.submission is not None:
+        notes.append(submit(config.submission, jobs_by_task, config.jobs.ensemble))
+    medians = {row.task: row.median for row in rows if row.task != EXCLUDED_FROM_MEAN}
     table = GlueTable(
         model=str(config.model),
         output=str(config.output),
-        lines=lines,
-        mean=statistics.mean(counted) if counted else None,
-        glue_6=statistics.mean(six) if len(six) == len(GLUE_6) else None,
-        references=REFERENCES,
-        notes=notes_of(lines) + absent(lines) + (submit(config, groups) if config.submission else []),
+        rows=rows,
+        mean=statistics.mean(medians.values()) if medians else None,
+        glue_6=statistics.mean(medians[name] for name in GLUE_6) if medians.keys() >= set(GLUE_6) else None,
+        published=PUBLISHED,
+        notes=notes,
     )
-    write_file(config.output / "table.md", f"{table}\n".encode())
+    write_file(config.output / "table.md", f"{table}\n")
     write_json(config.output / TABLE, asdict(table))
     return table
 
 
-def earlier_lines(output: Path, tasks: list[Task]) -> list[Line]:
-    """The lines of other tasks that an earlier table in the folder has: a table never loses any."""
-    if not (output / TABLE).exists():
-        return []
-    now = [task.name for task in tasks]
-    return [Line(**line) for line in read_json(output / TABLE)["lines"] if line["task"] not in now]
-
-
-def absent(lines: list[Line]) -> list[str]:
-    """Which tasks a mean is not over, or why there is none."""
-    there = [line.task for line in lines]
-    if there == [LEFT_OUT]:
-        return [f"{LEFT_OUT} is left out of means, so there is none: its dev rows contradict its training rows"]
-    missing = [
-        name for name, task in GLUE_TASKS.items() if task.predicted_by is None and name not in (*there, LEFT_OUT)
-    ]
-    return [f"the mean is without {', '.join(missing)}"] if missing else []
-
-
-def line_of(cells: list[Job], scores: list[Score]) -> Line:
-    """The line of a task."""
-    task = cells[0].task
-    medians, spreads = over_seeds(scores)
+def make_row(jobs: list[Job], results: list[Result], has_ensemble: bool) -> GlueRow:
+    """The row of a task."""
+    task = jobs[0].task
+    medians, deviations = summarize_seeds(results)
     metric = task.metrics[0]
-    return Line(
+    return GlueRow(
         task=task.name,
         metric=metric,
         median=100 * medians["dev"][metric],
-        spread=100 * spreads["dev"][metric],
-        seeds=len(scores),
-        seconds=sum(score.seconds for score in scores),
-        measures=medians,
-        ensemble=ensemble(cells) if cells[0].config.ensemble else {},
-        truncated=scores[0].truncated,
+        standard_deviation=100 * deviations["dev"][metric],
+        seeds=len(results),
+        seconds=sum(result.seconds for result in results),
+        metrics=medians,
+        ensemble=ensemble_metrics(jobs) if has_ensemble else {},
+        truncated=results[0].truncated,
     )
 
 
-def remove_models(cells: list[Job]) -> None:
-    """Keep only the model of a task's best seed."""
-    best = best_model(cells[0].folder.parent)
-    for cell in cells:
-        if cell.folder / MODEL != best:
-            shutil.rmtree(cell.folder / MODEL, ignore_errors=True)
+def earlier_rows(output: Path, tasks: list[Task]) -> list[GlueRow]:
+    """The rows of other tasks in an earlier table of the same folder."""
+    if not (output / TABLE).exists():
+        return []
+    names = [task.name for task in tasks]
+    return [GlueRow(**row) for row in read_json(output / TABLE)["rows"] if row["task"] not in names]
 
 
-def notes_of(lines: list[Line]) -> list[str]:
-    """What else there is to say: further splits, all seeds together, texts that were cut."""
+def remove_all_but_best_model(jobs: list[Job]) -> None:
+    """Remove the models of all seeds but the best of a task."""
+    best = best_model(jobs[0].folder.parent)
+    for job in jobs:
+        if job.folder / MODEL != best:
+            shutil.rmtree(job.folder / MODEL, ignore_errors=True)
+
+
+def describe_rows(rows: list[GlueRow]) -> list[str]:
+    """Notes on further metrics and splits, ensembles and truncated rows."""
     notes = []
-    for line in lines:
-        for split, measures in line.measures.items():
-            others = [(name, value) for name, value in measures.items() if (split, name) != ("dev", line.metric)]
-            notes += [f"{line.task}, {split} {name}: {100 * value:.2f}" for name, value in others]
-        if line.ensemble:
-            notes.append(f"{line.task}, all seeds together: {100 * line.ensemble['dev'][line.metric]:.2f}")
-        cut = ", ".join(f"{count:,} {split}" for split, count in line.truncated.items() if count)
-        notes += [f"{line.task}: rows cut to --length: {cut}"] if cut else []
+    for row in rows:
+        for split, metrics in row.metrics.items():
+            others = [(name, value) for name, value in metrics.items() if (split, name) != ("dev", row.metric)]
+            notes += [f"{row.task}, {split} {name}: {100 * value:.2f}" for name, value in others]
+        if row.ensemble:
+            notes.append(f"{row.task}, ensemble of all seeds: {100 * row.ensemble['dev'][row.metric]:.2f}")
+        truncated = ", ".join(f"{count:,} {split}" for split, count in row.truncated.items() if count)
+        notes += [f"{row.task}: rows truncated to --length: {truncated}"] if truncated else []
     return notes
 
 
-def submit(config: GlueConfig, groups: list[list[Job]]) -> list[str]:
-    """Write the zip for GLUE's site; returns what to say of it."""
-    assert config.submission is not None
-    predictions: dict[str, Any] = {}
-    for cells in groups:
-        task = cells[0].task
-        chosen = cells if config.ensemble else [max(cells, key=lambda cell: cell.run().headline)]
-        for split, logits in mean_logits(chosen).items():
+def describe_missing_tasks(rows: list[GlueRow]) -> list[str]:
+    """A note on tasks that are missing from the mean."""
+    names = [row.task for row in rows]
+    if names == [EXCLUDED_FROM_MEAN]:
+        return [f"no mean: {EXCLUDED_FROM_MEAN} is excluded, because its dev rows contradict its training rows"]
+    missing = [name for name in TRAINABLE_TASKS if name not in (*names, EXCLUDED_FROM_MEAN)]
+    return [f"the mean excludes {', '.join(missing)}"] if missing else []
+
+
+# Submission: a zip of one file of predictions per test split.
+
+Predictions = Mapping[str, Sequence[Any] | NDArray]  # class ids or scores, by `submission_name`
+
+
+def submission_name(task: Task, split: str) -> str:
+    """The name of a test split's predictions: the task's, "mnli_mismatched", or "diagnostic" in the task "mnli"."""
+    suffix = split.removeprefix(f"{TEST}_")
+    return suffix if suffix in GLUE_TASKS else task.name + split.removeprefix(TEST)
+
+
+SUBMISSION_FILES = {
+    submission_name(task, split): (task, file)
+    for task in GLUE_TASKS.values()
+    for split, file in task.submission_files.items()
+}
+
+
+def submit(path: Path, jobs_by_task: list[list[Job]], use_ensemble: bool) -> str:
+    """Write a submission of each task's best seed, or ensemble; returns a note about it."""
+    predictions: dict[str, NDArray] = {}
+    for jobs in jobs_by_task:
+        task = jobs[0].task
+        members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
+        for split, logits in mean_logits(members).items():
             if split.startswith(TEST):
-                predictions[name_of(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
-    write_submission(config.submission, predictions)
+                predictions[submission_name(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
+    write_submission(path, predictions)
     missing = missing_files(predictions)
-    lacking = f"; GLUE's site also wants {', '.join(missing)}" if missing else ""
-    return [f"submission: {config.submission}{lacking}"]
+    return f"submission: {path}" + (f"; GLUE's site also requires {', '.join(missing)}" if missing else "")
 
 
-def name_of(task: Task, split: str) -> str:
-    """The name of a test split among predictions: its own task's where a relative's model answers it."""
-    relative = split.removeprefix(f"{TEST}_")
-    return relative if relative in GLUE_TASKS else entry(task, split)
+def write_submission(path: Path, predictions: Predictions) -> None:
+    """Write the zip file of a submission."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, predicted in predictions.items():
+            task, file = SUBMISSION_FILES[name]
+            entry = zipfile.ZipInfo(file)  # with a fixed date: equal predictions give equal bytes
+            archive.writestr(entry, format_predictions(task, np.asarray(predicted)), zipfile.ZIP_DEFLATED)
+    write_file(path, content.getvalue())
+
+
+def missing_files(predictions: Predictions) -> list[str]:
+    """The files that GLUE's site requires but these predictions lack."""
+    return [file for name, (_, file) in SUBMISSION_FILES.items() if name not in predictions]
+
+
+def format_predictions(task: Task, predicted: NDArray) -> str:
+    """The content of one file: class names, or scores within their range."""
+    if task.score_range is not None:
+        predicted = predicted.clip(*task.score_range)
+    values = (f"{value:.3f}" if isinstance(value, float) else value for value in task.decode(predicted))
+    return "".join(["index\tprediction\n", *(f"{index}\t{value}\n" for index, value in enumerate(values))])

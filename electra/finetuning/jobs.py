@@ -1,163 +1,196 @@
-"""Cells: the seeds of tasks that a table is made of, one after the other or side by side; finished ones stay."""
+"""All jobs of a command: seeds and tasks, one after the other or in parallel processes; finished jobs are kept.
+
+Processes on one GPU use NVIDIA's Multi-Process Service (MPS) where it is installed. Without it their kernels take turns
+and small models leave most of the GPU idle: six small models in three processes took hardly less time than one after
+the other (docs/log.md).
+"""
 
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from electra.data.prepare import init_worker
-from electra.errors import DataError, TrainingError
-from electra.finetuning.gpu_sharing import shared_gpu
-from electra.finetuning.job import MODEL, RESULT, Score, TuningConfig, fine_tune, read_score
-from electra.finetuning.tasks import HUB, Task
+from electra.errors import ConfigError, DataError, TrainingError
+from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, TuningConfig, read_result
+from electra.finetuning.metrics import Metrics, median, standard_deviation
+from electra.finetuning.model import OUTPUT_TYPES
+from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
-from electra.model.storage import WEIGHTS, is_huggingface_folder
+from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
 from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_empty, read_json, write_json
 from electra.training.checkpoint import model_folder
+from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
-GO_ON = "the same command goes on from there"
-MEMORY = 16 * 2**30  # bytes: room for a base model with its optimizer and activations
+CONTINUE = "run the same command to continue"
+MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
+MAX_WORKERS = 8
+MPS_CONTROL = "nvidia-cuda-mps-control"
+MPS_PIPES, MPS_LOGS, VISIBLE_DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
+MPS_TIMEOUT = 20  # seconds
+MPS_PROBE = (  # exits with 0 if a process can use the GPU
+    "import ctypes as c; d = c.CDLL('libcuda.so.1'); x = c.c_void_p(); "
+    "raise SystemExit(d.cuInit(0) or d.cuDevicePrimaryCtxRetain(c.byref(x), 0))"
+)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One seed of one task."""
+@dataclass(frozen=True, kw_only=True)
+class JobsConfig:
+    """Seeds, and how many of them run in parallel."""
 
-    config: TuningConfig
-    task: Task
-    seed: int
-    folder: Path
+    seeds: int = 1
+    """Number of runs per task, with seeds 1, 2, …; compare medians, not single runs."""
+    ensemble: bool = False
+    """Also evaluate the ensemble of all seeds, by the mean of their logits."""
+    workers: int | None = None
+    """Jobs in parallel, one process each; default 1 on a CPU, 2 on a GPU, up to 8 with NVIDIA MPS, which is started
+    where it is installed."""
 
-    def run(self, is_quiet: bool = False) -> Score:
-        """Fine-tune, unless that is done."""
-        return fine_tune(self.config, self.task, self.seed, self.folder, is_quiet)
+    def __post_init__(self) -> None:
+        for name in ("seeds", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"is {value}; it must be at least 1", field=name)
+        if self.ensemble and self.seeds == 1:
+            raise ConfigError("--ensemble needs --seeds 2 or more")
 
-    def cost(self) -> float:
-        """About how long it takes, in bytes to read."""
-        return file_size(self.task.splits["train"]) * self.config.epochs_for(self.task)
+
+def make_jobs(
+    *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
+) -> list[Job]:
+    """One job per seed of a task; raises if the folder was started with other settings or files."""
+    model = resolve_model(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
+    files = {file: file_checksum(Path(file)) for file in task.splits.values() if file_size(file)}
+    settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
+    del settings["micro_batches"]  # does not change results
+    write_settings(folder, {"settings": settings, "task": asdict(task), "files": files})
+    return [
+        Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
+        for seed in range(1, seeds + 1)
+    ]
 
 
 def file_size(source: str) -> int:
-    """Bytes of a file; 0 for what is none."""
+    """Size of a file in bytes; 0 for data from the hub and missing files."""
     return 0 if source.startswith(HUB) or not Path(source).exists() else Path(source).stat().st_size
 
 
-def jobs_of(config: TuningConfig, task: Task, folder: Path) -> list[Job]:
-    """A cell for every seed of a task; refuses a folder that was begun with other settings or files."""
-    config = replace(config, model=encoder_folder(config.model))  # one for all seeds, though a run may train on
-    files = {file: file_checksum(Path(file)) for file in task.splits.values() if file_size(file)}
-    claim(folder, {"settings": config.common(), "task": asdict(task), "files": files})
-    return [Job(config, task, seed, folder / f"seed-{seed}") for seed in range(1, config.seeds + 1)]
-
-
-def claim(folder: Path, record: dict[str, Any]) -> None:
-    """Write down what a folder is for; refuse it if something else was begun there."""
-    record = json.loads(json.dumps(record))  # as it comes back from the file
-    before = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    if not is_empty(folder) and not is_claim(before):
-        raise DataError(f"{folder} is not empty and holds no fine-tuning; choose another --output")
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Store the settings of an output folder; raises if it was started with others."""
+    settings = json.loads(json.dumps(settings))  # as read from the file
+    if not is_empty(folder) and not is_finetuning_output(folder):
+        raise DataError(f"{folder} is not empty and not the output of a fine-tuning; choose another --output")
     if any(folder.glob("seed-*")):
-        for part, settings in record.items():
-            check_same_settings(folder, before.get(part, {}), settings)
+        before = read_json(folder / CONFIG)
+        for part, values in settings.items():
+            check_same_settings(folder, before.get(part, {}), values, ignore=("name",))  # of the file in splits
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG, record)
+    write_json(folder / CONFIG, settings)
 
 
-def is_claim(record: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a folder of seeds, not of a model or a run."""
-    return "settings" in record and "task" in record
+def is_finetuning_output(folder: Path) -> bool:
+    """Whether a folder is the --output of electra finetune, finished or not, and not a model or a pre-training run."""
+    return (folder / CONFIG).exists() and {"settings", "task"} <= read_json(folder / CONFIG).keys()
 
 
-def is_fine_tuning(folder: Path) -> bool:
-    """Whether a folder is the --output of a fine-tuning, finished or not."""
-    return (folder / CONFIG).exists() and is_claim(read_json(folder / CONFIG))
-
-
-def encoder_folder(path: Path) -> Path:
-    """The folder of what is fine-tuned: of a run the newest checkpoint, of an earlier fine-tuning the best model."""
-    if is_fine_tuning(path):
-        return best_model(path)
-    return model_folder(path)
+def resolve_model(path: Path) -> Path:
+    """The model folder to fine-tune: a run's newest checkpoint, or an earlier fine-tuning's best model."""
+    return best_model(path) if is_finetuning_output(path) else model_folder(path)
 
 
 def best_model(output: Path) -> Path:
-    """The model of the seed with the best headline; `output` may also be a fine-tuned model itself."""
+    """The model of the seed with the best main metric; `output` may also be a fine-tuned model."""
     models = seed_models(output)
-    if len(models) == 1:
-        return models[0]
-    return max(models, key=lambda model: read_score(model.parent / RESULT).headline)
+    return models[0] if len(models) == 1 else max(models, key=lambda model: main_metric(model.parent))
+
+
+def main_metric(folder: Path) -> float:
+    """The main metric of a finished job."""
+    return read_result(folder / RESULT).main_metric
 
 
 def seed_models(output: Path) -> list[Path]:
-    """The models of all finished seeds; `output` may also be a fine-tuned model itself, or one seed's folder."""
+    """The models of all finished seeds; `output` may also be one seed's folder or a fine-tuned model."""
     if not output.is_dir():
-        raise DataError(f"there is no folder {output}; give the --output of electra finetune")
+        raise DataError(f"there is no folder {output}; --model must be the --output of electra finetune")
     if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
         return [output]
-    seeds = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
-    finished = [folder for folder in seeds if (folder / RESULT).exists()]
+    folders = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
+    finished = [folder for folder in folders if (folder / RESULT).exists()]
     models = [folder / MODEL for folder in finished if (folder / MODEL / WEIGHTS).exists()]
     if not models:
-        raise DataError(f"there is no fine-tuned model in {output}; {advice_on(output, finished)}")
+        raise DataError(f"no fine-tuned model in {output}; {explain_missing_model(output, finished)}")
     return models
 
 
-def advice_on(output: Path, finished: list[Path]) -> str:
+def explain_missing_model(output: Path, finished: list[Path]) -> str:
     """What to do about a folder without fine-tuned models."""
     if finished:
-        return f"it was removed after {finished[0] / RESULT} was written: remove that, too, to make it again"
+        return f"it was removed; to train it again, also remove {finished[0] / RESULT}"
     if tasks := sorted({folder.parent.name for folder in output.glob("*/seed-*")}):
-        return f"choose one of the tasks in it: {', '.join(tasks)}"
-    if is_fine_tuning(output):
-        return "it is not finished: the same electra finetune command goes on"
+        return f"choose one of its tasks: {', '.join(tasks)}"
+    if is_finetuning_output(output):
+        return f"it is not finished; {CONTINUE}"
     if (output / CONFIG).exists() and is_huggingface_folder(output):
-        get_architecture(read_json(output / CONFIG), output)  # says so where it is a classifier that was exported
-    return f"make one with: electra finetune --model {output} --train … --output … (or --task)"
+        get_architecture(read_json(output / CONFIG), output)  # raises for an exported classifier
+    return f"create one with: electra finetune --model {output} --train … --output … (or --task)"
 
 
-def run_jobs(cells: list[Job], workers: int | None) -> list[Score]:
-    """The scores of all cells, long ones begun first."""
-    waiting = sorted((cell for cell in cells if not (cell.folder / RESULT).exists()), key=lambda cell: -cell.cost())
-    for number, (cell, score) in enumerate(finished(waiting, workers), start=1):
-        name, value = next(iter(score.measures["dev"].items()))
-        told = f"{name} {100 * value:.1f}, {score.steps:,} steps in {score.seconds:.0f} s"
-        print(f"{number} of {len(waiting)}: {cell.task.name}, seed {cell.seed}: {told}", file=sys.stderr, flush=True)
-    return [cell.run() for cell in cells]
+def run_jobs(jobs: list[Job], workers: int | None) -> list[Result]:
+    """Run all unfinished jobs, the longest first; returns the results of all jobs."""
+    unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
+    for number, (job, result) in enumerate(run_unfinished(unfinished, workers), start=1):
+        name, value = next(iter(result.metrics["dev"].items()))
+        metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
+        print(
+            f"{number} of {len(unfinished)}: {job.task.name}, seed {job.seed}: {metrics}", file=sys.stderr, flush=True
+        )
+    return [job.run() for job in jobs]
 
 
-def finished(cells: list[Job], workers: int | None) -> Iterator[tuple[Job, Score]]:
-    """Cells as they end, with their scores."""
-    is_on_gpu = bool(cells) and choose_device(cells[0].config.device).type == "cuda"
-    if len(cells) <= 1 or (workers or (2 if is_on_gpu else 1)) == 1:
-        yield from ((cell, cell.run()) for cell in cells)
+def estimated_cost(job: Job) -> int:
+    """A measure of a job's time: bytes to train on."""
+    return file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
+
+
+def run_unfinished(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, Result]]:
+    """Run jobs and yield each with its result when it finishes."""
+    is_on_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
+    if len(jobs) <= 1 or (workers or (2 if is_on_gpu else 1)) == 1:
+        yield from ((job, job.run()) for job in jobs)
         return
-    with exit_on_sigterm(), shared_gpu() if is_on_gpu else nullcontext(False) as is_shared:
-        count = min(workers or workers_on_gpu(is_shared), len(cells))
-        spawning = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(count, spawning, settle, (count,)) as pool, stopping(pool):
-            running = [pool.submit(run_cell, cell) for cell in cells]
-            yield from (cell.result() for cell in as_completed(running))
+    with exit_on_sigterm(), share_gpu() if is_on_gpu else nullcontext(False) as has_mps:
+        count = min(workers or default_gpu_workers(has_mps), len(jobs))
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):
+            futures = [pool.submit(run_in_worker, job) for job in jobs]
+            yield from (future.result() for future in as_completed(futures))
 
 
-def workers_on_gpu(is_shared: bool) -> int:
-    """How many cells are run side by side, unless the user says: one loads and measures while others train."""
-    return min(8, max(2, torch.cuda.mem_get_info()[0] // MEMORY)) if is_shared else 2
+def default_gpu_workers(has_mps: bool) -> int:
+    """Two without MPS: one can load and evaluate while the other trains."""
+    return min(MAX_WORKERS, max(2, torch.cuda.mem_get_info()[0] // MEMORY_PER_WORKER)) if has_mps else 2
 
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, with time to stop the workers."""
+    """Raise SystemExit on SIGTERM, so that the workers are stopped as after Ctrl-C."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -166,32 +199,105 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def stopping(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """If anything goes wrong in one cell or here, let the others save what they have, and wait for that."""
+def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """After an error in one job or in this process, let the other jobs save checkpoints, and wait for them."""
     try:
         yield
     except BrokenProcessPool:
         raise TrainingError(
-            f"a worker was killed, perhaps for want of memory; {GO_ON}, with fewer --workers if need be"
+            f"a worker process was killed, perhaps out of memory; {CONTINUE}, with fewer --workers if necessary"
         ) from None
     except BaseException as error:
         for worker in multiprocessing.active_children():
-            worker.terminate()  # SIGTERM: a trainer saves and ends
+            worker.terminate()  # SIGTERM: the trainer saves a checkpoint and exits
         pool.shutdown(cancel_futures=True)
         if isinstance(error, KeyboardInterrupt | SystemExit):
-            print(f"stopped, and saved; {GO_ON}", file=sys.stderr)
+            print(f"stopped; checkpoints saved; {CONTINUE}", file=sys.stderr)
         raise
 
 
-def run_cell(cell: Job) -> tuple[Job, Score]:
-    """A cell and its score, in a worker; one that was told to stop begins no other cell."""
+def run_in_worker(job: Job) -> tuple[Job, Result]:
+    """Run a job in a worker process; a worker that was asked to stop exits."""
     try:
-        return cell, cell.run(is_quiet=True)
+        return job, job.run(quiet=True)
     except SystemExit:
-        os._exit(1)  # the pool would take any exception for the cell's, and go on
+        os._exit(1)  # the pool would treat the exception as the job's and start the next job
 
 
-def settle(workers: int) -> None:
-    """What a worker does first: take its share of the cores, and see to it that it does not outlive its parent."""
+def init_job_worker(workers: int) -> None:
+    """Divide the cores among the workers, and end with the parent process."""
     init_worker()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+
+
+def summarize_seeds(results: list[Result]) -> tuple[dict[str, Metrics], dict[str, Metrics]]:
+    """Medians and standard deviations over seeds, by split and metric."""
+    medians: dict[str, Metrics] = {}
+    deviations: dict[str, Metrics] = {}
+    for split, metrics in results[0].metrics.items():
+        values = {name: [result.metrics[split][name] for result in results] for name in metrics}
+        medians[split] = {name: median(seeds) for name, seeds in values.items()}
+        deviations[split] = {name: standard_deviation(seeds) for name, seeds in values.items()}
+    return medians, deviations
+
+
+def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
+    """Metrics of the ensemble of all jobs of a task, by split."""
+    task, metrics = jobs[0].task, {}
+    for split, logits in mean_logits(jobs).items():
+        labels = read_examples(task, split).labels
+        if labels is not None:
+            metrics[split] = task.evaluate(OUTPUT_TYPES[task.kind].predict(logits, task), labels)
+    return metrics
+
+
+def mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
+    """The mean of the jobs' logits [N, num_labels], by split."""
+    logits = [read_tensors(job.folder / LOGITS) for job in jobs]
+    return {split: np.mean([tensors[split].numpy() for tensors in logits], axis=0) for split in logits[0]}
+
+
+@contextmanager
+def share_gpu() -> Iterator[bool]:
+    """Start NVIDIA MPS for the processes started in this context; yields whether it is available."""
+    if MPS_PIPES in os.environ:  # already running
+        yield True
+        return
+    if shutil.which(MPS_CONTROL) is None:
+        yield False
+        return
+    with TemporaryDirectory(prefix="electra-mps-", ignore_cleanup_errors=True) as folder, mps_daemon(folder) as has_mps:
+        if has_mps:
+            os.environ[MPS_PIPES] = folder
+        try:
+            yield has_mps
+        finally:
+            os.environ.pop(MPS_PIPES, None)
+
+
+@contextmanager
+def mps_daemon(folder: str) -> Iterator[bool]:
+    """Run the MPS daemon with its pipes in a folder; yields whether it started and processes can use the GPU."""
+    environment = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
+    environment.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
+    is_running = succeeds([MPS_CONTROL, "-d"], environment)
+    if is_running and not succeeds([sys.executable, "-c", MPS_PROBE], os.environ | {MPS_PIPES: folder}):
+        succeeds([MPS_CONTROL], environment, stdin="quit")
+        is_running = False
+    try:
+        yield is_running
+    finally:
+        if is_running:
+            succeeds([MPS_CONTROL], environment, stdin="quit")
+
+
+def succeeds(command: list[str], environment: dict[str, str], stdin: str = "") -> bool:
+    """Whether a command exits with 0 within `MPS_TIMEOUT`."""
+    try:
+        process = subprocess.run(
+            command, env=environment, input=stdin, text=True, timeout=MPS_TIMEOUT, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return process.returncode == 0

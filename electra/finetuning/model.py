@@ -187,8 +187,9 @@ def load_finetuned(folder: Path) -> tuple[TaskModel, Task]:
     encoder = read_encoder_config(settings, folder)
     try:
         task = Task.from_dict(settings["task"])
+        pooling: Any = settings.get("pooling")
         with torch.device("meta"):
-            model = TaskModel(Encoder(encoder), task.num_labels, settings.get("pooling"))
+            model = TaskModel(Encoder(encoder), task.num_labels, pooling)
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
     weights = read_tensors(folder / WEIGHTS)

@@ -1,12 +1,10 @@
 """`electra flops`: parameters and FLOPs of a model, before it is trained."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from electra.errors import ConfigError
-from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
+from electra.model.config import ElectraConfig, check_length
 from electra.model.electra import Electra
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
@@ -17,10 +15,10 @@ from electra.model.flops import (
     total_parameters,
     training_flops,
 )
-from electra.objectives.masking import Count, MaskingConfig, slots
-from electra.objectives.objectives import OBJECTIVES, ObjectiveName
-from electra.pretraining.config import recipe_settings
+from electra.objectives.masking import MaskingConfig, slots
+from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import model_for_objective, pair_for_objectives
+<<<<<<< HEAD
 
 PAPER_SETTINGS = recipe_settings("faithful", ModelConfig.size)
 INFERENCE_LENGTH = 128
@@ -81,6 +79,9 @@ class FlopsConfig:
         if self.inference:
             return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
         return model_for_objective(pair_for_objectives(pair, [self.objective]), self.objective)
+=======
+from electra.report.config import FlopsConfig
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,22 @@ class FlopCount:
         return "\n".join(lines if self.note is None else [*lines, self.note])
 
 
+def electra_config(config: FlopsConfig) -> ElectraConfig:
+    """The trained generator and discriminator; for inference, the discriminator alone."""
+    sharing = "none" if OBJECTIVES[config.objective].is_frozen else config.model.sharing
+    pair = replace(config.model, sharing=sharing).electra_config(config.vocab_size)
+    if config.inference:
+        return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
+    return model_for_objective(pair_for_objectives(pair, [config.objective]), config.objective)
+
+
 def table_row(name: str, parameters: int, flops: int) -> str:
     return f"{name:<24}{parameters:>15,}{flops:>24,}"
 
 
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
-    model = config.electra_config()
+    model = electra_config(config)
     for part in filter(None, (model.generator, model.discriminator)):
         check_length(config.length, part)
     parts, training_flops_per_row = count_parts(model, config)

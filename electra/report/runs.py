@@ -10,8 +10,8 @@ import numpy as np
 
 from electra.config import construct, convert, flat_defaults, flat_fields
 from electra.errors import DataError
-from electra.finetuning.glue import LEFT_OUT, TABLE
-from electra.finetuning.jobs import is_fine_tuning
+from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE
+from electra.finetuning.jobs import is_finetuning_output
 from electra.model.storage import read_model_config
 from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
 from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
@@ -116,7 +116,7 @@ def read_config(folder: Path) -> PretrainConfig:
     """The settings of a run; raises a DataError if `folder` is something else."""
     if not folder.is_dir():
         raise DataError("a file, not a run folder" if folder.exists() else "no such folder")
-    if is_fine_tuning(folder):
+    if is_finetuning_output(folder):
         raise DataError("a fine-tuning, not a run of electra pretrain; pass GLUE scores with --glue")
     if not (folder / METRICS).is_file():
         has_runs = any(folder.glob(f"*/{METRICS}"))
@@ -227,7 +227,7 @@ def read_glue(table: Path) -> GlueScore | None:
     """The score in a table of electra glue; None if it has no mean."""
     content = read_glue_table(table)
     try:
-        tasks = [line["task"] for line in content["lines"] if line["task"] != LEFT_OUT]
+        tasks = [row["task"] for row in content["rows"] if row["task"] != EXCLUDED_FROM_MEAN]
         return None if content["mean"] is None else GlueScore(content["mean"], tasks)
     except (KeyError, TypeError):
         raise DataError(f"{table} is not a table of electra glue; run electra glue again") from None

@@ -1,0 +1,61 @@
+"""Synthetic tasks that a small encoder learns in seconds."""
+
+import json
+import random
+from pathlib import Path
+
+ANIMALS = ("cat", "dog", "bird")
+SIZES = ("big", "small", "red")
+
+
+def sentence(generator: random.Random) -> str:
+    draw = generator.choice
+    return f"the {draw(SIZES)} {draw(ANIMALS)} sat on the {draw(SIZES)} mat ."
+
+
+def label_for(kind: str, texts: list[str]):
+    """The label of one or two texts, which depends on the last one."""
+    words = texts[-1].split()
+    if kind == "classification":
+        return words[2]  # the animal
+    if kind == "multi-label":
+        return sorted({words[1], words[6]})
+    return float(SIZES.index(words[1]) + 0.5 * ANIMALS.index(words[2]))
+
+
+def write_rows(path: Path, kind: str, count: int, seed: int, has_pairs: bool = False) -> Path:
+    """Write a .jsonl file of a task; the label of a pair depends on its second text."""
+    generator = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            texts = [sentence(generator) for _ in range(1 + has_pairs)]
+            row = dict(zip(("text", "text_b"), texts, strict=False)) | {"label": label_for(kind, texts)}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def write_glue(folder: Path, rows: int = 60) -> Path:
+    """Write CoLA (is there a cat?), RTE and STS-B (is it the same animal?) in the format of GLUE's download."""
+    generator = random.Random(0)
+    for split in ("train", "dev", "test"):
+        count, is_test = rows if split == "train" else 20, split == "test"
+        cola, rte, stsb = [], [], []
+        for number in range(count):
+            first, second = sentence(generator), sentence(generator)
+            is_cat, animals = int("cat" in first), (first.split()[2], second.split()[2])
+            cola.append(f"{number}\t{first}" if is_test else f"made\t{is_cat}\t\t{first}")
+            entails = "entailment" if animals[0] == animals[1] else "not_entailment"
+            rte.append(f"{number}\t{first}\t{second}" + ("" if is_test else f"\t{entails}"))
+            score = 5.0 if animals[0] == animals[1] else float(number % 4)
+            stsb.append(f"{number}\t{first}\t{second}" + ("" if is_test else f"\t{score}"))
+        header = ["index\tsentence"] if is_test else []
+        write_lines(folder / "CoLA" / f"{split}.tsv", header + cola)
+        columns = "index\tsentence1\tsentence2"
+        write_lines(folder / "RTE" / f"{split}.tsv", [columns + ("" if is_test else "\tlabel"), *rte])
+        write_lines(folder / "STS-B" / f"{split}.tsv", [columns + ("" if is_test else "\tscore"), *stsb])
+    return folder
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,267 @@
+"""Jobs: in parallel, stopped and continued, in folders of their own; NVIDIA MPS for processes on one GPU."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import threading
+import time
+
+import pytest
+import torch
+from synthetic import write_glue, write_lines
+
+from electra.config import build, replace_fields
+from electra.errors import ConfigError, DataError, TrainingError
+from electra.finetuning import jobs as jobs_module
+from electra.finetuning.command import FinetuneConfig, finetune
+from electra.finetuning.glue import GlueConfig, glue
+from electra.finetuning.job import Job, Result, TuningConfig
+from electra.finetuning.jobs import (
+    MPS_CONTROL,
+    MPS_PIPES,
+    VISIBLE_DEVICES,
+    best_model,
+    mean_logits,
+    resolve_model,
+    share_gpu,
+    summarize_seeds,
+)
+from electra.finetuning.tasks import GLUE_TASKS
+from electra.model.storage import write_tensors
+from electra.runfolder import write_json
+from electra.training.config import HardwareConfig
+
+SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
+
+
+@pytest.fixture
+def glue_config(encoder_folder, tmp_path):
+    """Build the config of a small GLUE table."""
+    data = write_glue(tmp_path / "glue")
+
+    def build_config(output: str = "out", **settings) -> GlueConfig:
+        files = {"model": encoder_folder, "data": str(data), "output": tmp_path / output, "tasks": ("cola",)}
+        return build(GlueConfig, **(SMALL | files | settings))
+
+    return build_config
+
+
+def send_signal(output, number: int, to_worker: bool) -> threading.Thread:
+    """Send a signal to a worker or to this process as soon as the jobs have written further metrics."""
+
+    def size() -> int:
+        return sum(metrics.stat().st_size for metrics in output.glob("*/seed-*/metrics.jsonl"))
+
+    def wait_and_send(before: int) -> None:
+        while size() <= before:
+            time.sleep(0.01)
+        os.kill(multiprocessing.active_children()[0].pid if to_worker else os.getpid(), number)
+
+    thread = threading.Thread(target=wait_and_send, args=(size(),))
+    thread.start()
+    return thread
+
+
+def test_jobs_that_were_killed_and_stopped_in_parallel_give_the_same_table(glue_config, tmp_path, capsys):
+    """A worker is killed, then the command is stopped: no hang, no orphan processes, nothing lost."""
+    whole = glue(glue_config("whole", seeds=3, epochs=10))
+    broken = glue_config("out", seeds=3, epochs=10, workers=2)
+    for number, to_worker, error in ((signal.SIGKILL, True, TrainingError), (signal.SIGTERM, False, SystemExit)):
+        thread = send_signal(tmp_path / "out", number, to_worker)
+        with pytest.raises(error):
+            glue(broken)
+        thread.join()
+        assert multiprocessing.active_children() == []
+        assert not (tmp_path / "out" / "cola" / "seed-3").exists()  # a stopped worker starts no further job
+    assert "stopped; checkpoints saved; run the same command to continue" in capsys.readouterr().err
+    assert list((tmp_path / "out").glob("cola/seed-*/checkpoints/step-*"))
+    assert glue(replace_fields(broken, workers=1)).rows[0].metrics == whole.rows[0].metrics
+
+
+def test_an_error_in_one_job_stops_the_others(glue_config, tmp_path):
+    config = glue_config(tasks=("cola", "rte"), seeds=1, epochs=200, workers=2)
+    write_lines(tmp_path / "glue" / "RTE" / "dev.tsv", ["index\tsentence1\tsentence2\tlabel", "0\tA.\tB.\tmaybe"])
+    with pytest.raises(DataError, match=r"RTE/dev.tsv, line 2: unknown label 'maybe'"):
+        glue(config)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_single_job_runs_in_this_process(glue_config, capsys):
+    glue(glue_config(seeds=1, epochs=1, workers=2))
+    assert "classic encoder with 2 layers of width 24; head on the first token" in capsys.readouterr().err
+
+
+def test_seeds_can_be_added_and_left_out(glue_config, tmp_path, monkeypatch):
+    glue(glue_config(seeds=1, epochs=1))
+    first = (tmp_path / "out" / "cola" / "seed-1" / "result.json").read_bytes()
+    assert glue(glue_config(seeds=3, epochs=1)).rows[0].seeds == 3
+    assert (tmp_path / "out" / "cola" / "seed-1" / "result.json").read_bytes() == first
+    monkeypatch.setattr("electra.finetuning.job.Trainer", None)  # a TypeError if it is called
+    assert glue(glue_config(seeds=2, epochs=1, submission=tmp_path / "glue.zip")).rows[0].seeds == 2
+
+
+@pytest.fixture
+def custom_config(encoder_folder, tmp_path):
+    """Build the config of a short fine-tuning on a file."""
+    (tmp_path / "rows.csv").write_text("text,label\n" + "the cat sat .,x\nthe dog ran .,y\n" * 10)
+
+    def build_config(output: str = "out", **settings) -> FinetuneConfig:
+        files = {"model": encoder_folder, "train": tmp_path / "rows.csv", "output": tmp_path / output, "epochs": 1}
+        return build(FinetuneConfig, **(SMALL | files | settings))
+
+    return build_config
+
+
+def test_a_folder_with_other_content_is_not_changed(custom_config, tmp_path):
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run" / "config.json", {"pretraining": {}})
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    with pytest.raises(DataError, match="not empty and not the output of a fine-tuning"):
+        finetune(custom_config("run"))
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+
+
+def test_partial_files_of_a_killed_process_are_ignored(custom_config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json.electra-partial").write_text("{")
+    assert finetune(custom_config()).rows == {"train": 18, "dev": 2}
+
+
+def test_other_settings_and_data_are_rejected(custom_config, tmp_path):
+    finetune(custom_config())
+    with pytest.raises(ConfigError, match="started with other settings: --length was 32 and is now 16"):
+        finetune(custom_config(length=16))
+    rows = (tmp_path / "rows.csv").read_text()
+    (tmp_path / "rows.csv").write_text(rows.replace("cat", "dog"))  # of the same size
+    with pytest.raises(ConfigError, match=r"rows.csv has other content"):
+        finetune(custom_config())
+    (tmp_path / "others.csv").write_text("text,label\n" + "the cat sat .,a\nthe dog ran .,b\n" * 10)
+    with pytest.raises(ConfigError, match=r"splits train was .*rows.csv and is now .*others.csv"):
+        finetune(custom_config(train=tmp_path / "others.csv"))
+
+
+def test_a_finished_seed_removes_checkpoints_and_partial_models(custom_config, tmp_path):
+    """A process may be killed after the result was written, or while the model was written."""
+    finetune(custom_config())
+    seed = tmp_path / "out" / "seed-1"
+    (seed / "checkpoints" / "step-000000001").mkdir(parents=True)
+    finetune(custom_config())
+    assert not (seed / "checkpoints").exists()
+    (seed / "result.json").unlink()
+    (seed / ".model-abc.electra-partial").mkdir()
+    finetune(custom_config())
+    assert not (seed / ".model-abc.electra-partial").exists()
+
+
+def test_finished_seeds_are_not_run_again(finetuned, monkeypatch):
+    monkeypatch.setattr("electra.finetuning.job.Trainer", None)  # a TypeError if it is called
+    assert finetune(finetuned.config) == finetuned.result
+    with pytest.raises(ConfigError, match="batch_size was 16 and is now 8"):
+        finetune(replace_fields(finetuned.config, batch_size=8))
+
+
+def write_seed(output, seed: int, accuracy: float) -> None:
+    """A finished seed with a result and an empty model."""
+    folder = output / f"seed-{seed}"
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "model.safetensors").touch()
+    result = Result("made", seed, {"dev": {"accuracy": accuracy}}, steps=1, seconds=1.0, rows={}, truncated={})
+    write_json(folder / "result.json", vars(result))
+
+
+def test_the_best_seed_is_never_one_with_nan(tmp_path):
+    write_json(tmp_path / "config.json", {"settings": {}, "task": {}})
+    for seed, accuracy in ((1, float("nan")), (2, 0.25), (3, 0.75), (4, 0.5)):
+        write_seed(tmp_path, seed, accuracy)
+    assert json.loads((tmp_path / "seed-1" / "result.json").read_text())["metrics"] == {"dev": {"accuracy": None}}
+    assert best_model(tmp_path) == resolve_model(tmp_path) == tmp_path / "seed-3" / "model"
+
+
+def test_a_folder_of_several_tasks_has_no_best_model(tmp_path):
+    write_seed(tmp_path / "rte", 1, 0.5)
+    with pytest.raises(DataError, match="choose one of its tasks: rte"):
+        best_model(tmp_path)
+
+
+def test_an_unfinished_fine_tuning_has_no_model(finetuned, tmp_path):
+    (tmp_path / "seed-1").mkdir()
+    shutil.copy(finetuned.output / "config.json", tmp_path)
+    with pytest.raises(DataError, match="it is not finished; run the same command to continue"):
+        best_model(tmp_path)
+
+
+def test_medians_and_standard_deviations_over_seeds():
+    results = [Result("made", 1, {"dev": {"f1": value}}, 1, 1.0, {}, {}) for value in (0.2, 0.6, 0.4)]
+    medians, deviations = summarize_seeds(results)
+    assert medians == {"dev": {"f1": 0.4}}
+    assert deviations["dev"]["f1"] == pytest.approx(0.2)
+
+
+def test_an_ensemble_averages_logits(tmp_path):
+    logits = {1: [[4.0, 0.0, 0.0]], 2: [[0.0, 1.0, 0.0]]}
+    settings = {"model": tmp_path, "task": GLUE_TASKS["mnli"], "tuning": TuningConfig(), "hardware": HardwareConfig()}
+    jobs = [Job(**settings, seed=seed, folder=tmp_path / str(seed)) for seed in logits]
+    for job in jobs:
+        job.folder.mkdir()
+        write_tensors(job.folder / "logits.safetensors", {"dev": torch.tensor(logits[job.seed])})
+    assert mean_logits(jobs)["dev"].tolist() == [[2.0, 0.5, 0.0]]
+
+
+@pytest.fixture
+def mps_calls(tmp_path, monkeypatch):
+    """Install an MPS control program that records its input, its pipe folder and the visible GPUs."""
+    log = tmp_path / "calls"
+    program = tmp_path / MPS_CONTROL
+    program.write_text(f'#!/bin/sh\necho "$1$(cat) ${MPS_PIPES} [${VISIBLE_DEVICES}]" >> {log}\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv(MPS_PIPES, raising=False)
+    monkeypatch.setattr(jobs_module, "MPS_PROBE", "raise SystemExit(0)")
+    return lambda: [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_mps_is_started_and_stopped(mps_calls, monkeypatch):
+    monkeypatch.setenv(VISIBLE_DEVICES, "3")
+    folders = []
+
+    def fail_in_context() -> None:
+        with share_gpu() as has_mps:
+            assert has_mps
+            folders.append(os.environ[MPS_PIPES])
+            assert os.path.isdir(folders[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_context()
+    [folder] = folders
+    assert mps_calls() == [["-d", folder, "[]"], ["quit", folder, "[]"]]  # the daemon sees all GPUs
+    assert MPS_PIPES not in os.environ
+    assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("probe", ["raise SystemExit(1)", "import time; time.sleep(60)"])
+def test_mps_is_stopped_if_the_gpu_does_not_respond(mps_calls, monkeypatch, probe):
+    monkeypatch.setattr(jobs_module, "MPS_PROBE", probe)
+    monkeypatch.setattr(jobs_module, "MPS_TIMEOUT", 1.0)
+    with share_gpu() as has_mps:
+        assert not has_mps
+        assert MPS_PIPES not in os.environ
+        assert [line[0] for line in mps_calls()] == ["-d", "quit"]
+
+
+def test_a_running_mps_daemon_is_used(mps_calls, monkeypatch):
+    monkeypatch.setenv(MPS_PIPES, "theirs")
+    with share_gpu() as has_mps:
+        assert has_mps
+    assert os.environ[MPS_PIPES] == "theirs"
+    assert not mps_calls()
+
+
+def test_without_mps_processes_take_turns(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(MPS_PIPES, raising=False)
+    with share_gpu() as has_mps:
+        assert not has_mps

@@ -1,0 +1,184 @@
+"""`electra predict` and `electra evaluate`: the same metrics as in fine-tuning, and files of every format."""
+
+import csv
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from synthetic import write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from electra.cli import main
+from electra.config import build
+from electra.errors import DataError
+from electra.export.command import export
+from electra.export.config import ExportConfig
+from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned
+from electra.finetuning.predict import EvaluateConfig, PredictConfig, Predictor, PredictorConfig, evaluate, predict
+from electra.finetuning.tasks import custom_task
+
+SENTENCE = "the big cat sat on the red mat ."
+
+
+def evaluate_file(model, path, **settings):
+    return evaluate(build(EvaluateConfig, model=model, input=path, **settings))
+
+
+def predict_file(model, path, output, **settings):
+    return predict(build(PredictConfig, model=model, input=path, output=output, **settings))
+
+
+def test_evaluation_and_predictions_agree_with_fine_tuning(finetuned, tmp_path):
+    result = evaluate_file(finetuned.output, finetuned.dev)
+    best = max(seed["dev"]["accuracy"] for seed in finetuned.result.seeds)
+    assert result.metrics["accuracy"] == best
+    assert sum(map(sum, result.confusion_matrix)) == 60
+    assert sum(result.confusion_matrix[k][k] for k in range(3)) == round(best * 60)
+    assert "true class ↓, predicted →\n      bird   cat   dog\nbird  " in str(result)
+    ensemble = evaluate_file(finetuned.output, finetuned.dev, ensemble=True)
+    assert ensemble.metrics == finetuned.result.ensemble["dev"]
+
+    assert predict_file(finetuned.output, finetuned.dev, tmp_path / "predictions.csv").rows == 60
+    with (tmp_path / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(row["label"] == row["prediction"] for row in rows) == round(best * 60)
+    assert sum(float(rows[0][f"p({name})"]) for name in ("cat", "dog", "bird")) == pytest.approx(1, abs=1e-3)
+
+
+def test_predictions_do_not_depend_on_the_size_of_chunks(finetuned, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    predict_file(finetuned.output, finetuned.dev, whole)
+    monkeypatch.setattr("electra.finetuning.predict.CHUNK_SIZE", 7)
+    predict_file(finetuned.output, finetuned.dev, parts)
+    first, second = (map(json.loads, file.read_text().splitlines()) for file in (whole, parts))
+    assert [row["prediction"] for row in first] == [row["prediction"] for row in second]
+
+
+def test_prediction_needs_no_labels_but_evaluation_does(finetuned, tmp_path):
+    (tmp_path / "new.csv").write_text(f'text\n"{SENTENCE}"\n')
+    predict_file(finetuned.output, tmp_path / "new.csv", tmp_path / "predictions.tsv")
+    header, row = (tmp_path / "predictions.tsv").read_text().splitlines()
+    assert header.split("\t")[:2] == ["text", "prediction"]
+    assert row.split("\t")[1] == "cat"
+    with pytest.raises(DataError, match="has no label column 'label'"):
+        evaluate_file(finetuned.output, tmp_path / "new.csv")
+
+
+def test_a_model_without_its_tokenizer_is_rejected(finetuned, tmp_path):
+    shutil.copytree(finetuned.output / "seed-1" / "model", tmp_path / "copy")
+    for file in (*(tmp_path / "copy").glob("*token*"), tmp_path / "copy" / "vocab.txt"):
+        file.unlink(missing_ok=True)
+    with pytest.raises(DataError, match="has no tokenizer"):
+        evaluate_file(tmp_path / "copy", finetuned.dev)
+
+
+def test_an_exported_classifier_is_not_a_fine_tuned_model(finetuned, tmp_path):
+    export(build(ExportConfig, model=finetuned.output, output=tmp_path / "hf"))
+    with pytest.raises(DataError, match="ElectraForSequenceClassification"):
+        evaluate_file(tmp_path / "hf", finetuned.dev)
+
+
+@pytest.fixture
+def untrained(encoder_folder, tmp_path):
+    """Build a fine-tuned model with untrained head."""
+
+    def build_model(kind: str = "classification", length: int = 32):
+        rows = write_rows(tmp_path / "rows.jsonl", kind, 60, seed=1)
+        task = custom_task(train=rows, text="text", label="label")
+        pretrained = load_pretrained(encoder_folder)
+        torch.manual_seed(0)
+        model = TaskModel(pretrained.encoder, task.num_labels)
+        (tmp_path / "model").mkdir()
+        save_finetuned(model, task, length, tmp_path / "model", pretrained.folder)
+        return tmp_path / "model"
+
+    return build_model
+
+
+@pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
+def test_an_exported_model_gives_the_same_outputs_in_transformers(untrained, tmp_path, kind):
+    folder, path = untrained(kind), tmp_path / "rows.jsonl"
+    export(build(ExportConfig, model=folder, output=tmp_path / "hf"))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    with torch.no_grad():
+        theirs = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.numpy()
+    predictor = Predictor(PredictorConfig(model=folder, input=path))
+    [(_, ours)] = predictor.stream_logits(path, with_labels=False)
+    task = predictor.task
+    expected = ours if task.labels else task.denormalize_scores(ours)
+    assert np.abs(theirs - expected).max() < 1e-5
+    assert [model.config.id2label[index] for index in range(len(expected[0]))] == list(task.labels or ["score"])
+
+
+def predictions(model, tmp_path, content: str, name: str = "new.jsonl", output: str = "predictions.csv") -> str:
+    """The content of a file of predictions."""
+    (tmp_path / name).write_text(content)
+    predict_file(model, tmp_path / name, tmp_path / output)
+    return (tmp_path / output).read_text()
+
+
+def test_values_are_written_to_their_columns_whatever_their_order_in_a_row(untrained, tmp_path):
+    rows = ['{"id": 1, "text": "cat", "tags": [1, 2]}', '{"text": "dog", "id": 2}']
+    first, second = csv.DictReader(predictions(untrained(), tmp_path, "\n".join(rows)).splitlines())
+    assert (first["id"], first["text"], first["tags"]) == ("1", "cat", "1|2")
+    assert (second["id"], second["text"], second["tags"]) == ("2", "dog", "")
+
+
+def test_tsv_is_written_without_quoting(untrained, tmp_path):
+    written = predictions(untrained(), tmp_path, 'text\n"big" cat\n', "new.tsv", "predictions.tsv")
+    assert written.splitlines()[1].startswith('"big" cat\t')
+
+
+def test_lone_surrogates_are_replaced(untrained, tmp_path):
+    written = predictions(untrained(), tmp_path, '{"text": "\\ud83d!"}', output="predictions.jsonl")
+    assert json.loads(written)["text"] == "?!"
+
+
+def test_scores_are_written_with_six_digits(untrained, tmp_path):
+    model = untrained("regression")
+    for output in ("predictions.csv", "predictions.jsonl"):
+        written = predictions(model, tmp_path, f"text\n{SENTENCE}\n", "new.csv", output)
+        score = re.search(r"\d+\.\d+", written)[0]
+        assert len(score.replace(".", "").lstrip("0")) <= 6
+
+
+@pytest.mark.parametrize(
+    ("content", "output", "message"),
+    [
+        (
+            '{"text": "a"}\n{"text": "a", "prediction": 1}',
+            "b.csv",
+            "line 2: the file already has a column",
+        ),
+        ('{"text": "a"}\n{"text": "a", "id": 1}', "b.csv", "line 2: column 'id' is missing from the first row"),
+        ('{"text": "a\\tb"}', "b.tsv", "line 1: a value contains a tab or line end"),
+        ('{"text": "a\\nb"}', "b.tsv", "line 1: a value contains a tab or line end"),
+        ('{"text": "a"}', "new.jsonl", "the same as --input"),
+        ('{"text": "a"}', "b.csv.gz", r"must end in \.jsonl, \.csv, \.tsv"),
+        ('{"text": "a"}', "nowhere/b.csv", "there is no folder"),
+    ],
+)
+def test_predictions_that_cannot_be_written_are_errors(untrained, tmp_path, content, output, message):
+    with pytest.raises(ValueError, match=message):
+        predictions(untrained(), tmp_path, content, output=output)
+    assert (tmp_path / "new.jsonl").read_text() == content
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_texts_are_truncated_as_in_fine_tuning(untrained, tmp_path):
+    folder = untrained(length=8)
+    assert evaluate_file(folder, tmp_path / "rows.jsonl").truncated == 60
+    assert evaluate_file(folder, tmp_path / "rows.jsonl", length=32).truncated == 0
+    with pytest.raises(ValueError, match="32 positions"):
+        evaluate_file(folder, tmp_path / "rows.jsonl", length=64)
+
+
+def test_an_ensemble_needs_several_models(untrained, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(f"evaluate --model {untrained()} --input {tmp_path}/rows.jsonl --ensemble".split())
+    assert "--ensemble needs several models" in capsys.readouterr().err

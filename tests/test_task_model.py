@@ -1,0 +1,97 @@
+"""The fine-tuned model: equal to a linear head on transformers' encoder, and unchanged by its folder."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import WIDE, saved_discriminator
+from synthetic import write_rows
+from transformers import BertConfig, BertModel, ElectraModel
+from transformers_models import random_model
+
+from electra.errors import ConfigError, DataError
+from electra.finetuning.model import (
+    OUTPUT_TYPES,
+    TaskModel,
+    build_task_model,
+    load_finetuned,
+    load_pretrained,
+    save_finetuned,
+)
+from electra.finetuning.tasks import custom_task
+
+
+def padded_pairs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, attention mask and segment ids of three pairs."""
+    lengths = torch.tensor([[16], [9], [12]])
+    positions = torch.arange(16)
+    input_ids = torch.randint(5, 60, (3, 16), generator=torch.Generator().manual_seed(0))
+    attention_mask = positions < lengths
+    return torch.where(attention_mask, input_ids, 0), attention_mask, ((positions >= 5) & attention_mask).long()
+
+
+@pytest.mark.parametrize("kind", [ElectraModel, BertModel])
+def test_logits_equal_a_linear_head_on_the_encoder_of_transformers(tmp_path, kind):
+    theirs = random_model(kind, **({"config_class": BertConfig, "size": "base"} if kind is BertModel else {}))
+    theirs.save_pretrained(tmp_path)
+    ours = TaskModel(load_pretrained(tmp_path, dropout=0.0).encoder, num_labels=3)
+    input_ids, attention_mask, segment_ids = padded_pairs()
+    hidden = theirs(input_ids, attention_mask.long(), segment_ids).last_hidden_state[:, 0]
+    expected = hidden @ ours.head.weight.T + ours.head.bias
+    logits = ours(input_ids, attention_mask, segment_ids)
+    assert (logits - expected).abs().max() < 1e-6
+    labels = torch.tensor([0, 2, 1])
+    loss = OUTPUT_TYPES["classification"].loss(logits, labels).mean()
+    assert abs(loss - torch.nn.functional.cross_entropy(expected, labels)) < 1e-6
+
+
+@pytest.mark.parametrize(("dropout", "expected"), [(None, 0.3), (0.0, 0.0), (0.2, 0.2)])
+def test_dropout_defaults_to_that_of_pre_training(tmp_path, shards, dropout, expected):
+    config = replace(WIDE, dropout=0.3, attention_dropout=0.3)
+    folder = saved_discriminator(config, tmp_path / "model", shards / "tokenizer")
+    model = build_task_model(load_pretrained(folder, dropout), num_labels=2, seed=1)
+    layer = model.encoder.layers[0]
+    assert (layer.dropout.p, layer.attention.dropout, model.head.dropout.p) == (expected, expected, expected)
+
+
+@pytest.fixture
+def saved(encoder_folder, tmp_path):
+    """A model folder of an untrained regression model, the model and its task."""
+    rows = write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)
+    task = custom_task(train=rows, text="text", label="label")
+    pretrained = load_pretrained(encoder_folder)
+    model = TaskModel(pretrained.encoder, task.num_labels).eval()
+    (tmp_path / "model").mkdir()
+    save_finetuned(model, task, 32, tmp_path / "model", pretrained.folder)
+    return tmp_path / "model", model, task
+
+
+def test_a_saved_model_is_loaded_unchanged(saved):
+    folder, model, task = saved
+    loaded, loaded_task = load_finetuned(folder)
+    assert loaded_task == task
+    input_ids = torch.tensor([[2, 5, 6, 3]])
+    inputs = (input_ids, torch.ones_like(input_ids, dtype=torch.bool), torch.zeros_like(input_ids))
+    assert torch.equal(model(*inputs), loaded(*inputs))
+    encoder = load_pretrained(folder).encoder  # to fine-tune further
+    assert torch.equal(encoder.eval()(input_ids), model.encoder(input_ids))
+
+
+def test_the_stored_pooling_is_checked(saved):
+    folder, _, _ = saved
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["pooling"] == "cls"
+    (folder / "config.json").write_text(json.dumps(settings | {"pooling": "max"}))
+    with pytest.raises(DataError, match=r"config.json: unknown pooling 'max'"):
+        load_finetuned(folder)
+
+
+def test_classic_encoders_support_only_the_first_token(encoder_folder):
+    with pytest.raises(ConfigError, match="classic encoders support only cls"):
+        build_task_model(load_pretrained(encoder_folder), num_labels=2, pooling="mean", seed=1)
+
+
+def test_a_pre_trained_model_is_not_a_fine_tuned_one(encoder_folder):
+    with pytest.raises(DataError, match="is not a fine-tuned model; create one with: electra finetune"):
+        load_finetuned(encoder_folder)
