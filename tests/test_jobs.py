@@ -133,7 +133,7 @@ def test_partial_files_of_a_killed_process_are_ignored(custom_config, tmp_path):
 
 def test_other_settings_and_data_are_rejected(custom_config, tmp_path):
     finetune(custom_config())
-    with pytest.raises(ConfigError, match="started with other settings: length was 32 and is now 16"):
+    with pytest.raises(ConfigError, match="started with other settings: --length was 32 and is now 16"):
         finetune(custom_config(length=16))
     rows = (tmp_path / "rows.csv").read_text()
     (tmp_path / "rows.csv").write_text(rows.replace("cat", "dog"))  # of the same size
