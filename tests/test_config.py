@@ -64,7 +64,7 @@ def test_unknown_and_missing_settings_are_named():
 
 @dataclass(frozen=True, kw_only=True)
 class SlowConfig:
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)  # noqa: RUF009
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
     """Not a setting."""
 
 
