@@ -20,7 +20,8 @@ from transformers import (
 from transformers_models import add_noise, random_model
 
 from electra.errors import ConfigError
-from electra.export.command import ExportConfig, ImportConfig, export, import_model
+from electra.export.command import export, import_model
+from electra.export.config import ExportConfig, ImportConfig
 from electra.huggingface.convert import to_huggingface
 from electra.huggingface.names import ARCHITECTURES
 from electra.model.storage import load_model, save_model

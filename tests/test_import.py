@@ -18,7 +18,8 @@ from transformers import (
 from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
-from electra.export.command import ConversionResult, ImportConfig, import_model
+from electra.export.command import ConversionResult, import_model
+from electra.export.config import ImportConfig
 
 CLASSES = [
     (ElectraModel, ElectraConfig),

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kills import killed
 
 from electra import cli, runfolder
+from electra.config import build
 from electra.data import corpus
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
@@ -46,7 +48,9 @@ def text(tmp_path) -> Path:
 
 def config(text: Path, output: str = "shards", **settings) -> ShardConfig:
     defaults = {"corpus": str(text), "tokenizer": text.parent / "vocab.txt", "output": text.parent / output}
-    return ShardConfig(**(defaults | {"shard_megabytes": 5e-5, "validation_fraction": 0.2, "workers": 1} | settings))
+    return build(
+        ShardConfig, **(defaults | {"shard_megabytes": 5e-5, "validation_fraction": 0.2, "workers": 1} | settings)
+    )
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -73,7 +77,7 @@ def command(settings: ShardConfig) -> list[str]:
 def test_skipped_files_are_reported(text, capsys):
     (text / "notes.md").write_text("not read")
     shard(config(text))
-    train_tokenizer(TokenizerConfig(corpus=str(text), output=text.parent / "vocab", vocab_size=80))
+    train_tokenizer(build(TokenizerConfig, corpus=str(text), output=text.parent / "vocab", vocab_size=80))
     warning = f"skipped in {text}: 1 .md; "
     assert [line.startswith(warning) for line in capsys.readouterr().err.splitlines()] == [True, True]
 
@@ -123,38 +127,21 @@ def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch
 
 
 def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
-    """Killed at random moments, mostly when it has written some shards more; what is finished is begun anew."""
     draw, kills = random.Random(0), 0
-    settings = write_words(tmp_path, draw)
-    run = [sys.executable, "-m", "electra", *command(settings)]
-    while kills < 20:
-        target = count_shards(settings.output) + draw.randint(0, 5)
-        process = subprocess.Popen(run, stdout=subprocess.DEVNULL, start_new_session=True)
-        while process.poll() is None and count_shards(settings.output) < target:
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.1))
-        process.kill()
-        if process.wait() == 0:
-            shutil.rmtree(settings.output)
-        else:
-            kills += 1
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL, timeout=60)
-    shard(config(tmp_path / "text", "whole"))
-    assert content(settings.output) == content(tmp_path / "whole")
-
-
-def write_words(folder: Path, draw: random.Random) -> ShardConfig:
-    """Forty files of random words, one word a document, each file a shard."""
-    (folder / "text").mkdir()
-    for number in range(40):
+    (tmp_path / "text").mkdir()
+    for number in range(20):
         words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(5000))
-        (folder / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
-    (folder / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    return config(folder / "text", workers=2)
-
-
-def count_shards(folder: Path) -> int:
-    return len(list(folder.glob("*.safetensors")))
+        (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
+    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    settings = config(tmp_path / "text")
+    while kills < 10:
+        if killed(shard, settings, after=draw.uniform(0, 0.1)):
+            kills += 1
+        else:  # it had finished
+            shutil.rmtree(settings.output)
+    shard(settings)
+    shard(config(tmp_path / "text", "uninterrupted"))
+    assert content(settings.output) == content(tmp_path / "uninterrupted")
 
 
 def test_workers_exit_when_their_parent_is_killed(tmp_path):
@@ -193,8 +180,8 @@ def test_a_finished_run_makes_nothing_again(text):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"validation_fraction": 0.5}, "validation_fraction was 0.2 and is now 0.5"),
-        ({"document_end": "line"}, "document_end was blank-line and is now line"),
+        ({"validation_fraction": 0.5}, "--validation-fraction was 0.2 and is now 0.5"),
+        ({"document_end": "line"}, "--document-end was blank-line and is now line"),
     ],
 )
 def test_other_settings_are_an_error_and_change_nothing(text, is_finished, change, message):

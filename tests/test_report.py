@@ -14,6 +14,7 @@ from electra.data.shards import open_shards
 from electra.errors import DataError
 from electra.pretraining.command import plan, pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.report.config import ReportConfig
 from electra.report.runs import (
     Evaluation,
     best_metrics,
@@ -23,7 +24,7 @@ from electra.report.runs import (
     phase_ends,
     read_evaluations,
 )
-from electra.report.tables import ReportConfig, metric_curve, metric_panels, report, short_names
+from electra.report.tables import metric_curve, metric_panels, report, short_names
 from electra.runfolder import checkpoint_folders
 from electra.training.trainer import TrainState
 

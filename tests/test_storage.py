@@ -95,7 +95,7 @@ def test_damaged_weights_are_an_error(folder, damage, message):
     ("settings", "message"),
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
-        ({"feedforward": 41}, r"narrow.weight has shape \(24, 40\), but config.json requires \(24, 41\)"),
+        ({"feedforward": 41}, r"down.weight has shape \(24, 40\), but config.json requires \(24, 41\)"),
         ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
         ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
         ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
+from electra.config import build
 from electra.data.tokenizer import TokenizerConfig, build_wordpiece, load_tokenizer, train_tokenizer
 from electra.errors import ConfigError, DataError
 
@@ -18,7 +19,9 @@ SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 def train(tmp_path, text=TEXT, name="vocab", **settings):
     (tmp_path / "a.txt").write_text(text)
-    config = TokenizerConfig(corpus=str(tmp_path / "a.txt"), output=tmp_path / name, **({"vocab_size": 150} | settings))
+    config = build(
+        TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / name, **({"vocab_size": 150} | settings)
+    )
     return train_tokenizer(config)
 
 
@@ -141,7 +144,7 @@ def test_an_invalid_tokenizer_file_is_named(tmp_path, name, content, message):
 def test_impossible_settings_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "absent")
-    with pytest.raises(ConfigError, match=r"vocab_size is 10; it must be greater than .* 15"):
+    with pytest.raises(ConfigError, match="vocab_size is 10; it must be greater than 15"):
         train(tmp_path, vocab_size=10, unused_tokens=10)
     with pytest.raises(ConfigError, match=r"vocab_size is 30, but the .* characters of the text"):
         train(tmp_path, vocab_size=30)
@@ -155,5 +158,5 @@ def test_a_folder_that_is_not_empty_is_not_changed(tmp_path):
     (tmp_path / "vocab").mkdir()
     (tmp_path / "vocab/vocab.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty; choose another --output"):
-        train_tokenizer(TokenizerConfig(corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
+        train_tokenizer(build(TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
     assert (tmp_path / "vocab/vocab.txt").read_text() == "mine"

@@ -39,7 +39,7 @@ class InspectConfig:
     def __post_init__(self):
         for name, minimum in (("length", 2), ("rows", 0), ("words", 0)):
             if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.data.packing import (
+    ROW_ORDER,
     EpochRows,
     LoaderConfig,
     PackedRows,
@@ -30,7 +31,6 @@ from electra.errors import ConfigError
 
 TOKENS_PER_READ = 1 << 20
 """Tokens that are read and packed together; many small gathers would be slower."""
-
 
 # torch indexes only signed integers; `to_ids` restores the unsigned values
 SIGNED_DTYPES = {np.dtype(np.uint16): torch.int16, np.dtype(np.uint32): torch.int32}
@@ -204,7 +204,7 @@ class BatchLoader:
         device: torch.device | str = "cpu",
     ):
         if config.batch_size % world_size:
-            raise ConfigError(f"batch_size {config.batch_size} is not divisible by the {world_size} ranks")
+            raise ConfigError(f"is {config.batch_size}, not divisible by the {world_size} ranks", field="batch_size")
         self.config, self.seed, self.device = config, seed, torch.device(device)
         self.rank, self.rows_per_rank = rank, config.batch_size // world_size
         self.position = Position()
@@ -223,7 +223,8 @@ class BatchLoader:
 
     def row_order(self) -> dict[str, Any]:
         """The settings that determine the row order."""
-        return {"seed": self.seed, "length": self.config.length, "packing": self.config.packing}
+        settings = {"seed": self.seed, **asdict(self.config)}
+        return {name: settings[name] for name in ROW_ORDER}
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch and the row order it refers to."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
 from multiprocessing.process import BaseProcess
@@ -30,6 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from electra.config import flat_defaults, flat_fields
 from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, in_validation_split, parse_documents
 from electra.data.files import warn_skipped_files
 from electra.data.shards import (
@@ -69,9 +70,10 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardConfig(CorpusConfig):
+class ShardConfig:
     """Tokenize text into shards; run the same command again to resume."""
 
+    source: CorpusConfig
     tokenizer: Path
     """A vocab.txt, a tokenizer.json, or a folder with either, such as `electra tokenizer` writes."""
     output: Path
@@ -87,18 +89,19 @@ class ShardConfig(CorpusConfig):
 
     def __post_init__(self):
         if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(f"validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1")
+            raise ConfigError(
+                f"is {self.validation_fraction}; it must be at least 0 and below 1", field="validation_fraction"
+            )
         for name in ("shard_megabytes", "workers"):
             if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
+                raise ConfigError(f"is {value}; it must be above 0", field=name)
 
     def command(self) -> str:
         """The command line with these settings."""
-        words = ["electra", "shard"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default and field.name not in ("workers", "json"):
-                flag = "--" + field.name.replace("_", "-")
+        words, defaults = ["electra", "shard"], flat_defaults(ShardConfig)
+        for name, value in flat_fields(self).items():
+            if value != defaults.get(name) and name not in ("workers", "json"):
+                flag = "--" + name.replace("_", "-")
                 words += [flag] if value is True else [flag, str(value)]
         return shlex.join(words)
 
@@ -151,8 +154,8 @@ class EncodedShard:
 def shard(config: ShardConfig) -> ShardResult:
     """Make the shards that are missing or damaged, then the index."""
     start_time = monotonic()
-    tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config)
-    warn_skipped_files(config.corpus)
+    tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config.source)
+    warn_skipped_files(config.source.corpus)
     texts = split_corpus(corpus, int(config.shard_megabytes * 1e6))
     first = next(texts)  # raises before anything is written if there is no text
     settings = shard_settings(config, corpus, tokenizer)
@@ -190,7 +193,7 @@ def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
 def shard_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Everything that determines the content of the shards."""
     names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    settings = {name: flat_fields(config)[name] for name in names}
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.identity()}
 
 
@@ -292,7 +295,7 @@ def encode_documents(
     """The ids of each document by split."""
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
     for block in text.blocks:
-        documents = list(parse_documents(block, config, stats))
+        documents = list(parse_documents(block, config.source, stats))
         for document, ids in zip(documents, encoder.encode(documents), strict=True):
             if ids:
                 is_validation = in_validation_split(document, config.validation_fraction)
@@ -308,7 +311,7 @@ def write_index(config: ShardConfig, old_index: Index | None, index: Index) -> N
     if not any(index.totals("tokens").values()):
         for shard in index.shards:
             (config.output / shard.name).unlink()
-        raise DataError(f"no document of {config.corpus} has any tokens; check that it is text")
+        raise DataError(f"no document of {config.source.corpus} has any tokens; check that it is text")
     write_file(config.output / INDEX, index.to_json())
     (config.output / UNFINISHED).unlink(missing_ok=True)
 

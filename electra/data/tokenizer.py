@@ -190,9 +190,10 @@ def read_neighbor(file: Path, name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig(CorpusConfig):
+class TokenizerConfig:
     """Train a WordPiece tokenizer on text."""
 
+    source: CorpusConfig
     output: Path
     """Folder to write: tokenizer.json, vocab.txt and the files that transformers.AutoTokenizer reads."""
     vocab_size: int = 30_522
@@ -215,20 +216,23 @@ class TokenizerConfig(CorpusConfig):
     def __post_init__(self):
         for name, minimum in (("unused_tokens", 0), ("min_frequency", 1)):
             if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
         if not 0 < self.character_coverage <= 1:
-            raise ConfigError(f"character_coverage is {self.character_coverage}; it must be above 0 and at most 1")
+            raise ConfigError(
+                f"is {self.character_coverage}; it must be above 0 and at most 1", field="character_coverage"
+            )
         if self.vocab_size <= len(self.fixed_tokens()):
             raise ConfigError(
-                f"vocab_size is {self.vocab_size}; it must be greater than the number of special and unused tokens, "
-                f"{len(self.fixed_tokens())}"
+                f"is {self.vocab_size}; it must be greater than {len(self.fixed_tokens())}, the number of special and "
+                "unused tokens",
+                field="vocab_size",
             )
 
     def fixed_tokens(self) -> list[str]:
         """The special and unused tokens, which have the first ids."""
         return [*SPECIAL_TOKENS.values(), *(f"[unused{number}]" for number in range(self.unused_tokens))]
 
-    def build(self, tokens: list[str]) -> TextTokenizer:
+    def create_tokenizer(self, tokens: list[str]) -> TextTokenizer:
         """A tokenizer with these settings and tokens."""
         return build_wordpiece(
             tokens, lowercase=self.lowercase, strip_accents=self.strip_accents, split_chinese=self.split_chinese
@@ -258,17 +262,17 @@ class TrainedTokenizer:
 def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
     """Train a tokenizer and write its folder; deterministic to the byte."""
     if config.output.exists() and not config.output.is_dir():
-        raise ConfigError(f"{config.output} is a file; --output must be a folder")
+        raise ConfigError(f"is {config.output}, a file; it must be a folder", field="output")
     if config.output.exists() and any(config.output.iterdir()):
         raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to train again")
-    corpus = Corpus(config)
-    warn_skipped_files(config.corpus)
+    corpus = Corpus(config.source)
+    warn_skipped_files(config.source.corpus)
     alphabet = select_alphabet(corpus, config)
     text = TrainingText(corpus)
-    untrained = config.build(config.fixed_tokens())
+    untrained = config.create_tokenizer(config.fixed_tokens())
     untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
     ids = untrained.library.get_vocab(with_added_tokens=False)
-    tokenizer = config.build(sorted(ids, key=ids.__getitem__))
+    tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
     tokenizer.save(config.output)
     return TrainedTokenizer(
         output=str(config.output),
@@ -286,7 +290,7 @@ def select_alphabet(corpus: Corpus, config: TokenizerConfig) -> list[str]:
     raw: Counter[str] = Counter()
     for document in corpus.documents(ReadStats()):
         raw.update(document.decode())
-    normalize = config.build(config.fixed_tokens()).library.normalizer.normalize_str
+    normalize = config.create_tokenizer(config.fixed_tokens()).library.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for character, count in raw.items():
         counts.update(dict.fromkeys(normalize(character).replace(" ", ""), count))
@@ -307,8 +311,9 @@ def create_trainer(config: TokenizerConfig, alphabet: list[str], untrained: Text
     fixed = [*config.fixed_tokens(), *alphabet, *continuations]
     if len(fixed) > config.vocab_size:
         raise ConfigError(
-            f"vocab_size is {config.vocab_size:,}, but the {len(alphabet):,} characters of the text take "
-            f"{len(fixed):,} entries; increase --vocab-size or decrease --character-coverage"
+            f"is {config.vocab_size:,}, but the {len(alphabet):,} characters of the text take {len(fixed):,} entries; "
+            "increase it or decrease --character-coverage",
+            field="vocab_size",
         )
     return trainers.WordPieceTrainer(
         vocab_size=config.vocab_size,

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-from cyclopts import Parameter
 
 from electra.data.tokenizer import Vocabulary, load_tokenizer
 from electra.errors import ConfigError
+from electra.export.config import ExportConfig, ImportConfig
 from electra.finetuning.jobs import best_model
 from electra.finetuning.model import load_finetuned
 from electra.huggingface.convert import (
@@ -21,7 +20,7 @@ from electra.huggingface.convert import (
     to_huggingface_config,
 )
 from electra.huggingface.folders import combine, read_huggingface, select_part
-from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, SEQUENCE_CLASSIFIERS, Part, Settings
+from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, SEQUENCE_CLASSIFIERS, Settings
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
@@ -42,40 +41,6 @@ PROBLEM_TYPES = {
     "multi-label": "multi_label_classification",
     "regression": "regression",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportConfig:
-    """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
-    ElectraForSequenceClassification or ModernBertForSequenceClassification."""
-
-    model: Path
-    """Model folder, run (its newest checkpoint), or output of electra finetune (its best seed)."""
-    output: Path
-    """Folder to write; it must not exist yet."""
-    to: Literal["huggingface"] = "huggingface"
-    """Format."""
-    part: Part = "discriminator"
-    """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
-    the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
-    json: bool = False
-    """Print the result as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImportConfig:
-    """Write a model folder from a Hugging Face folder with safetensors: ElectraForPreTraining, ElectraForMaskedLM,
-    ElectraModel, BertModel, BertForMaskedLM, ModernBertModel, ModernBertForMaskedLM, or
-    ModernBertForTokenClassification with the labels original and replaced."""
-
-    source: Annotated[Path, Parameter(name="--from")]
-    """Hugging Face folder."""
-    output: Path
-    """Model folder to write; it must not exist yet."""
-    generator: Path | None = None
-    """Second Hugging Face folder, with the generator (ForMaskedLM) of the discriminator in --from."""
-    json: bool = False
-    """Print the result as JSON."""
 
 
 @dataclass(frozen=True)

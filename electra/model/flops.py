@@ -53,8 +53,8 @@ def encoder_items(config: EncoderConfig, length: int, last_layer_tokens: int) ->
         linear_item("query, key, value", D, 3 * D, tokens, has_bias),
         Item("attention", 0, 2 * 2 * tokens * length * D),  # scores, weighted sum
         linear_item("attention output", D, D, outputs, has_bias),
-        linear_item("feed-forward, widen", D, 2 * F if is_modern else F, outputs, has_bias),
-        linear_item("feed-forward, narrow", F, D, outputs, has_bias),
+        linear_item("feed-forward up", D, 2 * F if is_modern else F, outputs, has_bias),
+        linear_item("feed-forward down", F, D, outputs, has_bias),
         norm_item("feed-forward norm", D, has_bias),
     ]
     return [
@@ -155,8 +155,8 @@ def published_encoder(config: EncoderConfig, length: int) -> dict[str, int]:
         "attention": (SOFTMAX + DROPOUT + SCALE) * length * config.heads,
         "attention output": (BIAS + DROPOUT + RESIDUAL) * D,
         "attention norm": NORM,  # per vector instead of per element: an error, but the published numbers contain it
-        "feed-forward, widen": (BIAS + GELU) * F,
-        "feed-forward, narrow": (BIAS + DROPOUT + RESIDUAL) * D,
+        "feed-forward up": (BIAS + GELU) * F,
+        "feed-forward down": (BIAS + DROPOUT + RESIDUAL) * D,
         "feed-forward norm": NORM * D,
     }
     per_row = {name: length * count for name, count in embeddings.items()}

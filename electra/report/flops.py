@@ -1,12 +1,10 @@
 """`electra flops`: parameters and FLOPs of a model, before it is trained."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from electra.errors import ConfigError
-from electra.model.config import SMALL, ElectraConfig, ModelConfig, check_length
+from electra.model.config import ElectraConfig, check_length
 from electra.model.electra import Electra
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
@@ -17,70 +15,10 @@ from electra.model.flops import (
     total_parameters,
     training_flops,
 )
-from electra.objectives.masking import MaskCount, MaskingConfig, mask_slots
-from electra.objectives.objectives import OBJECTIVES, ObjectiveName
-from electra.pretraining.config import recipe_settings
+from electra.objectives.masking import MaskingConfig, mask_slots
+from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import model_for_objective, pair_for_objectives
-
-PAPER_SETTINGS = recipe_settings("faithful", ModelConfig.size)
-INFERENCE_LENGTH = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlopsConfig:
-    """Count the parameters and FLOPs of a model, item by item; only matrix products are counted.
-
-    Length, masking, batch size and steps default to those of the paper for --size.
-    """
-
-    model: ModelConfig
-    objective: ObjectiveName = "rtd"
-    """Pre-training objective. mlm: one encoder of the discriminator's size (BERT); frozen-rtd: the generator has no
-    backward pass and shares no weights."""
-    length: int = PAPER_SETTINGS["length"]
-    """Tokens per row."""
-    mask_fraction: float = PAPER_SETTINGS["mask_fraction"]
-    """Fraction of the tokens to mask."""
-    mask_count: MaskCount = "released"
-    """Number of masked tokens among n: paper: ceil(p·n); released: round(p·n)."""
-    batch_size: int = PAPER_SETTINGS["batch_size"]
-    """Rows per training step."""
-    steps: int = PAPER_SETTINGS["steps"]
-    """Training steps."""
-    vocab_size: int = SMALL.vocab_size
-    """Size of the vocabulary."""
-    inference: bool = False
-    """Count one forward pass of the discriminator, by default over 128 tokens, instead of training."""
-    as_published: bool = False
-    """Count like the paper's table: also elementwise operations, embedding lookups as products with one-hot vectors, 5
-    of 32 tokens predicted, and a backward pass as costly as a forward pass (it is twice that)."""
-    json: bool = False
-    """Print the result as JSON."""
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("length", 1), ("batch_size", 1), ("steps", 0)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
-        if self.as_published and self.model.style == "modern":
-            raise ConfigError("--as-published counts like the paper, which has no modern style")
-        if self.objective != "rtd" and (self.as_published or self.inference):
-            flag = "--as-published" if self.as_published else "--inference"
-            raise ConfigError(f"{flag} needs --objective rtd, not {self.objective}")
-
-    @classmethod
-    def defaults_for(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The paper's settings for the size in `given`."""
-        settings = recipe_settings("faithful", given.get("size", ModelConfig.size))
-        defaults = {name: settings[name] for name in ("length", "mask_fraction", "batch_size", "steps")}
-        return defaults | {"length": INFERENCE_LENGTH} if given.get("inference") else defaults
-
-    def electra_config(self) -> ElectraConfig:
-        """The trained generator and discriminator; for inference, the discriminator alone."""
-        sharing = "none" if OBJECTIVES[self.objective].is_frozen else self.model.sharing
-        pair = replace(self.model, sharing=sharing).electra_config(self.vocab_size)
-        if self.inference:
-            return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
-        return model_for_objective(pair_for_objectives(pair, [self.objective]), self.objective)
+from electra.report.config import FlopsConfig
 
 
 @dataclass(frozen=True)
@@ -107,13 +45,22 @@ class FlopCount:
         return "\n".join(lines if self.note is None else [*lines, self.note])
 
 
+def electra_config(config: FlopsConfig) -> ElectraConfig:
+    """The trained generator and discriminator; for inference, the discriminator alone."""
+    sharing = "none" if OBJECTIVES[config.objective].is_frozen else config.model.sharing
+    pair = replace(config.model, sharing=sharing).electra_config(config.vocab_size)
+    if config.inference:
+        return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
+    return model_for_objective(pair_for_objectives(pair, [config.objective]), config.objective)
+
+
 def table_row(name: str, parameters: int, flops: int) -> str:
     return f"{name:<24}{parameters:>15,}{flops:>24,}"
 
 
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
-    model = config.electra_config()
+    model = electra_config(config)
     for part in filter(None, (model.generator, model.discriminator)):
         check_length(config.length, part)
     parts, training_flops_per_row = count_parts(model, config)

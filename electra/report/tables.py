@@ -4,37 +4,16 @@ from dataclasses import asdict, dataclass, replace
 from math import nan
 from pathlib import Path
 
-from electra.config import Positional
-from electra.errors import ConfigError, DataError
+from electra.errors import DataError
 from electra.finetuning.glue import markdown_table
 from electra.plotting import Panel, Points, plot_panels
+from electra.report.config import ReportConfig
 from electra.report.runs import Run, find_glue_tables, read_run
 from electra.runfolder import write_file, write_json
 
 METRICS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
 PLOTS = {"loss": "held-out loss", "mlm_loss": "held-out generator MLM loss", "unigram_rtd_auc": "unigram RTD AUC"}
 COSTS = {"flops": "FLOPs", "minutes": "minutes of training"}  # attributes of runs and evaluations, with their labels
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportConfig:
-    """Compare pre-training runs: cost and held-out metrics, in tables and plots.
-
-    Unfinished and damaged runs are listed but not compared."""
-
-    runs: Positional[tuple[Path, ...]]
-    """Run folders."""
-    output: Path | None = None
-    """Folder for report.md, report.json and plots of loss, AUC and GLUE score against FLOPs and minutes."""
-    glue: tuple[str, ...] = ()
-    """Output folders of electra glue: FOLDER if its --model is one of the runs, else RUN=FOLDER. Tables inside a run
-    folder are found without it."""
-    json: bool = False
-    """Print the result as JSON."""
-
-    def __post_init__(self) -> None:
-        if not self.runs:
-            raise ConfigError("no runs given; name their folders: electra report runs/a runs/b --output report/")
 
 
 @dataclass(frozen=True)
