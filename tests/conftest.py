@@ -1,5 +1,6 @@
 """What many tests share: one thread each, so that two workers fit two cores, and small pairs and batches."""
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from electra.config import build, check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
-from electra.finetuning.command import FinetuneConfig, FinetuneResult, finetune
+from electra.finetuning.command import FinetuneResult, finetune
+from electra.finetuning.config import FinetuneConfig
 from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
+from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
@@ -131,22 +134,25 @@ def shards(tmp_path_factory):
     return folder / "shards"
 
 
-def small_run(shards: Path, output: Path, **settings) -> PretrainConfig:
-    """The config of a small run; `settings` replace the defaults below."""
+def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
+    """The config of a run that takes about a second; `settings` replace the defaults below."""
     size = {"layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
     size |= {} if settings.get("objective") == "mlm" else {"generator_width": 32}
     rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
     intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
-    base = {"data": shards, "output": output, "size": "tiny", "device": "cpu"}
-    defaults = recipe_settings("fast", "tiny") | base | size | rows | intervals | {"unigram_output_bias": False}
+    base = {"data": data, "output": output, "size": "tiny", "device": "cpu", "unigram_output_bias": False}
     check_names(PretrainConfig, settings)
-    return construct(PretrainConfig, defaults | settings)
+    return construct(PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings)
 
 
 @pytest.fixture
 def run_config(shards, tmp_path):
     """Build the config of a small run in tmp_path."""
-    return lambda output="run", **settings: small_run(shards, tmp_path / output, **settings)
+
+    def build(output: str = "run", **settings) -> PretrainConfig:
+        return small_run(**{"data": shards, "output": tmp_path / output} | settings)
+
+    return build
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,22 @@ def finetuned(encoder_folder, tmp_path_factory):
     tuning = {"epochs": 8, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
     config = build(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
     return Finetuned(config, finetune(config), folder / "out", dev)
+
+
+@pytest.fixture(scope="session")
+def finished_run(shards, tmp_path_factory) -> Path:
+    """The folder of a finished small run of 20 steps, with checkpoints of steps 10 and 20; do not change it."""
+    config = small_run(shards, tmp_path_factory.mktemp("finished") / "run")
+    pretrain(config)
+    return config.output
+
+
+@pytest.fixture
+def finished_copy(finished_run, run_config) -> PretrainConfig:
+    """The config that resumes a copy of the finished run."""
+    config = run_config(resume=True)
+    shutil.copytree(finished_run, config.output)
+    return config
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Branches: they have from their trunk what they cannot have otherwise, and say so where flags contradict it."""
+"""Branches: settings come from the trunk, and contradictory ones are reported."""
 
 import json
 import shutil
@@ -7,115 +7,120 @@ from pathlib import Path
 import pytest
 
 from electra.cli import main
+from electra.config import build
 from electra.errors import ConfigError, DataError
 from electra.model.storage import read_model_config
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
+from electra.training.logging import read_metrics
 
-SMALL = "--layers 1 --width 32 --heads 2 --feedforward 48 --embedding-width 16"
-ROWS = "--batch-size 4 --length 16 --evaluation-rows 8"
-
-
-@pytest.fixture
-def trunk(shards, tmp_path):
-    """Make a trunk of four steps by command, with more flags."""
-
-    def build(flags: str = "") -> Path:
-        command = (
-            f"pretrain --data {shards} --output {tmp_path}/trunk --size tiny --steps 4 --device cpu --schedule wsd"
-        )
-        main(f"{command} {SMALL} {ROWS} {flags}".split())
-        return tmp_path / "trunk"
-
-    return build
+SIZE = {"layers": 1, "width": 32, "heads": 2, "feedforward": 48, "embedding_width": 16}
+ROWS = {"batch_size": 4, "length": 16, "evaluation_rows": 8, "device": "cpu"}
 
 
-def branch(shards: Path, trunk: Path, flags: str = "") -> dict:
-    """Two more steps, by command; returns what config.json says of them."""
-    output = trunk.parent / "branch"
-    command = f"pretrain --data {shards} --output {output} --branch-from {trunk} --schedule decay --steps 2"
-    main(f"{command} --batch-size 4 --evaluation-rows 8 --device cpu {flags}".split())
-    return json.loads((output / "config.json").read_text())["pretraining"]
+def train_trunk(shards: Path, output: Path, **settings) -> Path:
+    """Train four steps."""
+    base = {"data": shards, "output": output, "size": "tiny", "steps": 4, "schedule": "wsd", "decay_fraction": 0.0}
+    pretrain(build(PretrainConfig, **base | SIZE | ROWS | settings))
+    return output
+
+
+@pytest.fixture(scope="session")
+def trunk(shards, tmp_path_factory) -> Path:
+    return train_trunk(shards, tmp_path_factory.mktemp("trunk") / "trunk")
+
+
+def branch_config(shards: Path, trunk: Path, output: Path, **settings) -> PretrainConfig:
+    base = {"data": shards, "output": output, "branch_from": trunk, "schedule": "decay", "steps": 2}
+    return build(PretrainConfig, **base | ROWS | {"length": settings.pop("length", 16)} | settings)
+
+
+def read_settings(run: Path) -> dict:
+    return json.loads((run / "config.json").read_text())["pretraining"]
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "settings",
     [
-        "",
-        "--sharing none --positions 64 --generator-layers 2",
-        "--style modern --global-attention-every 2 --local-attention 4 --layers 3 --heads 1",
-        "--recipe faithful --warmup 1 --seed 5",
-        "--objective mlm",
-        "--objective all-tokens-mlm --optimizer adam",
-        "--generator unigram",
-        "--sharing all --generator-width 32",
-        "--sharing none --generator-width 32 --phases objective=mlm objective=frozen-rtd",
+        {"style": "modern", "global_attention_every": 2, "local_attention": 4, "layers": 3, "heads": 1},
+        {"recipe": "faithful", "warmup": 1.0, "seed": 5, "sharing": "none", "positions": 64, "generator_layers": 2},
+        {"objective": "all-tokens-mlm", "optimizer": "adam", "sharing": "all"},
+        {"objective": "electra-15", "generator": "unigram"},
+        {"sharing": "none", "generator_width": 32, "phases": ("objective=mlm", "objective=frozen-rtd")},
     ],
+    ids=lambda settings: next(iter(settings.values())),
 )
-def test_the_model_and_how_it_is_trained_are_the_trunks(shards, trunk, capsys, flags):
-    run = trunk(flags)
-    record = branch(shards, run)
+def test_recipe_model_objective_optimizer_and_row_order_are_the_trunks(shards, tmp_path, capsys, settings):
+    trunk = train_trunk(shards, tmp_path / "trunk", **settings)
+    flags = f"--branch-from {trunk} --schedule decay --steps 2 --batch-size 4 --evaluation-rows 8 --device cpu"
+    main(f"pretrain --data {shards} --output {tmp_path}/branch {flags}".split())
     assert "finished: 6 steps" in capsys.readouterr().out
-    before = json.loads((run / "config.json").read_text())["pretraining"]
+    before, after = read_settings(trunk), read_settings(tmp_path / "branch")
     for name in ("recipe", "size", "style", "optimizer", "generator", "seed", "length", "packing"):
-        assert record[name] == before[name], name
-    assert record["objective"] == ("frozen-rtd" if "phases" in flags else before["objective"])
-    shutil.rmtree(run)  # a branch that has begun needs its trunk no more
-    main(f"pretrain --output {run.parent}/branch --resume".split())
+        assert after[name] == before[name], name
+    assert after["objective"] == ("frozen-rtd" if "phases" in settings else before["objective"])
+    shutil.rmtree(trunk)  # a branch with a checkpoint no longer needs its trunk
+    main(f"pretrain --output {tmp_path}/branch --resume".split())
 
 
-def test_a_trunk_that_began_with_another_model_has_a_size_of_its_own(shards, trunk, tmp_path):
-    first = trunk().rename(tmp_path / "first")
-    run = tmp_path / "trunk"
-    main(f"pretrain --data {shards} --output {run} --init {first} --steps 4 {ROWS} --device cpu".split())
-    branch(shards, run)
-    assert read_model_config(tmp_path / "branch").discriminator == read_model_config(first).discriminator
+def test_a_branch_continues_the_trunk_and_decays_to_zero(shards, trunk, tmp_path):
+    config = branch_config(shards, trunk, tmp_path / "branch", log_every=1)
+    assert pretrain(config).step == 6
+    rates = [
+        line["learning_rate"] / config.optimizer.learning_rate
+        for run in (trunk, config.output)
+        for line in read_metrics(run / "metrics.jsonl")
+        if line["kind"] == "train"
+    ]
+    assert rates == pytest.approx([1.0, 0.75, 0.25])  # the trunk logs its last step only
 
 
-def test_a_checkpoint_taken_out_of_its_run_still_tells_its_size(shards, trunk, tmp_path):
-    alone = model_folder(trunk()).rename(tmp_path / "alone")
-    assert branch(shards, alone)["width"] == 32
+def test_a_trunk_that_was_initialised_from_another_model_has_that_models_size(shards, trunk, tmp_path):
+    settings = {"init": trunk, "schedule": "linear", "size": "tiny"} | dict.fromkeys(SIZE)
+    second = train_trunk(shards, tmp_path / "second", **settings)
+    pretrain(branch_config(shards, second, tmp_path / "branch"))
+    assert read_model_config(tmp_path / "branch").discriminator == read_model_config(trunk).discriminator
+
+
+def test_a_checkpoint_outside_its_run_still_has_a_size(shards, trunk, tmp_path):
+    checkpoint = shutil.copytree(model_folder(trunk), tmp_path / "checkpoint")
+    assert branch_config(shards, checkpoint, tmp_path / "branch").model.width == 32
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("settings", "message"),
     [
-        ("--size base", "goes on as it was: --layers was 1 and is now 12, --width was 32 and is now 768, --heads was"),
-        ("--layers 2", "--layers was 1 and is now 2; leave out the flags that say so"),
-        ("--generator-width 8", "--generator-width was 16 and is now 8"),
-        ("--sharing none", "--sharing was embeddings and is now none"),
-        ("--optimizer adam", "--optimizer was muon and is now adam"),
-        ("--objective mlm", "the model was a generator and a discriminator for verdicts and is now a generator; leave"),
-        ("--length 8", "these batches have length 8, the saved position is one with length 16"),
+        ({"size": "base"}, "layers was 1 and is now 12, width was 32 and is now 768"),
+        ({"layers": 2}, "layers was 1 and is now 2; leave out these flags"),
+        ({"generator_width": 8}, "generator_width was 16 and is now 8"),
+        ({"sharing": "none"}, "sharing was embeddings and is now none"),
+        ({"optimizer": "adam"}, "optimizer was muon and is now adam"),
+        ({"objective": "mlm"}, "parts was generator and discriminator with rtd head and is now generator;"),
+        ({"length": 8}, "length 16"),
     ],
 )
-def test_flags_that_contradict_the_trunk_are_refused_by_name(shards, trunk, capsys, flags, sentence):
-    run = trunk()
-    with pytest.raises(SystemExit, match="2"):
-        branch(shards, run, flags)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert sentence in error
-    assert "Traceback" not in error
+def test_settings_that_contradict_the_trunk_are_reported(shards, trunk, tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        pretrain(branch_config(shards, trunk, tmp_path / "branch", **settings))
 
 
-def test_flags_that_repeat_the_trunks_are_taken(shards, trunk, capsys):
-    branch(shards, trunk(), f"--size tiny {SMALL} --length 16 --dropout 0.1")
-    assert "finished: 6 steps" in capsys.readouterr().out
+def test_settings_equal_to_the_trunks_may_be_given(shards, trunk, tmp_path):
+    config = branch_config(shards, trunk, tmp_path / "branch", size="tiny", **SIZE, dropout=0.1, dry_run=True)
+    assert pretrain(config).steps == 2
 
 
-def test_in_python_another_model_is_refused_before_there_is_a_run(run_config, trunk, encoder_folder):
+def test_folders_without_a_trunk_are_reported(run_config, trunk, encoder_folder):
     with pytest.raises(ConfigError, match="feedforward was 48 and is now 64"):
-        pretrain(run_config(branch_from=trunk()))
+        pretrain(run_config(branch_from=trunk))
     with pytest.raises(DataError, match="there is no folder nowhere"):
         pretrain(run_config(branch_from=Path("nowhere")))
-    with pytest.raises(DataError, match="holds a model, not a run to branch from; go on from its weights with --init"):
+    with pytest.raises(DataError, match="holds a model without training state; start from its weights with --init"):
         pretrain(run_config(branch_from=encoder_folder))
     assert not run_config().output.exists()
 
 
-def test_another_size_is_not_mended_by_the_trunks_departures(trunk):
-    run = trunk()
-    assert PretrainConfig.defaults_for({"branch_from": str(run), "size": "base"}).get("width") is None
-    assert PretrainConfig.defaults_for({"branch_from": str(checkpoint_folders(run)[0]), "size": "tiny"})["width"] == 32
+def test_the_trunks_size_is_not_a_default_beside_another_size(trunk):
+    assert PretrainConfig.defaults_for({"branch_from": trunk, "size": "base"}).get("width") is None
+    assert PretrainConfig.defaults_for({"branch_from": checkpoint_folders(trunk)[0], "size": "tiny"})["width"] == 32

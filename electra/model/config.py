@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar, get_args
@@ -158,8 +156,10 @@ class ElectraConfig:
         check_fields(settings, cls)
         parts: dict[str, EncoderConfig | None] = {}
         for name in ("generator", "discriminator"):
-            with error_prefix(name):
+            try:
                 parts[name] = None if settings[name] is None else EncoderConfig.from_dict(settings[name])
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
         return convert_settings(settings | parts, cls)
 
 
@@ -180,15 +180,6 @@ def convert_settings(settings: dict[str, Any], config_class: type[Config]) -> Co
         return msgspec.convert(settings, config_class)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
-
-
-@contextmanager
-def error_prefix(part: str) -> Iterator[None]:
-    """Name the part of the pair in the message of a ConfigError."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{part}: {error}") from None
 
 
 def check_length(length: int, config: EncoderConfig) -> None:
@@ -311,8 +302,7 @@ class ModelConfig:
         size = get_size(self.size)
         preset = to_modern(size.discriminator) if self.style == "modern" else size.discriminator
         discriminator = replace(preset, style=self.style, vocab_size=vocab_size, pad_id=pad_id, **self.overrides())
-        with error_prefix("generator"):
-            generator = self.generator_config(discriminator, size.generator_width_ratio)
+        generator = self.generator_config(discriminator, size.generator_width_ratio)
         if self.scale_init_by_width:
             generator, discriminator = scale_init_std(generator), scale_init_std(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
@@ -329,8 +319,11 @@ class ModelConfig:
         layers = discriminator.layers if self.generator_layers is None else self.generator_layers
         width = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * width_ratio))
         width = width if self.generator_width is None else self.generator_width
-        if width == discriminator.width:
-            return replace(discriminator, layers=layers)
-        feedforward = gated_feedforward(4 * width) if discriminator.is_modern() else 4 * width  # as in the paper
-        heads = heads_for_width(width)
-        return replace(discriminator, layers=layers, width=width, heads=heads, feedforward=feedforward)
+        sizes: dict[str, Any] = {"layers": layers}
+        if width != discriminator.width:
+            feedforward = gated_feedforward(4 * width) if discriminator.is_modern() else 4 * width  # as in the paper
+            sizes |= {"width": width, "heads": heads_for_width(width), "feedforward": feedforward}
+        try:
+            return replace(discriminator, **sizes)
+        except ConfigError as error:
+            raise ConfigError(error.message, field=f"generator_{error.field}") from None
