@@ -1,5 +1,6 @@
-"""Parameters and operations are what torch counts."""
+"""Parameters and FLOPs are those that torch counts, and as published those of the paper."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,21 +9,32 @@ from conftest import MODERN, NARROW, WIDE
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from electra.cli import main
+from electra.config import build
+from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import TRAINING_FACTOR, itemize, total_flops, total_parameters, training_flops
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.report.config import FlopsConfig
+from electra.report.flops import FlopCount, count_flops
 
 PAIRS = {
     "classic": ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none"),
     "modern": ElectraConfig(generator=replace(MODERN, width=8, heads=1), discriminator=MODERN, sharing="none"),
-    "wide tables": ElectraConfig(generator=replace(MODERN, embedding_width=24), discriminator=None, sharing="none"),
+    "modern without projection": ElectraConfig(
+        generator=replace(MODERN, embedding_width=24), discriminator=None, sharing="none"
+    ),
 }
 
 
+def count(**settings) -> FlopCount:
+    return count_flops(build(FlopsConfig, **settings))
+
+
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_operations_of_a_training_step_equal_torchs_count(pair):
+def test_flops_of_a_training_step_equal_torchs_count(pair):
     rows, length, masked = 3, 16, 5
     with torch.device("meta"):
         electra = Electra(pair)
@@ -36,7 +48,7 @@ def test_operations_of_a_training_step_equal_torchs_count(pair):
 
 
 @pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])
-def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
+def test_flops_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
     electra, batch, settings = make_pair("none", objective=objective), make_batch(), Settings(vocabulary=vocabulary)
     kind, masked = OBJECTIVES[objective], slots(16, settings)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others are not counted on a CPU
@@ -47,21 +59,112 @@ def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vo
     )
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_training_flops_of_each_objective(objective):
+    rtd, result = count(), count(objective=objective)
+    generator, discriminator = (total_flops(rtd.parts[part]) for part in ("generator", "discriminator"))
+    if objective == "mlm":  # one encoder of the discriminator's size
+        assert result.parts.keys() == {"generator"}
+        assert result.training_flops_per_row == 3 * total_flops(result.parts["generator"])
+        assert 0 < rtd.parameters - result.parameters < 1_000_000
+    elif objective == "frozen-rtd":  # no backward pass of the generator, no shared weights
+        assert result.training_flops_per_row == generator + 3 * discriminator
+        assert result.parameters == 18_169_083
+    elif objective in ("replace-mlm", "all-tokens-mlm"):
+        assert result.training_flops_per_row > rtd.training_flops_per_row
+    else:
+        assert result.training_flops_per_row == 3 * (generator + discriminator)
+
+
 @pytest.mark.parametrize("style", ["classic", "modern"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
-def test_parameters_add_up_to_the_models(size, style):
+def test_parameters_of_all_items_are_those_of_the_model(size, style):
     pair = ModelConfig(size=size, style=style, sharing="none").electra_config()
     with torch.device("meta"):
         electra = Electra(pair)
-    for name, items in itemize(pair, 128, 19).items():
-        assert total_parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
+    for part, items in itemize(pair, 128, 19).items():
+        assert total_parameters(items) == sum(parameter.numel() for parameter in getattr(electra, part).parameters())
 
 
 @pytest.mark.parametrize(("head", "predicted"), [("mlm", 5), ("copy_mlm", 16)])
-def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predicted):
+def test_mlm_head_predicts_masked_tokens_and_with_a_copy_gate_all_tokens(head, predicted):
     pair = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none", head=head)
     with torch.device("meta"):
-        corrector = Electra(pair).discriminator
+        model = Electra(pair).discriminator
     items = itemize(pair, length=16, masked=5)["discriminator"]
-    assert total_parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
+    assert total_parameters(items) == sum(parameter.numel() for parameter in model.parameters())
     assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
+
+
+def test_shared_parameters_count_once():
+    embeddings = (30522 + 512 + 2) * 128 + 2 * 128
+    assert count(sharing="none").parameters - count(sharing="embeddings").parameters == embeddings
+
+
+def test_large_masks_a_quarter_and_the_others_15_percent():
+    for size, fraction in (("large", 0.25), ("base", 0.15)):
+        assert count(size=size) == count(size=size, mask_fraction=fraction)
+
+
+def test_row_longer_than_the_positions_is_an_error():
+    with pytest.raises(ConfigError, match="a row of 600 tokens is longer than the model's 512 positions"):
+        count(length=600)
+
+
+@pytest.mark.parametrize(
+    ("settings", "total"),
+    [
+        ({"size": "small"}, 1.2937e18),
+        ({"size": "base"}, 6.4245e19),
+        ({"size": "large"}, 7.1176e20),
+        ({"size": "large", "steps": 1_750_000}, 3.114e21),
+    ],
+)
+def test_published_count_of_training_is_the_authors(settings, total):
+    assert count(as_published=True, **settings).total_flops == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize(("size", "total"), [("small", 3.7e9), ("base", 2.9e10)])
+def test_published_count_of_inference_is_the_papers(size, total):
+    inference = count(size=size, as_published=True, inference=True)
+    assert inference.total_flops == pytest.approx(total, rel=0.05)
+    assert list(inference.parts) == ["discriminator"]
+
+
+def test_published_count_adds_lookups_and_elementwise_operations():
+    ours, published = count(), count(as_published=True)
+    for part, items in published.parts.items():
+        for our_item, item in zip(ours.parts[part], items, strict=True):
+            assert (item.name, item.parameters) == (our_item.name, our_item.parameters)
+            assert item.flops >= our_item.flops
+    lookup = published.parts["discriminator"][0]
+    assert lookup.flops == 128 * (2 * 128 * (30522 + 128 + 2) + 6 * 128)
+    assert published.training_flops_per_row == 2 * sum(map(total_flops, published.parts.values()))
+
+
+def test_training_costs_three_forward_passes_of_every_row(capsys):
+    main(["flops", "--json", "--size", "base"])
+    result = json.loads(capsys.readouterr().out)
+    forward = sum(item["flops"] for items in result["parts"].values() for item in items)
+    assert result["training_flops_per_row"] == 3 * forward
+    assert result["total_flops"] == 3 * forward * 256 * 766_000
+
+
+def test_inference_counts_the_discriminator_only():
+    text = str(count(inference=True))
+    assert text.endswith("forward pass over 128 tokens: 2.6425e+09 FLOPs")
+    assert "13,549,057" in text
+    assert "training" not in text
+    assert "generator" not in text
+
+
+def test_local_attention_is_counted_like_global_attention_with_a_note():
+    all_global, local = (count(style="modern", global_attention_every=every) for every in (1, 3))
+    assert all_global.total_flops == local.total_flops
+    assert all_global.note is None
+    assert str(local).splitlines()[-1].startswith("8 of 12 layers have local attention over 128 tokens")
+
+
+def test_published_count_has_no_modern_style():
+    with pytest.raises(ConfigError, match="the paper, which has no modern style"):
+        count(style="modern", as_published=True)

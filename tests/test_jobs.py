@@ -16,9 +16,10 @@ from synthetic import write_glue, write_lines
 from electra.config import build, replace_fields
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import jobs as jobs_module
-from electra.finetuning.command import FinetuneConfig, finetune
-from electra.finetuning.glue import GlueConfig, glue
-from electra.finetuning.job import Job, Result, TuningConfig
+from electra.finetuning.command import finetune
+from electra.finetuning.config import FinetuneConfig, GlueConfig, TuningConfig
+from electra.finetuning.glue import glue
+from electra.finetuning.job import Job, Result
 from electra.finetuning.jobs import (
     MPS_CONTROL,
     MPS_PIPES,

@@ -11,7 +11,8 @@ from filelock import FileLock
 from kills import killed
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.job import Job, TuningConfig
+from electra.finetuning.config import TuningConfig
+from electra.finetuning.job import Job
 from electra.finetuning.tasks import custom_task
 from electra.pretraining.command import pretrain
 from electra.runfolder import (
