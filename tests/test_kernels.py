@@ -22,6 +22,7 @@ from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
 from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.pretraining.command import pretrain
 
 interpreted = pytest.mark.skipif(
     not (dispatch.IS_INTERPRETED and dispatch.HAS_TRITON), reason="needs Triton and TRITON_INTERPRET=1"
@@ -97,6 +98,11 @@ def test_kernels_can_be_switched_off_alone_or_together(kernels_off):
     assert dispatch.disabled == {"geglu"}
     with pytest.raises(ConfigError, match="unknown kernels gelu; choose from short_attention"):
         dispatch.set_kernels("auto", without=["gelu"])
+
+
+def test_kernels_flag_switches_them_off(run_config, kernels_off):
+    pretrain(run_config(kernels="off", steps=1))
+    assert dispatch.disabled == set(dispatch.KERNELS)
 
 
 @interpreted

@@ -13,6 +13,7 @@ from electra.data.loader import Batch, BatchLoader, Position, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import TOKENIZER, Shards
 from electra.data.tokenizer import Vocabulary
+from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
@@ -35,6 +36,7 @@ class PretrainingTask:
     def __init__(self, phase: Phase, shards: Shards, device: torch.device) -> None:
         self.phase, self.shards, self.device = phase, shards, device
         self.config = config = phase.config
+        dispatch.set_kernels(config.hardware.kernels)
         self.model = Electra(phase.model).to(device)
         self.master_weights = MasterWeights(self.model, choose_precision(config.hardware.precision, device))
         self.is_compiled = uses_compile(config.hardware, device)
