@@ -32,7 +32,8 @@ from electra.config import build
 from electra.data.tokenizer import load_tokenizer
 from electra.export.command import export
 from electra.export.config import ExportConfig
-from electra.finetuning.command import FinetuneConfig, finetune
+from electra.finetuning.command import finetune
+from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.features import make_targets
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT

@@ -21,8 +21,9 @@ from typing import get_args
 
 import numpy as np
 
+from electra.finetuning.config import TuningConfig
 from electra.finetuning.glue import markdown_table
-from electra.finetuning.job import Job, TuningConfig
+from electra.finetuning.job import Job
 from electra.finetuning.jobs import make_jobs, run_jobs, summarize_seeds
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.tasks import Task, glue_task, read_split

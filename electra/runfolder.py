@@ -198,23 +198,27 @@ def check_same_settings(
         )
 
 
-def changed_settings(
-    before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = (), prefix: str = ""
-) -> list[str]:
-    """Describe each setting that differs; of a nested table, the first entry."""
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
+    """Describe each setting that differs, as a flag; of a table (such as files with their sizes), the first entry."""
     changes = []
     for name in [*now, *(name for name in before if name not in now)]:
-        if name in ignore or before.get(name) == now.get(name):
+        old, new = before.get(name), now.get(name)
+        if name in ignore or old == new:
             continue
-        missing = "absent" if prefix else "unset"
-        old, new = (missing if value is None else value for value in (before.get(name), now.get(name)))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes += changed_settings(old, new, prefix=f"{prefix}{name} ")[:1]
-        elif str(old).startswith(CHECKSUM) and str(new).startswith(CHECKSUM):
-            changes.append(f"{prefix}{name} has other content")
+            key = next(key for key in [*new, *old] if old.get(key) != new.get(key))
+            changes.append(describe_change(f"{name} {key}", old.get(key, "absent"), new.get(key, "absent")))
         else:
-            changes.append(f"{prefix}{name} was {old} and is now {new}")
+            flag = f"--{name.replace('_', '-')}" if name.isidentifier() else name
+            changes.append(describe_change(flag, old, new))
     return changes
+
+
+def describe_change(name: str, old: Any, new: Any) -> str:
+    if str(old).startswith(CHECKSUM) and str(new).startswith(CHECKSUM):
+        return f"{name} has other content"
+    old, new = ("unset" if value is None else value for value in (old, new))
+    return f"{name} was {old} and is now {new}"
 
 
 def checkpoint_folders(run: Path) -> list[Path]:

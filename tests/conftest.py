@@ -14,7 +14,8 @@ from electra.config import build, check_names, construct
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
-from electra.finetuning.command import FinetuneConfig, FinetuneResult, finetune
+from electra.finetuning.command import FinetuneResult, finetune
+from electra.finetuning.config import FinetuneConfig
 from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model

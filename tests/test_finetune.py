@@ -7,7 +7,8 @@ from synthetic import write_rows
 
 from electra.cli import main
 from electra.config import build
-from electra.finetuning.command import FinetuneConfig, finetune
+from electra.finetuning.command import finetune
+from electra.finetuning.config import FinetuneConfig
 
 
 def test_seeds_are_evaluated_alone_and_as_an_ensemble(finetuned):

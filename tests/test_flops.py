@@ -1,4 +1,4 @@
-"""Parameters and operations are what torch counts."""
+"""Parameters and FLOPs are those that torch counts, and as published those of the paper."""
 
 import json
 from dataclasses import replace
@@ -18,22 +18,23 @@ from electra.model.flops import TRAINING_FACTOR, itemize, total_flops, total_par
 from electra.objectives.masking import slots
 from electra.objectives.objectives import OBJECTIVES, Settings
 from electra.report.config import FlopsConfig
-from electra.report.flops import count_flops
+from electra.report.flops import FlopCount, count_flops
 
 PAIRS = {
     "classic": ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none"),
     "modern": ElectraConfig(generator=replace(MODERN, width=8, heads=1), discriminator=MODERN, sharing="none"),
-    "wide tables": ElectraConfig(generator=replace(MODERN, embedding_width=24), discriminator=None, sharing="none"),
+    "modern without projection": ElectraConfig(
+        generator=replace(MODERN, embedding_width=24), discriminator=None, sharing="none"
+    ),
 }
 
 
-def counted(capsys, *flags: str) -> dict:
-    main(["flops", "--json", *flags])
-    return json.loads(capsys.readouterr().out)
+def count(**settings) -> FlopCount:
+    return count_flops(build(FlopsConfig, **settings))
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_operations_of_a_training_step_equal_torchs_count(pair):
+def test_flops_of_a_training_step_equal_torchs_count(pair):
     rows, length, masked = 3, 16, 5
     with torch.device("meta"):
         electra = Electra(pair)
@@ -47,7 +48,7 @@ def test_operations_of_a_training_step_equal_torchs_count(pair):
 
 
 @pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])
-def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
+def test_flops_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
     electra, batch, settings = make_pair("none", objective=objective), make_batch(), Settings(vocabulary=vocabulary)
     kind, masked = OBJECTIVES[objective], slots(16, settings)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others are not counted on a CPU
@@ -59,117 +60,111 @@ def test_operations_of_an_objective_equal_torchs_count(make_pair, make_batch, vo
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_an_objective_costs_what_its_parts_do(capsys, objective):
-    rtd, found = counted(capsys), counted(capsys, "--objective", objective)
-    generator, discriminator = (sum(item["flops"] for item in rtd["parts"][name]) for name in rtd["parts"])
-    step = found["training_flops_per_row"]
-    if objective == "mlm":
-        assert found["parts"].keys() == {"generator"}
-        assert step == 3 * sum(item["flops"] for item in found["parts"]["generator"])
-        assert (
-            0 < rtd["parameters"] - found["parameters"] < 1_000_000
-        )  # of the discriminator's size, not the generator's
-    elif objective == "frozen-rtd":
-        assert step == generator + 3 * discriminator
-        assert found["parameters"] == 18_169_083  # nothing is shared with what stands still
+def test_training_flops_of_each_objective(objective):
+    rtd, result = count(), count(objective=objective)
+    generator, discriminator = (total_flops(rtd.parts[part]) for part in ("generator", "discriminator"))
+    if objective == "mlm":  # one encoder of the discriminator's size
+        assert result.parts.keys() == {"generator"}
+        assert result.training_flops_per_row == 3 * total_flops(result.parts["generator"])
+        assert 0 < rtd.parameters - result.parameters < 1_000_000
+    elif objective == "frozen-rtd":  # no backward pass of the generator, no shared weights
+        assert result.training_flops_per_row == generator + 3 * discriminator
+        assert result.parameters == 18_169_083
     elif objective in ("replace-mlm", "all-tokens-mlm"):
-        assert step > rtd["training_flops_per_row"]
+        assert result.training_flops_per_row > rtd.training_flops_per_row
     else:
-        assert step == 3 * (generator + discriminator)
+        assert result.training_flops_per_row == 3 * (generator + discriminator)
 
 
 @pytest.mark.parametrize("style", ["classic", "modern"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
-def test_parameters_add_up_to_the_models(size, style):
+def test_parameters_of_all_items_are_those_of_the_model(size, style):
     pair = ModelConfig(size=size, style=style, sharing="none").electra_config()
     with torch.device("meta"):
         electra = Electra(pair)
-    for name, items in itemize(pair, 128, 19).items():
-        assert total_parameters(items) == sum(parameter.numel() for parameter in getattr(electra, name).parameters())
+    for part, items in itemize(pair, 128, 19).items():
+        assert total_parameters(items) == sum(parameter.numel() for parameter in getattr(electra, part).parameters())
 
 
 @pytest.mark.parametrize(("head", "predicted"), [("mlm", 5), ("copy_mlm", 16)])
-def test_a_corrector_predicts_masked_tokens_or_with_a_copy_gate_all(head, predicted):
+def test_mlm_head_predicts_masked_tokens_and_with_a_copy_gate_all_tokens(head, predicted):
     pair = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none", head=head)
     with torch.device("meta"):
-        corrector = Electra(pair).discriminator
+        model = Electra(pair).discriminator
     items = itemize(pair, length=16, masked=5)["discriminator"]
-    assert total_parameters(items) == sum(parameter.numel() for parameter in corrector.parameters())
+    assert total_parameters(items) == sum(parameter.numel() for parameter in model.parameters())
     assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
 
 
-def test_what_is_shared_counts_once_in_the_pair():
-    tables = (30522 + 512 + 2) * 128 + 2 * 128
-    costs = {sharing: count_flops(build(FlopsConfig, sharing=sharing)).parameters for sharing in ("none", "embeddings")}
-    assert costs["none"] - costs["embeddings"] == tables
+def test_shared_parameters_count_once():
+    embeddings = (30522 + 512 + 2) * 128 + 2 * 128
+    assert count(sharing="none").parameters - count(sharing="embeddings").parameters == embeddings
 
 
-def test_large_masks_a_quarter_and_the_others_15_percent(capsys):
-    for size, fraction in (("large", "0.25"), ("base", "0.15")):
-        assert counted(capsys, "--size", size) == counted(capsys, "--size", size, "--mask-fraction", fraction)
+def test_large_masks_a_quarter_and_the_others_15_percent():
+    for size, fraction in (("large", 0.25), ("base", 0.15)):
+        assert count(size=size) == count(size=size, mask_fraction=fraction)
 
 
-def test_a_row_longer_than_the_positions_is_refused():
+def test_row_longer_than_the_positions_is_an_error():
     with pytest.raises(ConfigError, match="a row of 600 tokens is longer than the model's 512 positions"):
-        count_flops(build(FlopsConfig, length=600))
+        count(length=600)
 
 
-PUBLISHED = [
-    ("small", None, 1.2937e18),
-    ("base", None, 6.4245e19),
-    ("large", None, 7.1176e20),
-    ("large", 1.75e6, 3.114e21),
-]
-
-
-@pytest.mark.parametrize(("size", "steps", "total"), PUBLISHED)
-def test_training_counted_as_published_costs_what_the_authors_published(capsys, size, steps, total):
-    flags = ["--steps", str(int(steps))] if steps else []
-    assert counted(capsys, "--size", size, "--as-published", *flags)["total_flops"] == pytest.approx(total, rel=1e-4)
+@pytest.mark.parametrize(
+    ("settings", "total"),
+    [
+        ({"size": "small"}, 1.2937e18),
+        ({"size": "base"}, 6.4245e19),
+        ({"size": "large"}, 7.1176e20),
+        ({"size": "large", "steps": 1_750_000}, 3.114e21),
+    ],
+)
+def test_published_count_of_training_is_the_authors(settings, total):
+    assert count(as_published=True, **settings).total_flops == pytest.approx(total, rel=1e-4)
 
 
 @pytest.mark.parametrize(("size", "total"), [("small", 3.7e9), ("base", 2.9e10)])
-def test_reading_128_tokens_counted_as_published_costs_what_the_paper_says(capsys, size, total):
-    costs = counted(capsys, "--size", size, "--as-published", "--inference")
-    assert costs["total_flops"] == pytest.approx(total, rel=0.05)
-    assert list(costs["parts"]) == ["discriminator"]
+def test_published_count_of_inference_is_the_papers(size, total):
+    inference = count(size=size, as_published=True, inference=True)
+    assert inference.total_flops == pytest.approx(total, rel=0.05)
+    assert list(inference.parts) == ["discriminator"]
 
 
-def test_the_paper_counts_lookups_and_single_numbers_and_half_of_the_backward_pass():
-    honest, published = (count_flops(build(FlopsConfig, as_published=way)) for way in (False, True))
+def test_published_count_adds_lookups_and_elementwise_operations():
+    ours, published = count(), count(as_published=True)
     for part, items in published.parts.items():
-        for ours, theirs in zip(honest.parts[part], items, strict=True):
-            assert (theirs.name, theirs.parameters) == (ours.name, ours.parameters)
-            assert theirs.flops >= ours.flops
+        for our_item, item in zip(ours.parts[part], items, strict=True):
+            assert (item.name, item.parameters) == (our_item.name, our_item.parameters)
+            assert item.flops >= our_item.flops
     lookup = published.parts["discriminator"][0]
     assert lookup.flops == 128 * (2 * 128 * (30522 + 128 + 2) + 6 * 128)
-    forward = sum(map(total_flops, published.parts.values()))
-    assert published.training_flops_per_row == 2 * forward
+    assert published.training_flops_per_row == 2 * sum(map(total_flops, published.parts.values()))
 
 
-def test_honest_totals_are_three_forward_passes_of_every_row(capsys):
-    costs = counted(capsys, "--size", "base")
-    forward = sum(item["flops"] for items in costs["parts"].values() for item in items)
-    assert costs["total_flops"] == 3 * forward * 256 * 766_000
-    assert costs["training_flops_per_row"] == 3 * forward
+def test_training_costs_three_forward_passes_of_every_row(capsys):
+    main(["flops", "--json", "--size", "base"])
+    result = json.loads(capsys.readouterr().out)
+    forward = sum(item["flops"] for items in result["parts"].values() for item in items)
+    assert result["training_flops_per_row"] == 3 * forward
+    assert result["total_flops"] == 3 * forward * 256 * 766_000
 
 
-def test_what_is_used_is_the_discriminator_alone(capsys):
-    main(["flops", "--inference"])
-    shown = capsys.readouterr().out
-    assert shown.endswith("forward pass over 128 tokens: 2.6425e+09 FLOPs\n")
-    assert "13,549,057" in shown
-    assert "training" not in shown
-    assert "generator" not in shown
+def test_inference_counts_the_discriminator_only():
+    text = str(count(inference=True))
+    assert text.endswith("forward pass over 128 tokens: 2.6425e+09 FLOPs")
+    assert "13,549,057" in text
+    assert "training" not in text
+    assert "generator" not in text
 
 
-def test_layers_that_see_a_window_are_counted_whole_and_that_is_said():
-    whole, windows = (count_flops(build(FlopsConfig, style="modern", global_attention_every=every)) for every in (1, 3))
-    assert whole.total_flops == windows.total_flops
-    assert whole.note is None
-    assert str(windows).splitlines()[-1].startswith("8 of 12 layers have local attention over 128 tokens")
+def test_local_attention_is_counted_like_global_attention_with_a_note():
+    all_global, local = (count(style="modern", global_attention_every=every) for every in (1, 3))
+    assert all_global.total_flops == local.total_flops
+    assert all_global.note is None
+    assert str(local).splitlines()[-1].startswith("8 of 12 layers have local attention over 128 tokens")
 
 
-def test_the_paper_has_no_count_for_the_modern_style():
+def test_published_count_has_no_modern_style():
     with pytest.raises(ConfigError, match="the paper, which has no modern style"):
-        build(FlopsConfig, style="modern", as_published=True)
+        count(style="modern", as_published=True)

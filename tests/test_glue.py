@@ -12,18 +12,20 @@ from synthetic import write_glue, write_lines
 from electra.cli import main
 from electra.config import build
 from electra.errors import ConfigError, DataError
+from electra.finetuning.config import EvaluateConfig, GlueConfig
 from electra.finetuning.glue import (
     GLUE_6,
     PUBLISHED,
     SUBMISSION_FILES,
-    GlueConfig,
     glue,
+    jobs_config_for,
     missing_files,
+    select_tasks,
     submission_name,
     write_submission,
 )
 from electra.finetuning.job import read_result
-from electra.finetuning.predict import EvaluateConfig, evaluate
+from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 
 SHORT = {"epochs": 1, "batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
@@ -84,8 +86,9 @@ def test_a_table_of_wnli_alone_has_no_mean(glue_config, tmp_path):
 
 def test_tasks_with_one_seed_have_no_ensemble(glue_config):
     config = glue_config(ensemble=True, large_seeds=1)
-    assert (config.jobs_for(GLUE_TASKS["sst2"]).seeds, config.jobs_for(GLUE_TASKS["sst2"]).ensemble) == (1, False)
-    assert (config.jobs_for(GLUE_TASKS["rte"]).seeds, config.jobs_for(GLUE_TASKS["rte"]).ensemble) == (2, True)
+    sst2, rte = (jobs_config_for(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
+    assert (sst2.seeds, sst2.ensemble) == (1, False)
+    assert (rte.seeds, rte.ensemble) == (2, True)
 
 
 def test_published_means_are_those_of_the_paper():
@@ -117,7 +120,7 @@ def test_diagnostic_rows_are_predicted_by_the_model_of_mnli(tmp_path):
     for name in ("MNLI/train.tsv", "diagnostic/diagnostic.tsv"):
         write_lines(tmp_path / name, [])
     config = build(GlueConfig, model=tmp_path, output=tmp_path / "out", data=str(tmp_path))
-    [task] = config.select_tasks()
+    [task] = select_tasks(config)
     assert task.splits["test_diagnostic"] == str(tmp_path / "diagnostic" / "diagnostic.tsv")
     names = [submission_name(task, split) for split in ("test", "test_mismatched", "test_diagnostic")]
     assert names == ["mnli", "mnli_mismatched", "diagnostic"]
@@ -167,8 +170,9 @@ def test_a_model_is_evaluated_on_the_official_files(glue_config, tmp_path):
 def test_missing_data_is_an_error(encoder_folder, tmp_path, exists, message):
     if exists:
         (tmp_path / "glue").mkdir()
+    config = build(GlueConfig, model=encoder_folder, data=str(tmp_path / "glue"), output=tmp_path / "out")
     with pytest.raises(DataError, match=message):
-        build(GlueConfig, model=encoder_folder, data=str(tmp_path / "glue"), output=tmp_path / "out").select_tasks()
+        select_tasks(config)
 
 
 def read_zip(path) -> dict[str, str]:

@@ -15,8 +15,9 @@ from torch.nn import functional
 from electra.config import build
 from electra.data.loader import Batch, compute_cu_seqlens
 from electra.errors import TrainingError
-from electra.finetuning.command import FinetuneConfig, finetune
-from electra.finetuning.job import FinetuningTask, Job, TuningConfig
+from electra.finetuning.command import finetune
+from electra.finetuning.config import FinetuneConfig, TuningConfig
+from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.tasks import custom_task
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias

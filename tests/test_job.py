@@ -4,7 +4,8 @@ import pytest
 import torch
 from synthetic import write_rows
 
-from electra.finetuning.job import FinetuningTask, Job, TuningConfig
+from electra.finetuning.config import TuningConfig
+from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.tasks import custom_task
 from electra.model.config import BASE, LARGE, SMALL
 from electra.pretraining.command import pretrain
@@ -94,7 +95,7 @@ def test_hyperparameters_of_the_paper_by_size():
 
 def test_an_interrupted_job_continues_to_the_same_weights(make_job, monkeypatch):
     """With checkpoints after every step, and an interrupt in the second evaluation."""
-    monkeypatch.setattr("electra.finetuning.job.SAVE_EVERY", 1)
+    monkeypatch.setattr("electra.finetuning.config.SAVE_EVERY", 1)
     tuning = {"batch_size": 16, "dropout": 0.1, "epochs": 3, "rows": 60}
     whole, broken = make_job(output="whole", **tuning), make_job(output="broken", **tuning)
     whole.run()

@@ -16,9 +16,10 @@ from synthetic import write_glue, write_lines
 from electra.config import build, replace_fields
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import jobs as jobs_module
-from electra.finetuning.command import FinetuneConfig, finetune
-from electra.finetuning.glue import GlueConfig, glue
-from electra.finetuning.job import Job, Result, TuningConfig
+from electra.finetuning.command import finetune
+from electra.finetuning.config import FinetuneConfig, GlueConfig, TuningConfig
+from electra.finetuning.glue import glue
+from electra.finetuning.job import Job, Result
 from electra.finetuning.jobs import (
     MPS_CONTROL,
     MPS_PIPES,
@@ -132,7 +133,7 @@ def test_partial_files_of_a_killed_process_are_ignored(custom_config, tmp_path):
 
 def test_other_settings_and_data_are_rejected(custom_config, tmp_path):
     finetune(custom_config())
-    with pytest.raises(ConfigError, match="started with other settings: length was 32 and is now 16"):
+    with pytest.raises(ConfigError, match="started with other settings: --length was 32 and is now 16"):
         finetune(custom_config(length=16))
     rows = (tmp_path / "rows.csv").read_text()
     (tmp_path / "rows.csv").write_text(rows.replace("cat", "dog"))  # of the same size

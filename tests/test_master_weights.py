@@ -1,4 +1,4 @@
-"""The copy of a model that works in half precision."""
+"""Half-precision weights and fp32 master weights."""
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ def electra():
     return Electra(ElectraConfig(generator=WIDE, discriminator=WIDE))
 
 
-def test_in_fp32_a_model_works_itself():
+def test_in_fp32_there_is_no_copy():
     model = nn.Linear(2, 2)
     assert MasterWeights(model, torch.float32).model is model
 
 
 @pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
 @pytest.mark.parametrize("sharing", SHARING)
-def test_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, sharing, size):
+def test_loss_and_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, sharing, size):
     electra, batch, settings = make_pair(sharing, size=size), make_batch(), Settings(vocabulary=vocabulary)
     with torch.autocast("cpu", torch.bfloat16):
         loss = total(replaced_token_detection(electra, batch, settings))
@@ -42,7 +42,7 @@ def test_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, shar
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0.01, atol=1e-4)
 
 
-def test_gradients_of_several_losses_add_up_and_start_afresh():
+def test_gradients_accumulate_over_micro_batches_and_are_reset_between_steps():
     model = nn.Linear(2, 1)
     weights = MasterWeights(model, torch.bfloat16)
     for _ in range(2):  # steps
@@ -54,7 +54,7 @@ def test_gradients_of_several_losses_add_up_and_start_afresh():
         model.zero_grad()
 
 
-def test_the_copy_follows_the_model():
+def test_sync_copies_the_master_weights():
     model = nn.Linear(3, 5)
     weights = MasterWeights(model, torch.bfloat16)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_the_copy_follows_the_model():
     assert torch.equal(weights.model.weight, model.weight.bfloat16())
 
 
-def test_tables_and_norms_are_the_models_own_and_what_is_shared_stays_shared(electra):
+def test_embeddings_and_norms_are_not_copied_and_shared_modules_stay_shared(electra):
     copy = MasterWeights(electra, torch.bfloat16).model
     assert copy.generator.encoder.embeddings is copy.discriminator.encoder.embeddings
     assert copy.generator.encoder.embeddings.token.weight is electra.generator.encoder.embeddings.token.weight
@@ -71,7 +71,7 @@ def test_tables_and_norms_are_the_models_own_and_what_is_shared_stays_shared(ele
     assert copy.discriminator.encoder.layers[0].attention.qkv.weight.dtype == torch.bfloat16
 
 
-def test_what_lies_in_one_stretch_of_memory_is_written_piece_by_piece(electra, tmp_path):
+def test_parameters_of_the_flat_buffer_are_saved_one_by_one(electra, tmp_path):
     before = {name: parameter.clone() for name, parameter in electra.named_parameters()}
     MasterWeights(electra, torch.bfloat16)
     write_tensors(tmp_path / "weights", dict(electra.named_parameters()))

@@ -11,7 +11,8 @@ from synthetic import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetuning.job import FinetuningTask, Job, TuningConfig
+from electra.finetuning.config import TuningConfig
+from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.model import (
     TaskModel,
     build_task_model,

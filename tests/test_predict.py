@@ -16,8 +16,9 @@ from electra.config import build
 from electra.errors import DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
+from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned
-from electra.finetuning.predict import EvaluateConfig, PredictConfig, Predictor, PredictorConfig, evaluate, predict
+from electra.finetuning.predict import Predictor, evaluate, predict
 from electra.finetuning.tasks import custom_task
 
 SENTENCE = "the big cat sat on the red mat ."

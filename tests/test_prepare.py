@@ -180,8 +180,8 @@ def test_a_finished_run_makes_nothing_again(text):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"validation_fraction": 0.5}, "validation_fraction was 0.2 and is now 0.5"),
-        ({"document_end": "line"}, "document_end was blank-line and is now line"),
+        ({"validation_fraction": 0.5}, "--validation-fraction was 0.2 and is now 0.5"),
+        ({"document_end": "line"}, "--document-end was blank-line and is now line"),
     ],
 )
 def test_other_settings_are_an_error_and_change_nothing(text, is_finished, change, message):

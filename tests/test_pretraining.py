@@ -2,14 +2,17 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from kills import killed
 
 from electra.cli import main
 from electra.config import build, replace_fields
@@ -17,7 +20,7 @@ from electra.data.loader import validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.huggingface.convert import merge_embedding_delta
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
@@ -28,7 +31,6 @@ from electra.pretraining.initialize import build_pair
 from electra.pretraining.task import PretrainingTask, held_out_batches, unigram_frequencies
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
-from electra.training.hardware import uses_compile
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
@@ -165,6 +167,24 @@ def test_segment_b_is_a_copy_of_a_unless_it_was_trained(run_config, sharing):
     assert not torch.equal(pairs[0], pairs[1])
 
 
+def test_micro_batches_do_not_change_the_losses(run_config):
+    for packing in ("packed", "segment-pairs"):
+        losses = []
+        for count in (1, 4):
+            settings = {"steps": 8, "log_every": 2, "length": 24, "packing": packing, "micro_batches": count}
+            config = run_config(f"{packing}-{count}", **settings)
+            pretrain(config)
+            losses.append([(line["generator"], line["discriminator"]) for line in metrics(config.output, "train")])
+        np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
+
+
+def test_a_budget_of_minutes_ends_with_its_schedule(run_config):
+    config = run_config(steps=None, minutes=0.01, log_every=1, warmup=0.0)
+    assert 0.6 <= pretrain(config).seconds < 3
+    rates = [line["learning_rate"] for line in metrics(config.output, "train")]
+    assert rates[0] > rates[len(rates) // 2] > rates[-1]
+
+
 def test_held_out_rows_are_spread_over_the_validation_split(run_config, shards):
     config = run_config(evaluation_rows=32, length=8)
     batches = list(validation_batches(open_shards(shards), LoaderConfig(length=8, batch_size=32)))
@@ -201,12 +221,20 @@ def test_invalid_settings_are_reported(run_config, settings, message):
         run_config(**settings)
 
 
-@pytest.mark.parametrize(("device", "compile"), [("cpu", "on"), ("cuda", "auto")])
-def test_a_missing_compiler_is_reported(run_config, monkeypatch, device, compile):
-    monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: False)
-    with pytest.raises(ConfigError, match=r"compiler .*--compile off"):
-        uses_compile(run_config(compile=compile).hardware, torch.device(device))
-    assert not uses_compile(run_config(compile="off").hardware, torch.device(device))
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_run_killed_ten_times_ends_with_the_same_bytes(run_config):
+    settings = {"steps": 150, "save_every": 3, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
+    unbroken, broken = run_config("unbroken", **settings), run_config("broken", **settings, resume=True)
+    pretrain(unbroken)
+    moments = random.Random(0)
+    for kills in range(10):
+        assert killed(pretrain, broken, after=moments.uniform(0.05, 0.4)), f"finished after {kills} kills"
+    assert pretrain(broken).step == 150
+    weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in (broken, unbroken)]
+    assert weights[0] == weights[1]
+    assert not [path for path in (broken.output / "checkpoints").iterdir() if path.name.startswith(".")]
+    steps = [line["step"] for line in metrics(broken.output, "train")]
+    assert steps == sorted(set(steps))
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
@@ -231,6 +259,23 @@ def test_a_run_is_not_mixed_with_another(finished_copy):
     with pytest.raises(ConfigError, match=r"steps was 20 and is now unset.*tokens was unset and is now 9999"):
         pretrain(replace_fields(finished_copy, steps=None, tokens=9999))
     assert pretrain(replace_fields(finished_copy, save_every=7)).step == 20
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_without_a_checkpoint_may_be_replaced(run_config, monkeypatch, capsys, resume):
+    def fail(self, batch):
+        raise TrainingError("loss not finite")
+
+    with monkeypatch.context() as patch, pytest.raises(TrainingError):
+        patch.setattr(PretrainingTask, "losses", fail)
+        pretrain(run_config(learning_rate=9.0))
+    config = run_config(learning_rate=1e-3, steps=10, sharing="none", resume=resume)
+    assert pretrain(config).step == 10
+    assert f"the run in {config.output} ended before its first checkpoint" in capsys.readouterr().err
+    record = json.loads((config.output / "config.json").read_text())
+    assert (record["pretraining"]["learning_rate"], record["model"]["sharing"]) == (1e-3, "none")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        pretrain(replace(config, resume=False))
 
 
 @pytest.fixture(scope="session")

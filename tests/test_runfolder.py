@@ -11,7 +11,8 @@ from filelock import FileLock
 from kills import killed
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.job import Job, TuningConfig
+from electra.finetuning.config import TuningConfig
+from electra.finetuning.job import Job
 from electra.finetuning.tasks import custom_task
 from electra.pretraining.command import pretrain
 from electra.runfolder import (
@@ -115,14 +116,26 @@ def test_json_has_no_nan(tmp_path):
 def test_changed_settings_are_listed(tmp_path):
     (tmp_path / "a").write_text("1")
     (tmp_path / "b").write_text("2")
-    before = {"length": 128, "seed": 1, "steps": 5, "corpus": {"1.txt": "4 bytes"}, "a": file_checksum(tmp_path / "a")}
-    now = {"length": 64, "seed": 1, "steps": None, "corpus": {"2.txt": "4 bytes"}, "a": file_checksum(tmp_path / "b")}
+    before = {
+        "length": 128,
+        "seed": 1,
+        "max_steps": 5,
+        "corpus": {"1.txt": "4 bytes"},
+        "rows.csv": file_checksum(tmp_path / "a"),
+    }
+    now = {
+        "length": 64,
+        "seed": 1,
+        "max_steps": None,
+        "corpus": {"2.txt": "4 bytes"},
+        "rows.csv": file_checksum(tmp_path / "b"),
+    }
     assert changed_settings(before, now) == [
-        "length was 128 and is now 64",
-        "steps was 5 and is now unset",
+        "--length was 128 and is now 64",
+        "--max-steps was 5 and is now unset",
         "corpus 2.txt was absent and is now 4 bytes",
-        "a has other content",
+        "rows.csv has other content",
     ]
-    with pytest.raises(ConfigError, match="x was started with other settings: length was 128 and is now 64; use the"):
-        check_same_settings(Path("x"), before, now, ignore=("steps", "corpus", "a"))
-    check_same_settings(tmp_path, before, now, ignore=("length", "steps", "corpus", "a"))
+    with pytest.raises(ConfigError, match="x was started with other settings: --length was 128 and is now 64; use the"):
+        check_same_settings(Path("x"), before, now, ignore=("max_steps", "corpus", "rows.csv"))
+    check_same_settings(tmp_path, before, now, ignore=("length", "max_steps", "corpus", "rows.csv"))

@@ -1,219 +1,291 @@
-"""The training loop, in pre-training runs: signals, non-finite steps, checkpoints, budgets and progress."""
+"""The trainer: steps, schedules, micro-batches, non-finite steps, signals, logging and resuming, on a toy task."""
 
 import itertools
 import os
-import random
-import shutil
 import signal
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from kills import killed
+from torch import Tensor, nn
 
-from electra.errors import ConfigError, DataError, TrainingError
-from electra.model.storage import load_model
-from electra.pretraining.command import pretrain
-from electra.pretraining.task import PretrainingTask
+from electra.errors import ConfigError, TrainingError
+from electra.model.storage import WEIGHTS, write_tensors
+from electra.objectives.losses import Loss
 from electra.runfolder import checkpoint_folders
-from electra.training import trainer
-from electra.training.checkpoint import model_folder
-from electra.training.config import Budget
+from electra.training import trainer as trainer_module
+from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
 
-def weights(run: Path) -> bytes:
-    return (model_folder(run) / "model.safetensors").read_bytes()
+@dataclass(frozen=True)
+class Rows:
+    """A batch of a regression."""
+
+    x: Tensor  # [B, 4]
+    y: Tensor  # [B, 1]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.x)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.numel()
+
+    def micro_batches(self, count: int) -> list["Rows"]:
+        return [Rows(x, y) for x, y in zip(self.x.chunk(count), self.y.chunk(count), strict=True)]
 
 
-def metrics(run: Path, kind: str) -> list[dict]:
-    return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == kind]
+class ToyTask:
+    """Regression on random rows; dropout makes steps depend on their random seed."""
+
+    def __init__(self, dropout: float = 0.1, nonfinite: tuple[int, ...] = (), held_out: tuple[float, ...] = ()) -> None:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.model = nn.ModuleDict({"encoder": nn.ModuleDict({"layers": layers}), "head": nn.Linear(4, 1)})
+        self.dropout, self.nonfinite, self.batch_number = nn.Dropout(dropout), nonfinite, 0
+        self.held_out = iter(held_out or itertools.count(10, -0.5))  # losses of evaluations
+
+    def next_batch(self) -> Rows:
+        generator = torch.Generator().manual_seed(self.batch_number)
+        self.batch_number += 1
+        x = torch.randn(8, 4, generator=generator)
+        return Rows(x, x.sum(1, keepdim=True))
+
+    def losses(self, batch: Rows) -> dict[str, Loss]:
+        hidden = batch.x
+        for layer in self.model["encoder"]["layers"]:
+            hidden = self.dropout(torch.tanh(layer(hidden)))
+        error = (self.model["head"](hidden) - batch.y).square().sum()
+        scale = float("inf") if self.batch_number in self.nonfinite else 1.0
+        return {"mse": Loss(error * scale, torch.tensor(float(batch.num_rows)))}
+
+    def counts(self, batch: Rows) -> dict[str, Tensor]:
+        return {"mse": torch.tensor(float(batch.num_rows))}
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def lr_scale(self, name: str) -> float:
+        return 0.5 if name.startswith("encoder") else 1.0
+
+    def evaluate(self) -> dict[str, float]:
+        return {"loss": float(next(self.held_out))}
+
+    def throughput(self, tokens_per_second: float) -> dict[str, float]:
+        return {"mfu": 0.5}
+
+    def write_model(self, folder: Path) -> None:
+        write_tensors(folder / WEIGHTS, {name: value.detach() for name, value in self.model.named_parameters()})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batch_number": self.batch_number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batch_number = state["batch_number"]
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-def saved_steps(run: Path) -> list[int]:
-    return [int(folder.name.removeprefix("step-")) for folder in checkpoint_folders(run)]
+INTERVALS = ("micro_batches", "log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps")
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_run_killed_ten_times_ends_with_the_same_bytes(run_config):
-    settings = {"steps": 150, "save_every": 3, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
-    unbroken, broken = run_config("unbroken", **settings), run_config("broken", **settings, resume=True)
-    pretrain(unbroken)
-    moments = random.Random(0)
-    for kills in range(10):
-        assert killed(pretrain, broken, after=moments.uniform(0.05, 0.4)), f"finished after {kills} kills"
-    assert pretrain(broken).step == 150
-    assert weights(broken.output) == weights(unbroken.output)
-    assert not [path for path in (broken.output / "checkpoints").iterdir() if path.name.startswith(".")]
-    steps = [line["step"] for line in metrics(broken.output, "train")]
-    assert steps == sorted(set(steps))
+@pytest.fixture
+def make_trainer(tmp_path):
+    """Build a trainer of a toy task; `settings` are those of the trainer or of the optimizer."""
+
+    def build(task: ToyTask, steps: int = 20, folder: str = "run", budget: Budget | None = None, **settings) -> Trainer:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        intervals = {"log_every": 5, "evaluate_every": 10, "save_every": 10}
+        intervals |= {name: settings.pop(name) for name in INTERVALS if name in settings}
+        optimizer, config = OptimizerConfig(**{"learning_rate": 0.01} | settings), TrainerConfig(**intervals)
+        return Trainer(task, optimizer, config, budget or Budget(steps=steps), tmp_path / folder, seed=1)
+
+    return build
+
+
+def train_lines(trainer: Trainer) -> list[dict]:
+    return [line for line in read_metrics(trainer.folder / "metrics.jsonl") if line["kind"] == "train"]
+
+
+def test_steps_equal_a_plain_loop(make_trainer):
+    """AdamW with clipping, a learning rate per parameter, and the linear schedule at the middle of each step."""
+    task, other = ToyTask(dropout=0.0), ToyTask(dropout=0.0)
+    make_trainer(task, steps=10, max_grad_norm=0.5, weight_decay=0.1).train()
+    named = list(other.model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [value], "scale": other.lr_scale(name), "weight_decay": 0.1 if value.dim() > 1 else 0.0}
+            for name, value in named
+        ],
+        lr=1.0,
+        eps=1e-6,
+    )
+    for step in range(10):
+        batch = other.next_batch()
+        loss = other.losses(batch)["mse"]
+        (loss.sum / loss.count).backward()
+        nn.utils.clip_grad_norm_(other.model.parameters(), 0.5)
+        progress = (step + 0.5) / 10
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * group["scale"] * min(progress / 0.1, (1 - progress) / 0.9)
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(task.weights(), other.weights(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_micro_batches_do_not_change_the_result(make_trainer):
+    whole, split = ToyTask(dropout=0.0), ToyTask(dropout=0.0)
+    trainers = make_trainer(whole, folder="a"), make_trainer(split, folder="b", micro_batches=4)
+    for trainer in trainers:
+        trainer.train()
+    torch.testing.assert_close(whole.weights(), split.weights())
+    losses = [[line["mse"] for line in train_lines(trainer)] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1])
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
-def test_a_resumed_run_ends_with_the_same_bytes(run_config, tmp_path, optimizer):
-    config = run_config(optimizer=optimizer, dropout=0.1, save_every=4, steps=8)
-    pretrain(config)
-    unbroken = weights(config.output)
-    shutil.rmtree(checkpoint_folders(config.output)[-1])
-    pretrain(replace(config, resume=True))
-    assert weights(config.output) == unbroken
+def test_a_resumed_training_equals_an_uninterrupted_one(make_trainer, optimizer):
+    whole, first, second = ToyTask(), ToyTask(), ToyTask()
+    make_trainer(whole, name=optimizer, folder="whole").train()
+    trainer = make_trainer(first, name=optimizer)
+    trainer.stop_at = Budget(steps=10)
+    trainer.train()
+    resumed = make_trainer(second, name=optimizer)
+    resumed.resume(checkpoint_folders(trainer.folder)[-1])
+    assert resumed.state.step == 10
+    resumed.train()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(second.weights(), whole.weights(), strict=True))
+    assert [line["step"] for line in train_lines(resumed)] == [5, 10, 15, 20]
+
+
+def test_metrics_written_after_the_checkpoint_are_replaced(make_trainer):
+    make_trainer(ToyTask(), steps=14, save_every=10).train()
+    resumed = make_trainer(ToyTask(), steps=20)
+    resumed.resume(checkpoint_folders(resumed.folder)[0])
+    resumed.train()
+    assert [line["step"] for line in train_lines(resumed)] == [5, 10, 15, 20]
+
+
+def test_a_branch_restarts_the_budget_and_a_stage_also_the_optimizers(make_trainer):
+    trunk = make_trainer(ToyTask(), steps=10, folder="trunk")
+    checkpoint = Path(trunk.train().checkpoint)
+    branch, stage = make_trainer(ToyTask(), steps=4, folder="branch"), make_trainer(ToyTask(), steps=4, folder="stage")
+    branch.branch(checkpoint)
+    stage.start_stage(checkpoint)
+    assert branch.optimizers[0].state
+    assert not stage.optimizers[0].state
+    for trainer in (branch, stage):
+        assert (trainer.state.step, trainer.progress(), trainer.task.batch_number) == (10, 0.0, 10)
+        assert trainer.train().step == 14
+
+
+def test_the_last_steps_are_logged_and_evaluated(make_trainer):
+    trainer = make_trainer(ToyTask(), steps=13)
+    result = trainer.train()
+    assert [line["step"] for line in train_lines(trainer)] == [5, 10, 13]
+    lines = read_metrics(trainer.folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [10, 13]
+    assert result.metrics == {"loss": 9.5}
+    assert train_lines(trainer)[-1].keys() >= {"mse", "gradient_norm", "learning_rate", "tokens_per_second", "mfu"}
+
+
+def test_a_nonfinite_step_changes_no_weight_and_is_counted(make_trainer):
+    task = ToyTask(nonfinite=(3, 8))
+    trainer = make_trainer(task, steps=2, evaluate_every=100)
+    trainer.train()
+    before = task.weights()
+    trainer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, task.weights(), strict=True))
+    task = ToyTask(nonfinite=(3, 8))
+    trainer = make_trainer(task, folder="all")
+    result = trainer.train()
+    assert (result.step, result.nonfinite_steps) == (20, 2)
+    assert "2 steps skipped" in str(result)
+    assert [line["nonfinite_steps"] for line in train_lines(trainer)] == [1, 2, 2, 2]
+    assert all(weight.isfinite().all() for weight in task.weights())
+
+
+def test_a_training_stops_after_consecutive_nonfinite_steps(make_trainer):
+    scattered = (*range(1, 20, 2), 2)  # at most three in a row
+    assert make_trainer(ToyTask(nonfinite=scattered), max_nonfinite_steps=4, folder="a").train().nonfinite_steps == 11
+    trainer = make_trainer(ToyTask(nonfinite=(13, 14, 15, 16)), max_nonfinite_steps=4, folder="b")
+    with pytest.raises(TrainingError, match=r"step 16: .* 4 consecutive steps; .*step-000000010; try a lower"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_a_checkpoint_and_stops(run_config, monkeypatch, capfd, number):
+def test_a_signal_saves_a_checkpoint_and_stops(make_trainer, monkeypatch, capfd, number):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     step = Trainer.step
 
-    def signal_at_seven(self):
+    def step_then_signal(self):
         step(self)
         if self.state.step == 7:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Trainer, "step", signal_at_seven)
-    result = pretrain(run_config())
+    monkeypatch.setattr(Trainer, "step", step_then_signal)
+    result = make_trainer(ToyTask()).train()
     assert (result.step, result.signal, result.exit_code) == (7, number, 128 + number)
     assert result.checkpoint.endswith("step-000000007")
     assert "stopping after this step" in capfd.readouterr().err
     assert f"stopped by {signal.Signals(number).name}, continue with --resume" in str(result)
-    monkeypatch.undo()
-    assert pretrain(run_config(resume=True)).step == 20
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
 
 
-@pytest.fixture
-def infinite_loss(monkeypatch):
-    """Make the generator's loss infinite at some steps."""
-    losses = PretrainingTask.losses
-
-    def at(steps) -> None:
-        def some_infinite(self, batch):
-            computed = losses(self, batch)
-            if int(batch.step) in steps:
-                computed["generator"] = replace(computed["generator"], sum=computed["generator"].sum * float("inf"))
-            return computed
-
-        monkeypatch.setattr(PretrainingTask, "losses", some_infinite)
-
-    return at
+def test_resuming_a_finished_training_changes_nothing(make_trainer):
+    trainer = make_trainer(ToyTask())
+    checkpoint = Path(trainer.train().checkpoint)
+    metrics = (trainer.folder / "metrics.jsonl").read_bytes()
+    again = make_trainer(ToyTask())
+    again.resume(checkpoint)
+    result = again.train()
+    assert result.was_finished
+    assert "already finished" in str(result)
+    assert (trainer.folder / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_non_finite_steps_are_skipped_and_counted(run_config, infinite_loss):
-    infinite_loss({3, 8})
-    result = pretrain(run_config())
-    assert (result.step, result.nonfinite_steps) == (20, 2)
-    assert "2 steps skipped" in str(result)
-    assert all(parameter.isfinite().all() for parameter in load_model(model_folder(Path(result.run))).parameters())
+def test_a_batch_that_does_not_fit_into_memory_suggests_micro_batches(make_trainer, monkeypatch):
+    losses = ToyTask.losses
 
-
-def test_too_many_consecutive_non_finite_steps_stop_the_run(run_config, infinite_loss):
-    infinite_loss(range(12, 100))
-    config = run_config(max_nonfinite_steps=4)
-    with pytest.raises(TrainingError, match=r"step 16: .*not finite in 4 consecutive steps; .*step-000000010"):
-        pretrain(config)
-    load_model(model_folder(config.output))
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_run_without_a_checkpoint_may_be_replaced(run_config, infinite_loss, monkeypatch, capsys, resume):
-    infinite_loss(range(6, 100))
-    with pytest.raises(TrainingError, match="no checkpoint was saved before"):
-        pretrain(run_config(max_nonfinite_steps=2, learning_rate=9.0))
-    monkeypatch.undo()
-    capsys.readouterr()
-    config = run_config(learning_rate=1e-3, steps=10, resume=resume)
-    assert pretrain(config).step == 10
-    assert f"the run in {config.output} ended before its first checkpoint" in capsys.readouterr().err
-    assert [line["step"] for line in metrics(config.output, "train")] == [5, 10]
-    with pytest.raises(ConfigError, match="already holds a run"):
-        pretrain(replace(config, resume=False))
-
-
-def test_the_last_checkpoints_and_the_best_are_kept(run_config, monkeypatch):
-    losses = iter([float("nan"), 1.0, 4.0, 3.0, 2.0, 2.5])  # NaN is never the best
-    monkeypatch.setattr(PretrainingTask, "evaluate", lambda self: {"loss": next(losses)})
-    config = run_config(steps=6, save_every=1, evaluate_every=1, keep_checkpoints=2)
-    pretrain(config)
-    assert saved_steps(config.output) == [2, 5, 6]
-
-
-def test_slow_steps_are_saved_by_time(run_config, monkeypatch):
-    seconds = itertools.count()  # a step takes one second, but the first does not count
-    monkeypatch.setattr(trainer.time, "perf_counter", lambda: float(next(seconds)))
-    monkeypatch.setattr(trainer, "SAVE_SECONDS", 2.0)
-    monkeypatch.setattr(Trainer, "evaluate", lambda self: evaluations.append(saved_steps(self.folder)))
-    evaluations: list[list[int]] = []
-    config = run_config(steps=9, save_every=100, evaluate_every=100, keep_checkpoints=9)
-    pretrain(config)
-    assert saved_steps(config.output) == [3, 5, 7, 9]
-    assert evaluations == [[3, 5, 7]]  # before the last checkpoint
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "state.json"])
-def test_a_truncated_checkpoint_is_reported_with_the_one_before(finished_copy, name):
-    damaged = checkpoint_folders(finished_copy.output)[-1] / name
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    with pytest.raises(DataError, match=rf"{name} .*remove .*step-000000020 .*step-000000010"):
-        pretrain(finished_copy)
-
-
-def test_a_full_disk_loses_no_checkpoint(run_config, monkeypatch):
-    config, write_model = run_config(), PretrainingTask.write_model
-
-    def full(self, folder):
-        if "000000020" in folder.name:
-            raise OSError(28, "No space left on device", str(folder))
-        write_model(self, folder)
-
-    monkeypatch.setattr(PretrainingTask, "write_model", full)
-    with pytest.raises(OSError, match="No space left"):
-        pretrain(config)
-    assert [path.name for path in (config.output / "checkpoints").iterdir()] == ["step-000000010"]
-    monkeypatch.undo()
-    assert pretrain(replace(config, resume=True)).step == 20
-
-
-def test_a_budget_of_minutes_ends_with_its_schedule(run_config):
-    config = run_config(steps=None, minutes=0.01, log_every=1, warmup=0.0)
-    assert 0.6 <= pretrain(config).seconds < 3
-    rates = [line["learning_rate"] for line in metrics(config.output, "train")]
-    assert rates[0] > rates[len(rates) // 2] > rates[-1]
-
-
-def test_a_warm_up_in_steps_with_a_budget_of_minutes(run_config, monkeypatch):
-    clock = SimpleNamespace(perf_counter=itertools.count(step=1.0).__next__)  # a step takes one second
-    monkeypatch.setattr("electra.training.trainer.time", clock)
-    config = run_config(steps=None, minutes=0.5, log_every=1, warmup=20, schedule="wsd", decay_fraction=0.0)
-    pretrain(config)
-    rates = [line["learning_rate"] / config.optimizer.learning_rate for line in metrics(config.output, "train")]
-    assert rates[:20] == pytest.approx([(step + 0.5) / 20 for step in range(20)])
-    assert rates[20:] == pytest.approx([1.0] * 11)
-
-
-def test_micro_batches_do_not_change_the_losses(run_config):
-    for packing in ("packed", "segment-pairs"):
-        losses = []
-        for count in (1, 4):
-            settings = {"steps": 8, "log_every": 2, "length": 24, "packing": packing, "micro_batches": count}
-            config = run_config(f"{packing}-{count}", **settings)
-            pretrain(config)
-            losses.append([(line["generator"], line["discriminator"]) for line in metrics(config.output, "train")])
-        np.testing.assert_allclose(losses[0], losses[1], rtol=2e-3)
-
-
-def test_a_batch_that_exceeds_the_memory_is_reported_with_micro_batches_that_fit(run_config, monkeypatch):
-    losses = PretrainingTask.losses
-
-    def fit_two_rows(self, batch):
+    def limited(self, batch):
         if batch.num_rows > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError
         return losses(self, batch)
 
-    monkeypatch.setattr(PretrainingTask, "losses", fit_two_rows)
-    with pytest.raises(ConfigError, match="--micro-batches 4"):
-        pretrain(run_config())
-    assert pretrain(run_config(micro_batches=4, steps=1)).step == 1
+    monkeypatch.setattr(ToyTask, "losses", limited)
+    with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .*; try --micro-batches 4"):
+        make_trainer(ToyTask()).train()
+
+
+def test_checkpoints_are_also_saved_by_time_and_the_last_after_the_evaluation(make_trainer, monkeypatch):
+    seconds = itertools.count()  # each step takes one second; the first, which compiles, is not timed
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(trainer_module, "SAVE_SECONDS", 2.0)
+    task = ToyTask()
+    trainer = make_trainer(task, steps=9, save_every=100, evaluate_every=100, keep_checkpoints=9)
+    saved_before_evaluation: list[list[int]] = []
+    monkeypatch.setattr(task, "evaluate", lambda: saved_before_evaluation.append(saved_steps(trainer)) or {})
+    trainer.train()
+    assert saved_steps(trainer) == [3, 5, 7, 9]
+    assert saved_before_evaluation == [[3, 5, 7]]
+
+
+def saved_steps(trainer: Trainer) -> list[int]:
+    return [int(folder.name.removeprefix("step-")) for folder in checkpoint_folders(trainer.folder)]
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(make_trainer):
+    task = ToyTask(held_out=(5.0, 1.0, 4.0, 3.0, 2.0, float("nan")))
+    trainer = make_trainer(task, steps=60, keep_checkpoints=2)
+    trainer.train()
+    assert saved_steps(trainer) == [20, 50, 60]
 
 
 @pytest.mark.parametrize(
@@ -224,22 +296,44 @@ def test_a_batch_that_exceeds_the_memory_is_reported_with_micro_batches_that_fit
         (900.0, list(range(2, 21)), ["4.5 hours", "4.2 hours"]),
     ],
 )
-def test_progress_is_printed_every_ten_seconds(run_config, monkeypatch, capsys, seconds, steps, left):
+def test_without_a_terminal_progress_is_printed_every_ten_seconds(
+    make_trainer, monkeypatch, capsys, seconds, steps, left
+):
     clock = SimpleNamespace(perf_counter=itertools.count(step=seconds).__next__)
-    monkeypatch.setattr("electra.training.trainer.time", clock)
-    config = run_config(evaluate_every=10)
-    pretrain(config)
-    lines = capsys.readouterr().err.splitlines()
-    progress = [line for line in lines if "tokens/s" in line]
-    assert [int(line.split()[1]) for line in progress] == steps
-    assert all(f"%, {time}" in line for line, time in zip(progress, left, strict=False))
-    assert [line["step"] for line in metrics(config.output, "train")] == [5, 10, 15, 20]
-    assert [line.split(",")[0] for line in lines if "mlm_loss" in line] == ["step 10"]  # the result has the last
+    monkeypatch.setattr(trainer_module, "time", clock)
+    trainer = make_trainer(ToyTask())
+    trainer.train()
+    shown = [line for line in capsys.readouterr().err.splitlines() if "tokens/s" in line]
+    assert [int(line.split()[1]) for line in shown] == steps
+    assert all(f"%, {time}" in line for line, time in zip(shown, left, strict=False))
+    assert [line["step"] for line in train_lines(trainer)] == [5, 10, 15, 20]
 
 
-def test_the_last_steps_are_logged_and_the_time_left_is_estimated(run_config):
-    config = run_config(steps=7, log_every=5)
-    pretrain(config)
-    assert [line["step"] for line in metrics(config.output, "train")] == [5, 7]
+def test_the_last_evaluation_is_printed_once(make_trainer, capsys):
+    trainer = make_trainer(ToyTask())
+    result = trainer.train()
+    assert [line for line in capsys.readouterr().err.splitlines() if "loss" in line] == [
+        "step 10, evaluation: loss 10.000"
+    ]
+    assert "loss" in str(result)
+
+
+def test_a_budget_of_seconds_decides_length_and_schedule(make_trainer, monkeypatch):
+    seconds = itertools.count()
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    trainer = make_trainer(ToyTask(), budget=Budget(seconds=10.0), log_every=1, warmup=4, schedule="wsd")
+    assert trainer.train().step == 11  # the first step is not timed
+    rates = [line["learning_rate"] / 0.01 for line in train_lines(trainer)]
+    assert rates[:4] == pytest.approx([0.125, 0.375, 0.625, 0.875])  # a warm-up in steps
+    assert rates[-1] == pytest.approx(0.5)  # the last second of a decay over two
+
+
+def test_the_rest_of_a_budget_is_estimated():
     assert Budget(seconds=600).minutes_left(steps=50, seconds=120, seconds_per_step=1.0) == 8
     assert Budget(steps=110).minutes_left(steps=50, seconds=120, seconds_per_step=2.0) == 2
+    assert Budget(steps=3) + Budget(steps=4) == Budget(steps=7)
+
+
+def test_intervals_must_be_positive():
+    with pytest.raises(ConfigError, match="log_every is 0; it must be at least 1"):
+        TrainerConfig(log_every=0)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import ConfigError, DataError
-from electra.finetuning.job import MODEL, Job, Result, TuningConfig
+from electra.errors import DataError
+from electra.finetuning.config import GlueConfig, JobsConfig
+from electra.finetuning.job import MODEL, Job, Result
 from electra.finetuning.jobs import (
-    JobsConfig,
     best_model,
     ensemble_metrics,
     make_jobs,
@@ -27,7 +27,6 @@ from electra.finetuning.metrics import Metrics
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
 from electra.runfolder import read_json, write_file, write_json
-from electra.training.config import HardwareConfig
 
 TABLE = "table.json"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
@@ -47,60 +46,15 @@ PUBLISHED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class GlueConfig:
-    """Fine-tune an encoder on the GLUE tasks with several seeds each, and tabulate medians and standard deviations
-    beside ELECTRA's published results.
-
-    An interrupted run continues when the same command is repeated; finished seeds are not run again."""
-
-    model: Path
-    """What to fine-tune: a pre-training run, a model folder or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
-    data: str
-    """The folder of GLUE's official download, or hub:glue. MNLI's models also predict its diagnostic rows."""
-    output: Path
-    """Folder for models, metrics and plots of each task, and for the table."""
-    tasks: tuple[str, ...] = ("all",)
-    """all, glue-6 (cola sst2 mrpc stsb qnli rte), or names of tasks."""
-    large_seeds: int | None = None
-    """Number of seeds for tasks with more than 20,000 training rows (sst2, qqp, mnli, qnli), which vary less."""
-    keep_models: bool = False
-    """Keep the models of all seeds instead of each task's best."""
-    submission: Path | None = None
-    """Write a zip file for GLUE's site: predictions of each task's best seed or, with --ensemble, of the ensemble."""
-    tuning: TuningConfig
-    jobs: JobsConfig
-    hardware: HardwareConfig
-    json: bool = False
-    """Print the table as JSON."""
-
-    def __post_init__(self) -> None:
-        if self.large_seeds is not None and self.large_seeds < 1:
-            raise ConfigError(f"is {self.large_seeds}; it must be at least 1", field="large_seeds")
-        if self.submission is not None and not self.submission.parent.is_dir():
-            raise ConfigError(
-                f"is {self.submission}, but there is no folder {self.submission.parent}", field="submission"
-            )
-
-    @staticmethod
-    def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
-        return {"seeds": 5}
-
-    def select_tasks(self) -> list[Task]:
-        """The tasks of the table, with their data."""
-        names = [name for word in self.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
-        if "all" in names:
-            names = [name for name in TRAINABLE_TASKS if has_split(GLUE_TASKS[name], "train", self.data)]
-            if not names:
-                reason = "has none of GLUE's folders" if Path(self.data).is_dir() else "is not a folder"
-                raise DataError(f"{self.data} {reason}; --data must be GLUE's official download, or hub:glue")
-        return [with_diagnostics(glue_task(name, self.data), self.data) for name in dict.fromkeys(names)]
-
-    def jobs_for(self, task: Task) -> JobsConfig:
-        """Number of seeds and ensemble of one task."""
-        if self.large_seeds is None or task.name not in LARGE_TASKS:
-            return self.jobs
-        return replace(self.jobs, seeds=self.large_seeds, ensemble=self.jobs.ensemble and self.large_seeds > 1)
+def select_tasks(config: GlueConfig) -> list[Task]:
+    """The tasks of the table, with their data."""
+    names = [name for word in config.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
+    if "all" in names:
+        names = [name for name in TRAINABLE_TASKS if has_split(GLUE_TASKS[name], "train", config.data)]
+        if not names:
+            reason = "has none of GLUE's folders" if Path(config.data).is_dir() else "is not a folder"
+            raise DataError(f"{config.data} {reason}; --data must be GLUE's official download, or hub:glue")
+    return [with_diagnostics(glue_task(name, config.data), config.data) for name in dict.fromkeys(names)]
 
 
 def has_split(task: Task, split: str, data: str) -> bool:
@@ -115,6 +69,13 @@ def with_diagnostics(task: Task, data: str) -> Task:
             source = with_data(other, data).splits[TEST]
             task = replace(task, splits=task.splits | {f"{TEST}_{other.name}": source})
     return task
+
+
+def jobs_config_for(task: Task, config: GlueConfig) -> JobsConfig:
+    """Seeds and ensemble of one task."""
+    if config.large_seeds is None or task.name not in LARGE_TASKS:
+        return config.jobs
+    return replace(config.jobs, seeds=config.large_seeds, ensemble=config.jobs.ensemble and config.large_seeds > 1)
 
 
 @dataclass(frozen=True)
@@ -173,21 +134,21 @@ def markdown_table(cells: list[list[str]]) -> str:
 
 def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune on every task with every seed, and tabulate the results."""
-    tasks = config.select_tasks()
+    tasks = select_tasks(config)
     jobs_by_task = [
         make_jobs(
             model=config.model,
             task=task,
             tuning=config.tuning,
             hardware=config.hardware,
-            seeds=config.jobs_for(task).seeds,
+            seeds=jobs_config_for(task, config).seeds,
             folder=config.output / task.name,
         )
         for task in tasks
     ]
     results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
     rows = [
-        make_row(jobs, [next(results) for _ in jobs], config.jobs_for(task).ensemble)
+        make_row(jobs, [next(results) for _ in jobs], jobs_config_for(task, config).ensemble)
         for task, jobs in zip(tasks, jobs_by_task, strict=True)
     ]
     rows += earlier_rows(config.output, tasks)

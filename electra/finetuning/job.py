@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra.errors import ConfigError
+from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
 from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels.master_weights import MasterWeights
-from electra.model.config import EncoderConfig, Pooling, check_length
+from electra.model.config import check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.plotting import MetricPanels, plot_confusion, plot_metrics
@@ -32,7 +32,7 @@ from electra.runfolder import (
     write_folder,
     write_json,
 )
-from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
+from electra.training.config import Budget, HardwareConfig
 from electra.training.hardware import choose_device, choose_precision
 from electra.training.logging import METRICS as METRICS_FILE
 from electra.training.logging import read_metrics
@@ -42,78 +42,6 @@ RESULT = "result.json"
 LOGITS = "logits.safetensors"
 MODEL = "model"
 EVALUATION_BATCH_SIZE = 128
-SAVE_EVERY = 2000
-"""Steps between checkpoints; small tasks finish without one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuningConfig:
-    """Hyperparameters of fine-tuning. The defaults are the paper's for the encoder's size and the task."""
-
-    epochs: int | None = None
-    """Passes over the training rows; default 3, for rte and stsb 10."""
-    batch_size: int = 32
-    """Rows per step."""
-    micro_batches: int = 1
-    """Split each batch into this many micro-batches and accumulate their gradients: less memory, equal results."""
-    learning_rate: float | None = None
-    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large)."""
-    layer_decay: float | None = None
-    """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
-    warmup: float = 0.1
-    """Warm-up: fraction of all steps (< 1) or a number of steps; afterwards the learning rate decays linearly to 0."""
-    weight_decay: float | None = None
-    """Weight decay; default 0 as in the paper, with --faithful 0.01 as in the released code."""
-    dropout: float | None = None
-    """Dropout of the encoder and the head; default as in pre-training."""
-    pooling: Pooling | None = None
-    """Input of a modern encoder's head: the first token's state (cls) or the mean of all; default as in the model's
-    folder (classifier_pooling in Hugging Face's), else cls."""
-    length: int = 128
-    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
-    faithful: bool = False
-    """Reproduce the released code: Adam without bias correction, a decay that starts during the warm-up, weight decay,
-    and layer-wise decay counted from one layer higher."""
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("epochs", 1), ("batch_size", 1), ("micro_batches", 1), ("length", 8)):
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ConfigError(f"is {value}; it must be at least {minimum}", field=name)
-        if self.batch_size % self.micro_batches:
-            raise ConfigError(
-                f"is {self.micro_batches}; it must divide --batch-size {self.batch_size}", field="micro_batches"
-            )
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise ConfigError(f"is {self.layer_decay}; it must be above 0 and at most 1", field="layer_decay")
-
-    def optimizer_config(self, encoder: EncoderConfig) -> OptimizerConfig:
-        """Optimizer and schedule for an encoder."""
-        learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
-        weight_decay = 0.01 if self.faithful else 0.0
-        return OptimizerConfig(
-            name="adam" if self.faithful else "adamw",
-            schedule="released" if self.faithful else "linear",
-            learning_rate=learning_rate if self.learning_rate is None else self.learning_rate,
-            warmup=self.warmup,
-            weight_decay=weight_decay if self.weight_decay is None else self.weight_decay,
-        )
-
-    def trainer_config(self, steps_per_epoch: int) -> TrainerConfig:
-        """Intervals for the trainer: evaluation after every epoch."""
-        return TrainerConfig(
-            micro_batches=self.micro_batches,
-            log_every=max(1, min(50, steps_per_epoch // 4)),
-            evaluate_every=steps_per_epoch,
-            save_every=SAVE_EVERY,
-            keep_checkpoints=1,
-        )
-
-    def epochs_for(self, task: Task) -> int:
-        return task.epochs if self.epochs is None else self.epochs
-
-    def layer_decay_for(self, encoder: EncoderConfig) -> float:
-        return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
 
 
 @dataclass(frozen=True)

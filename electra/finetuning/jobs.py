@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,8 +26,9 @@ import torch
 from numpy.typing import NDArray
 
 from electra.data.prepare import init_worker
-from electra.errors import ConfigError, DataError, TrainingError
-from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, TuningConfig, read_result
+from electra.errors import DataError, TrainingError
+from electra.finetuning.config import TuningConfig
+from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, read_result
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import HUB, Task, read_examples
@@ -48,27 +49,6 @@ MPS_PROBE = (  # exits with 0 if a process can use the GPU
     "import ctypes as c; d = c.CDLL('libcuda.so.1'); x = c.c_void_p(); "
     "raise SystemExit(d.cuInit(0) or d.cuDevicePrimaryCtxRetain(c.byref(x), 0))"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobsConfig:
-    """Seeds, and how many of them run in parallel."""
-
-    seeds: int = 1
-    """Number of runs per task, with seeds 1, 2, …; compare medians, not single runs."""
-    ensemble: bool = False
-    """Also evaluate the ensemble of all seeds, by the mean of their logits."""
-    workers: int | None = None
-    """Jobs in parallel, one process each; default 1 on a CPU, 2 on a GPU, up to 8 with NVIDIA MPS, which is started
-    where it is installed."""
-
-    def __post_init__(self) -> None:
-        for name in ("seeds", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"is {value}; it must be at least 1", field=name)
-        if self.ensemble and self.seeds == 1:
-            raise ConfigError("--ensemble needs --seeds 2 or more")
 
 
 def make_jobs(

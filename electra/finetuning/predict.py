@@ -16,6 +16,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError
+from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.jobs import best_model, seed_models
 from electra.finetuning.metrics import Metrics, confusion_matrix
@@ -25,56 +26,9 @@ from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_ex
 from electra.model.config import check_length
 from electra.model.storage import load_model_tokenizer
 from electra.runfolder import CONFIG, open_atomic, read_json
-from electra.training.config import Device, Precision
 from electra.training.hardware import choose_device, choose_precision
 
 CHUNK_SIZE = 4096  # rows in memory at a time
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictorConfig:
-    """A fine-tuned model and a file to apply it to."""
-
-    model: Path
-    """A fine-tuned model, or the --output of electra finetune (its best seed)."""
-    input: Path
-    """A file with the columns the model was trained on: .csv, .tsv, .jsonl or .parquet, possibly compressed."""
-    ensemble: bool = False
-    """Use the ensemble of all seeds in --model, by the mean of their logits."""
-    length: int | None = None
-    """Maximum length in tokens; longer texts are truncated; default as in fine-tuning."""
-    batch_size: int = 64
-    """Rows per forward pass."""
-    device: Device = "auto"
-    """auto: the GPU if there is one, else the CPU."""
-    precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
-
-    def __post_init__(self) -> None:
-        for name, minimum in (("batch_size", 1), ("length", 8)):
-            value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise ConfigError(f"is {value}; it must be at least {minimum}", field=name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictConfig:
-    """Predict labels for the rows of a file: each row is written with its prediction and class probabilities."""
-
-    predictor: PredictorConfig
-    output: Path
-    """The file to write: .csv, .tsv or .jsonl; an existing one is replaced."""
-    json: bool = False
-    """Print the result as JSON."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
-    """Evaluate a fine-tuned model on a file with labels."""
-
-    predictor: PredictorConfig
-    json: bool = False
-    """Print the result as JSON."""
 
 
 @dataclass(frozen=True)

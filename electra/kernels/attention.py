@@ -290,8 +290,9 @@ def long_attention_backward(
     (B, L, _, H, _), (query, key, value) = qkv.shape, qkv.unbind(2)
     if use_cudnn(qkv, cu_seqlens):
         heads = [each.transpose(1, 2) for each in (grad_out, query, key, value, out)]
-        options = rng_state[0], rng_state[1], None, None, None, L, L, dropout, False
-        grads = aten._scaled_dot_product_cudnn_attention_backward(*heads, logsumexp.view(B, H, L, 1), *options)
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *heads, logsumexp.view(B, H, L, 1), rng_state[0], rng_state[1], None, None, None, L, L, dropout, False
+        )
         return pack_qkv_grads(qkv, *(grad.transpose(1, 2).contiguous() for grad in grads))
     flat = [each.flatten(0, 1) for each in (grad_out, query, key, value, out)]
     options = *boundaries(qkv, cu_seqlens), dropout, False, rng_state.view(torch.uint64), qkv.new_empty(0)

@@ -102,17 +102,17 @@ def classic_layer(
     seeds: Tensor | None, *, heads: int, attention_dropout: float, dropout: float, epsilon: float,
 ) -> Tensor:  # fmt: skip
     """A post-norm layer over `hidden` [B, L, D]; `seeds` [3] as `fused_layers.dropout_seeds` draws them."""
-    qkv_weight, qkv_bias, output, output_bias, *norm1 = parameters[:6]
-    up, up_bias, down, down_bias, *norm2 = parameters[6:]
+    qkv_weight, qkv_bias, output, output_bias, norm1_weight, norm1_bias = parameters[:6]
+    up, up_bias, down, down_bias, norm2_weight, norm2_bias = parameters[6:]
     first, second, third = (None, None, None) if seeds is None else seeds
     qkv = functional.linear(hidden, qkv_weight, qkv_bias).unflatten(-1, (3, heads, -1))  # [B, L, 3, H, K]
     mixed = short_attention(qkv, document_ids, None, third, -1, attention_dropout).flatten(2)  # [B, L, D]
     mixed, hidden = gather_positions(mixed, positions), gather_positions(hidden, positions)
     projected = functional.linear(mixed, output)
-    between = dropout_add_layernorm(projected, output_bias, hidden, *norm1, epsilon, first, dropout)
+    between = dropout_add_layernorm(projected, output_bias, hidden, norm1_weight, norm1_bias, epsilon, first, dropout)
     activated = bias_gelu(functional.linear(between, up), up_bias)
     down_out = functional.linear(activated, down)
-    return dropout_add_layernorm(down_out, down_bias, between, *norm2, epsilon, second, dropout)
+    return dropout_add_layernorm(down_out, down_bias, between, norm2_weight, norm2_bias, epsilon, second, dropout)
 
 
 def modern_layer(

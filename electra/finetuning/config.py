@@ -1,0 +1,255 @@
+"""Settings of the fine-tuning commands; parsing flags needs them, so this imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from electra.errors import ConfigError
+from electra.finetuning.readers import TaskKind
+from electra.finetuning.tasks import Task, custom_task, glue_task
+from electra.model.config import EncoderConfig, Pooling
+from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
+
+SAVE_EVERY = 2000
+"""Steps between checkpoints; small tasks finish without one."""
+
+
+def check_minimum(config: Any, **minimums: int) -> None:
+    """Raise a ConfigError if a setting is below its minimum."""
+    for name, minimum in minimums.items():
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"is {value}; it must be at least {minimum}", field=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """A GLUE task (--task and --data), or your own files (--train)."""
+
+    task: str | None = None
+    """A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."""
+    data: str | None = None
+    """The folder of GLUE's official download, or hub:glue."""
+    train: Path | None = None
+    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT."""
+    dev: Path | None = None
+    """A file to evaluate on."""
+    dev_fraction: float | None = None
+    """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
+    text: str = "text"
+    """Column of the text."""
+    text_b: str | None = None
+    """Column of the second text, for pairs."""
+    label: str = "label"
+    """Column of the label or score."""
+    kind: TaskKind | None = None
+    """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |."""
+
+    def __post_init__(self) -> None:
+        if (self.task is None) == (self.train is None):
+            raise ConfigError("give either --task with --data (GLUE) or --train (your own file)")
+        if self.task is not None and self.data is None:
+            raise ConfigError("--task needs --data: the folder of GLUE's official download, or hub:glue")
+        if self.task is not None and self.dev is not None:
+            raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
+
+    def make_task(self) -> Task:
+        if self.task is not None:
+            assert self.data is not None
+            return glue_task(self.task, self.data)
+        assert self.train is not None
+        return custom_task(
+            train=self.train,
+            dev=self.dev,
+            dev_fraction=self.dev_fraction,
+            text=self.text,
+            text_b=self.text_b,
+            label=self.label,
+            kind=self.kind,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningConfig:
+    """Hyperparameters of fine-tuning. The defaults are the paper's for the encoder's size and the task."""
+
+    epochs: int | None = None
+    """Passes over the training rows; default 3, for rte and stsb 10."""
+    batch_size: int = 32
+    """Rows per step."""
+    micro_batches: int = 1
+    """Split each batch into this many micro-batches and accumulate their gradients: less memory, equal results."""
+    learning_rate: float | None = None
+    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large)."""
+    layer_decay: float | None = None
+    """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
+    warmup: float = 0.1
+    """Warm-up: fraction of all steps (< 1) or a number of steps; afterwards the learning rate decays linearly to 0."""
+    weight_decay: float | None = None
+    """Weight decay; default 0 as in the paper, with --faithful 0.01 as in the released code."""
+    dropout: float | None = None
+    """Dropout of the encoder and the head; default as in pre-training."""
+    pooling: Pooling | None = None
+    """Input of a modern encoder's head: the first token's state (cls) or the mean of all; default as in the model's
+    folder (classifier_pooling in Hugging Face's), else cls."""
+    length: int = 128
+    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    faithful: bool = False
+    """Reproduce the released code: Adam without bias correction, a decay that starts during the warm-up, weight decay,
+    and layer-wise decay counted from one layer higher."""
+
+    def __post_init__(self) -> None:
+        check_minimum(self, epochs=1, batch_size=1, micro_batches=1, length=8)
+        if self.batch_size % self.micro_batches:
+            message = f"is {self.micro_batches}; it must divide --batch-size {self.batch_size}"
+            raise ConfigError(message, field="micro_batches")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise ConfigError(f"is {self.layer_decay}; it must be above 0 and at most 1", field="layer_decay")
+
+    def optimizer_config(self, encoder: EncoderConfig) -> OptimizerConfig:
+        """Optimizer and schedule for an encoder."""
+        learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
+        weight_decay = 0.01 if self.faithful else 0.0
+        return OptimizerConfig(
+            name="adam" if self.faithful else "adamw",
+            schedule="released" if self.faithful else "linear",
+            learning_rate=learning_rate if self.learning_rate is None else self.learning_rate,
+            warmup=self.warmup,
+            weight_decay=weight_decay if self.weight_decay is None else self.weight_decay,
+        )
+
+    def trainer_config(self, steps_per_epoch: int) -> TrainerConfig:
+        """Intervals for the trainer: evaluation after every epoch."""
+        return TrainerConfig(
+            micro_batches=self.micro_batches,
+            log_every=max(1, min(50, steps_per_epoch // 4)),
+            evaluate_every=steps_per_epoch,
+            save_every=SAVE_EVERY,
+            keep_checkpoints=1,
+        )
+
+    def epochs_for(self, task: Task) -> int:
+        return task.epochs if self.epochs is None else self.epochs
+
+    def layer_decay_for(self, encoder: EncoderConfig) -> float:
+        return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobsConfig:
+    """Seeds, and how many of them run in parallel."""
+
+    seeds: int = 1
+    """Number of runs per task, with seeds 1, 2, …; compare medians, not single runs."""
+    ensemble: bool = False
+    """Also evaluate the ensemble of all seeds, by the mean of their logits."""
+    workers: int | None = None
+    """Jobs in parallel, one process each; default 1 on a CPU, 2 on a GPU, up to 8 with NVIDIA MPS, which is started
+    where it is installed."""
+
+    def __post_init__(self) -> None:
+        check_minimum(self, seeds=1, workers=1)
+        if self.ensemble and self.seeds == 1:
+            raise ConfigError("--ensemble needs --seeds 2 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """Fine-tune an encoder on a GLUE task or on your own files.
+
+    electra finetune --model runs/x --train reviews.csv --text review --label stars --output finetuned/reviews
+
+    An interrupted run continues when the same command is repeated."""
+
+    model: Path
+    """What to fine-tune: a pre-training run, a model folder, a Hugging Face folder (ELECTRA, BERT, ModernBERT), a
+    fine-tuned model, or the --output of another fine-tuning (its best seed)."""
+    output: Path
+    """Folder for models, metrics and plots."""
+    task: TaskConfig
+    tuning: TuningConfig
+    jobs: JobsConfig
+    hardware: HardwareConfig
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueConfig:
+    """Fine-tune an encoder on the GLUE tasks with several seeds each, and tabulate medians and standard deviations
+    beside ELECTRA's published results.
+
+    An interrupted run continues when the same command is repeated; finished seeds are not run again."""
+
+    model: Path
+    """What to fine-tune: a pre-training run, a model folder or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
+    data: str
+    """The folder of GLUE's official download, or hub:glue. MNLI's models also predict its diagnostic rows."""
+    output: Path
+    """Folder for models, metrics and plots of each task, and for the table."""
+    tasks: tuple[str, ...] = ("all",)
+    """all, glue-6 (cola sst2 mrpc stsb qnli rte), or names of tasks."""
+    large_seeds: int | None = None
+    """Number of seeds for tasks with more than 20,000 training rows (sst2, qqp, mnli, qnli), which vary less."""
+    keep_models: bool = False
+    """Keep the models of all seeds instead of each task's best."""
+    submission: Path | None = None
+    """Write a zip file for GLUE's site: predictions of each task's best seed or, with --ensemble, of the ensemble."""
+    tuning: TuningConfig
+    jobs: JobsConfig
+    hardware: HardwareConfig
+    json: bool = False
+    """Print the table as JSON."""
+
+    def __post_init__(self) -> None:
+        check_minimum(self, large_seeds=1)
+        if self.submission is not None and not self.submission.parent.is_dir():
+            folder = self.submission.parent
+            raise ConfigError(f"is {self.submission}, but there is no folder {folder}", field="submission")
+
+    @staticmethod
+    def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
+        return {"seeds": 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictorConfig:
+    """A fine-tuned model and a file to apply it to."""
+
+    model: Path
+    """A fine-tuned model, or the --output of electra finetune (its best seed)."""
+    input: Path
+    """A file with the columns the model was trained on: .csv, .tsv, .jsonl or .parquet, possibly compressed."""
+    ensemble: bool = False
+    """Use the ensemble of all seeds in --model, by the mean of their logits."""
+    length: int | None = None
+    """Maximum length in tokens; longer texts are truncated; default as in fine-tuning."""
+    batch_size: int = 64
+    """Rows per forward pass."""
+    device: Device = "auto"
+    """auto: the GPU if there is one, else the CPU."""
+    precision: Precision = "auto"
+    """auto: bf16 on a GPU that supports it, else fp32."""
+
+    def __post_init__(self) -> None:
+        check_minimum(self, batch_size=1, length=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """Predict labels for the rows of a file: each row is written with its prediction and class probabilities."""
+
+    predictor: PredictorConfig
+    output: Path
+    """The file to write: .csv, .tsv or .jsonl; an existing one is replaced."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Evaluate a fine-tuned model on a file with labels."""
+
+    predictor: PredictorConfig
+    json: bool = False
+    """Print the result as JSON."""

@@ -1,0 +1,93 @@
+"""Checkpoints: written whole or not at all, and damage is reported with the checkpoint before."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from electra.errors import DataError
+from electra.model.storage import WEIGHTS, write_tensors
+from electra.runfolder import PARTIAL, checkpoint_folders
+from electra.training.checkpoint import (
+    STATE,
+    TRAINING,
+    load_checkpoint,
+    model_folder,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from electra.training.config import OptimizerConfig
+from electra.training.optimizer import build_optimizers
+
+
+def save(run: Path, step: int, optimizer: str = "adamw") -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Save a checkpoint of a small model after one update."""
+    torch.manual_seed(step)
+    model = nn.Linear(3, 2)
+    optimizers = build_optimizers(model, OptimizerConfig(name=optimizer))
+    model(torch.ones(1, 3)).sum().backward()
+    for each in optimizers:
+        each.step()
+    weights = {name: value.detach() for name, value in model.named_parameters()}
+    save_checkpoint(run, model, optimizers, {"step": step}, lambda folder: write_tensors(folder / WEIGHTS, weights))
+    return model, optimizers
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_weights_and_optimizer_states_are_restored_exactly(tmp_path, optimizer):
+    model, optimizers = save(tmp_path, 1, optimizer)
+    other = nn.Linear(3, 2)
+    restored = build_optimizers(other, OptimizerConfig(name=optimizer))
+    assert load_checkpoint(checkpoint_folders(tmp_path)[0], other, restored) == {"step": 1}
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        before, after = optimizers[0].state[ours], restored[0].state[theirs]
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, TRAINING, STATE])
+def test_a_damaged_checkpoint_is_reported_with_the_one_before(tmp_path, name):
+    for step in (1, 2):
+        model, optimizers = save(tmp_path, step)
+    first, last = checkpoint_folders(tmp_path)
+    (last / name).write_bytes((last / name).read_bytes()[:-10])
+    with pytest.raises(DataError, match=f"{name}.*; remove {last} to resume from {first.name}"):
+        load_checkpoint(last, model, optimizers)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    save(tmp_path, 1)
+    other = nn.Linear(4, 2)
+    with pytest.raises(DataError, match="weight is missing or has another shape; there is no earlier checkpoint"):
+        load_checkpoint(checkpoint_folders(tmp_path)[0], other, build_optimizers(other, OptimizerConfig()))
+
+
+def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path):
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    save(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, nn.Linear(1, 1), [], {"step": 2}, fail)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000001"]
+    assert not list(tmp_path.rglob(f"*{PARTIAL}"))
+
+
+def test_the_best_checkpoint_is_not_removed(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    prune_checkpoints(tmp_path, keep=2, best="step-000000001")
+    assert [folder.name for folder in checkpoint_folders(tmp_path)] == [f"step-00000000{step}" for step in (1, 3, 4)]
+
+
+def test_a_run_refers_to_its_newest_checkpoint(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(DataError, match="has no checkpoint yet"):
+        model_folder(tmp_path)
+    for step in (9, 10):
+        save(tmp_path, step)
+    newest = model_folder(tmp_path)
+    assert newest.name == "step-000000010"
+    assert model_folder(newest) == newest

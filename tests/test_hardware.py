@@ -1,0 +1,36 @@
+"""Device, precision and compilation."""
+
+import pytest
+import torch
+
+from electra.errors import ConfigError
+from electra.training.config import HardwareConfig
+from electra.training.hardware import choose_device, choose_precision, uses_compile
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "is_compiled"),
+    [("auto", CPU, False), ("auto", CUDA, True), ("on", CPU, True), ("on", CUDA, True), ("off", CUDA, False)],
+)
+def test_auto_compiles_on_a_gpu_only(monkeypatch, setting, device, is_compiled):
+    monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: True)
+    assert uses_compile(HardwareConfig(compile=setting), device) == is_compiled
+
+
+@pytest.mark.parametrize(("setting", "device", "missing"), [("on", CPU, "g\\+\\+"), ("auto", CUDA, "gcc")])
+def test_compiling_without_a_compiler_is_an_error(monkeypatch, setting, device, missing):
+    monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: False)
+    with pytest.raises(ConfigError, match=rf"torch.compile needs .*{missing}.*--compile off"):
+        uses_compile(HardwareConfig(compile=setting), device)
+    assert not uses_compile(HardwareConfig(compile="off"), device)
+
+
+def test_a_cpu_runs_in_fp32_unless_asked_otherwise(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == CPU
+    assert choose_precision("auto", CPU) == torch.float32
+    assert choose_precision("bf16", CPU) == torch.bfloat16
+    with pytest.raises(ConfigError, match="no CUDA device is available; use --device cpu"):
+        choose_device("cuda")
