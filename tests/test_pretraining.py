@@ -222,14 +222,14 @@ def test_invalid_settings_are_reported(run_config, settings, message):
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_a_run_killed_ten_times_ends_with_the_same_bytes(run_config):
-    settings = {"steps": 150, "save_every": 3, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
+def test_a_run_killed_eight_times_ends_with_the_same_bytes(run_config):
+    settings = {"steps": 100, "save_every": 2, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
     unbroken, broken = run_config("unbroken", **settings), run_config("broken", **settings, resume=True)
     pretrain(unbroken)
     moments = random.Random(0)
-    for kills in range(10):
-        assert killed(pretrain, broken, after=moments.uniform(0.05, 0.4)), f"finished after {kills} kills"
-    assert pretrain(broken).step == 150
+    for kills in range(8):
+        assert killed(pretrain, broken, after=moments.uniform(0.05, 0.3)), f"finished after {kills} kills"
+    assert pretrain(broken).step == 100
     weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in (broken, unbroken)]
     assert weights[0] == weights[1]
     assert not [path for path in (broken.output / "checkpoints").iterdir() if path.name.startswith(".")]
@@ -254,7 +254,7 @@ def test_a_run_that_ends_with_a_non_finite_loss_fails(shards, tmp_path, monkeypa
 def test_a_run_is_not_mixed_with_another(finished_copy):
     with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
         pretrain(replace(finished_copy, resume=False))
-    with pytest.raises(ConfigError, match=r"learning_rate was 0.003 and is now 0.1"):
+    with pytest.raises(ConfigError, match=r"learning.rate was 0.003 and is now 0.1"):
         pretrain(replace_fields(finished_copy, learning_rate=0.1))
     with pytest.raises(ConfigError, match=r"steps was 20 and is now unset.*tokens was unset and is now 9999"):
         pretrain(replace_fields(finished_copy, steps=None, tokens=9999))
@@ -266,9 +266,10 @@ def test_a_run_without_a_checkpoint_may_be_replaced(run_config, monkeypatch, cap
     def fail(self, batch):
         raise TrainingError("loss not finite")
 
-    with monkeypatch.context() as patch, pytest.raises(TrainingError):
+    with monkeypatch.context() as patch:
         patch.setattr(PretrainingTask, "losses", fail)
-        pretrain(run_config(learning_rate=9.0))
+        with pytest.raises(TrainingError):
+            pretrain(run_config(learning_rate=9.0))
     config = run_config(learning_rate=1e-3, steps=10, sharing="none", resume=resume)
     assert pretrain(config).step == 10
     assert f"the run in {config.output} ended before its first checkpoint" in capsys.readouterr().err
