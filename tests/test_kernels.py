@@ -21,7 +21,8 @@ from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
-from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
+from electra.pretraining.command import pretrain
 
 interpreted = pytest.mark.skipif(
     not (dispatch.IS_INTERPRETED and dispatch.HAS_TRITON), reason="needs Triton and TRITON_INTERPRET=1"
@@ -97,6 +98,11 @@ def test_kernels_can_be_switched_off_alone_or_together(kernels_off):
     assert dispatch.disabled == {"geglu"}
     with pytest.raises(ConfigError, match="unknown kernels gelu; choose from short_attention"):
         dispatch.set_kernels("auto", without=["gelu"])
+
+
+def test_kernels_flag_switches_them_off(run_config, kernels_off):
+    pretrain(run_config(kernels="off", steps=1))
+    assert dispatch.disabled == set(dispatch.KERNELS)
 
 
 @interpreted
@@ -256,7 +262,7 @@ def test_objectives_have_the_same_losses_and_gradients(kernels_off, one_program,
     assert electra.require_generator().encoder.attention_backend(20) == "short"
 
     def run() -> tuple[Tensor, ...]:
-        losses = needs.losses(electra, batch, Settings(vocabulary=vocabulary))
+        losses = needs.losses(electra, batch, ObjectiveContext(vocabulary=vocabulary))
         total(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 
