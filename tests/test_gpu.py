@@ -25,9 +25,10 @@ from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
 from electra.model.heads import RTDHead
+from electra.objectives.config import MaskingConfig
 from electra.objectives.losses import total
-from electra.objectives.masking import MaskingConfig, mask
-from electra.objectives.objectives import Settings, replaced_token_detection
+from electra.objectives.masking import mask
+from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
 from electra.pretraining.command import pretrain
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
@@ -331,7 +332,7 @@ def test_masks_are_the_same_on_gpu_and_cpu(make_batch, vocabulary):
         MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1),
         MaskingConfig(mask_fraction=0.4, whole_word_masking=True),
     ):
-        on_cpu, on_cuda = mask(batch, vocabulary, config, 7), mask(on_gpu(batch), vocabulary, config, 7)
+        on_cpu, on_cuda = mask(batch, config, vocabulary, 7), mask(on_gpu(batch), config, vocabulary, 7)
         assert torch.equal(on_cpu.input_ids, on_cuda.input_ids.cpu())
         assert torch.equal(
             on_cpu.positions[on_cpu.weights > 0].sort()[0], on_cuda.positions.cpu()[on_cpu.weights > 0].sort()[0]
@@ -340,10 +341,10 @@ def test_masks_are_the_same_on_gpu_and_cpu(make_batch, vocabulary):
 
 @COMPILED
 def test_compiled_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
-    electra, batch, settings = make_pair().cuda(), on_gpu(make_batch()), Settings(vocabulary=vocabulary)
-    eager = total(replaced_token_detection(electra, batch, settings))
+    electra, batch, context = make_pair().cuda(), on_gpu(make_batch()), ObjectiveContext(vocabulary=vocabulary)
+    eager = total(replaced_token_detection(electra, batch, context))
     compiled = torch.compile(replaced_token_detection, fullgraph=True)
-    torch.testing.assert_close(total(compiled(electra, batch, settings)), eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total(compiled(electra, batch, context)), eager, rtol=1e-4, atol=1e-4)
 
 
 def difference(one, other) -> float:

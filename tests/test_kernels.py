@@ -21,7 +21,7 @@ from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
-from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.command import pretrain
 
 interpreted = pytest.mark.skipif(
@@ -262,7 +262,7 @@ def test_objectives_have_the_same_losses_and_gradients(kernels_off, one_program,
     assert electra.require_generator().encoder.attention_backend(20) == "short"
 
     def run() -> tuple[Tensor, ...]:
-        losses = needs.losses(electra, batch, Settings(vocabulary=vocabulary))
+        losses = needs.losses(electra, batch, ObjectiveContext(vocabulary=vocabulary))
         total(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 
