@@ -19,7 +19,7 @@ PACKAGES = [
     "export",
     "serve",
 ]
-ORDER = ["errors", "config", "random", "plotting", "runfolder", *PACKAGES]
+ORDER = ["errors", "config", "random", "runfolder", "plotting", *PACKAGES]
 ORDER += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
