@@ -17,6 +17,7 @@ from electra.finetuning.features import BatchIndices, Features, cached_features,
 from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
+from electra.kernels.dispatch import set_kernels
 from electra.kernels.master_weights import MasterWeights
 from electra.model.config import check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
@@ -229,6 +230,7 @@ def available_splits(task: Task) -> list[str]:
 
 def train(job: Job, quiet: bool) -> None:
     """Train from the last checkpoint or from the start, and write the result."""
+    set_kernels(job.hardware.kernels)
     task, tuning = FinetuningTask(job), job.tuning
     trainer = Trainer(
         task,
