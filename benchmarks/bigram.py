@@ -18,8 +18,8 @@ import torch
 from electra.data.loader import validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards, open_shards
-from electra.objectives.evaluation import SEED, auc, frozen_fills
-from electra.objectives.objectives import Settings
+from electra.objectives.evaluation import SEED, auc, unigram_samples
+from electra.objectives.objectives import ObjectiveContext
 from electra.pretraining.task import unigram_frequencies
 
 SMOOTHING = (0.5, 2.0, 10.0, 50.0, 200.0)  # pairs' worth of unigram that each first token is given
@@ -52,10 +52,11 @@ def main() -> None:
     arguments = parser.parse_args()
     shards = open_shards(arguments.data)
     frequencies = unigram_frequencies(shards, torch.device("cpu"))
-    settings = Settings(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
+    context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     counted = pair_counts(shards)
     loader = LoaderConfig(length=arguments.length, batch_size=32)
-    corrupted = [frozen_fills(batch, settings, frequencies).corrupted for batch in validation_batches(shards, loader)]
+    batches = validation_batches(shards, loader)
+    corrupted = [unigram_samples(batch, context, frequencies).corrupted for batch in batches]
     corrupted = corrupted[: arguments.rows // 32]
     ids = torch.cat([part.input_ids for part in corrupted]).numpy()
     truth = torch.cat([part.is_replaced for part in corrupted]).numpy()

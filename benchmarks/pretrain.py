@@ -49,7 +49,7 @@ from electra.huggingface.names import ARCHITECTURES
 from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops
-from electra.objectives.masking import slots
+from electra.objectives.masking import mask_slots
 from electra.pretraining.command import plan
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.initialize import build_pair
@@ -135,7 +135,7 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
     config, shards, device = our_config(setting, ground.shards, "plain"), ground.shards, ground.device
     torch.manual_seed(config.seed)
     pair = Pair(build_pair(config, shards)).to(device).train()
-    decay, count = config.optimizer.weight_decay, slots(config.loader.length, config.masking)
+    decay, count = config.optimizer.weight_decay, mask_slots(config.loader.length, config.masking)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.optimizer.learning_rate, weight_decay=decay, fused=True)
     losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
     stream, last = iter(BatchLoader(shards, config.loader, seed=config.seed, device=device)), {}
@@ -216,7 +216,7 @@ def step_flops(setting: Setting, shards: Shards) -> float:
     """Operations of a step with vocabulary logits of masked rows only."""
     config = our_config(setting, shards, "plain")
     return setting.rows * training_flops(
-        build_pair(config, shards), config.loader.length, slots(config.loader.length, config.masking)
+        build_pair(config, shards), config.loader.length, mask_slots(config.loader.length, config.masking)
     )
 
 

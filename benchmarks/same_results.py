@@ -56,7 +56,10 @@ OLD_FLAGS = {
     "--keep-checkpoints": "--keep",
     "--max-grad-norm": "--clip",
     "--decay-fraction": "--decay",
+    "fraction=0.5": "share=0.5",
+    "fraction=0.5,length=48,batch-size=4,temperature=0.5": "share=0.5,length=48,batch-size=4,temperature=0.5",
 }
+OLD_FINETUNE_FLAGS = {"--batch-size": "--batch"}
 OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
 OLD_METRICS = {
     "nonfinite_steps": "skipped",
@@ -135,7 +138,7 @@ def option_cases() -> Iterator[Case]:
     yield pretraining("local-attention", "--style modern --global-attention-every 2 --local-attention 8")
     yield pretraining("activation-checkpointing", "--activation-checkpointing --dropout 0.1")
     yield pretraining("two-stage-new-discriminator", f"{TWO_STAGE} --no-init-discriminator-from-generator")
-    yield pretraining("phases", "--phases share=0.5 share=0.5,length=48,batch-size=4,temperature=0.5")
+    yield pretraining("phases", "--phases fraction=0.5 fraction=0.5,length=48,batch-size=4,temperature=0.5")
     yield pretraining("uniform", "--generator uniform")
     yield pretraining("unigram", "--generator unigram --objective replace-mlm")
     yield pretraining("temperature", "--temperature 0.7 --disallow-correct")
@@ -186,7 +189,7 @@ def write_inputs(folder: Path) -> None:
 
 def old_words(arguments: list[str]) -> list[str]:
     """The same arguments in the words of 42b7143."""
-    renamed = OLD_FLAGS | ({"--batch-size": "--batch"} if arguments[0] == "finetune" else {})
+    renamed = OLD_FLAGS | (OLD_FINETUNE_FLAGS if arguments[0] == "finetune" else {})
     flags = [renamed.get(argument, argument) for argument in arguments]
     pairs = zip(["", *arguments], arguments, flags, strict=False)
     return [OLD_VALUES.get((before, argument), flag) for before, argument, flag in pairs]
@@ -215,8 +218,13 @@ def run_electra(checkout: Path, arguments: list[str], log: Path) -> None:
     os.environ["PYTHONPATH"] = sys.path[0] = str(checkout)
     sys.argv = ["electra", *arguments]
     with suppress(ImportError):  # drawing takes longer than 20 steps
-        import_module("matplotlib.figure").Figure.savefig = lambda self, path, **options: Path(path).touch()
+        import_module("matplotlib.figure").Figure.savefig = save_nothing
     runpy.run_module("electra", run_name="__main__", alter_sys=True)
+
+
+def save_nothing(figure: Any, file: Any, **options: Any) -> None:
+    if isinstance(file, str | Path):
+        Path(file).touch()
 
 
 def results(case: Case, folder: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -91,11 +92,11 @@ def run(arguments: list[str]) -> None:
         return
     command = find_command(arguments[0])
     with exit_on_interrupt():
-        config_class = command.config_class()
+        config_class = command.load_config_class()
     with flags_in_errors(config_class):
-        config = parse(f"electra {command.name}", config_class, arguments[1:])
+        config: Any = parse(f"electra {command.name}", config_class, arguments[1:])
         with exit_on_interrupt():
-            function = command.run()
+            function = command.load_function()
         result = function(config)
     if result is not None:
         is_json = flat_fields(config).get("json")
@@ -112,14 +113,16 @@ def overview() -> str:
 
 def find_command(name: str) -> Command:
     if name not in COMMANDS:
-        raise ConfigError(f"unknown command {name!r}; {suggestion(name, COMMANDS, 'the commands are')}")
+        raise ConfigError(
+            f"unknown command {name!r}; {suggestion(name, COMMANDS, 'electra --help lists the commands')}"
+        )
     return COMMANDS[name]
 
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The known name that is closest to a wrong one, or all of them."""
+    """The known name that is closest to a wrong one."""
     close = get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else f"{otherwise} {', '.join(known)}"
+    return f"did you mean {close[0]}?" if close else otherwise
 
 
 @contextlib.contextmanager
@@ -145,7 +148,7 @@ def parse(program: str, config_class: type[Config], arguments: list[str]) -> Con
     values = convert(config_class, values)
     values = defaults_for(config_class, values) | values
     if help_flags:
-        parser(config_class, values, program).help_print([])
+        parser(config_class, program, values).help_print([])
         sys.exit(0)
     if missing := missing_settings(config_class, values):
         raise ConfigError("missing " + "; and ".join(f"{each.flag}: {each.help.rstrip('.')}" for each in missing))
@@ -155,24 +158,23 @@ def parse(program: str, config_class: type[Config], arguments: list[str]) -> Con
 def parse_flags(config_class: type, arguments: list[str]) -> dict[str, Any]:
     """The values of the given flags by their flat names."""
     try:
-        app = parser(config_class, defaults={})
-        bound = app.parse_args(arguments, exit_on_error=False, print_error=False, verbose=False)[1]
+        bound = parser(config_class).parse_args(arguments, exit_on_error=False, print_error=False, verbose=False)[1]
     except CycloptsError as error:
         raise ConfigError(describe_flag_error(error)) from None
     names = {"_".join(setting.path): name for name, setting in settings_of(config_class).items()} | {"config": "config"}
     return {names[parameter]: value for parameter, value in bound.arguments.items()}
 
 
-def parser(config_class: type, defaults: dict[str, Any], program: str = "electra") -> App:
-    """The parser of a config's flags, with one help panel for each config class.
+def parser(config_class: type, program: str = "electra", values: dict[str, Any] | None = None) -> App:
+    """The parser of a config's flags, with one help panel for each config class; the help shows `values` as defaults.
 
-    It parses for a function with one flat parameter per setting. None of them is required, because a default may depend
-    on another flag."""
+    It parses for a function with one flat parameter per setting. Only in the help are some required, because a default
+    may depend on another flag."""
     panels: dict[type, Group] = {config_class: Group("Options", sort_key=0)}
     parameters = []
     for setting in settings_of(config_class).values():
         group = panels.setdefault(setting.config_class, panel(setting.config_class))
-        parameters.append(parameter(setting, group, defaults.get(setting.name)))
+        parameters.append(parameter(setting, group, values))
     parameters.sort(key=lambda each: each.kind)  # positional ones first, as Python requires
     parameters.append(config_parameter(panels[config_class]))
 
@@ -190,21 +192,23 @@ def panel(config_class: type) -> Group:
     return Group.create_ordered(f"{' '.join(words).capitalize()} options")
 
 
-def parameter(setting: Setting, group: Group, default: Any) -> inspect.Parameter:
+def parameter(setting: Setting, group: Group, values: dict[str, Any] | None) -> inspect.Parameter:
     """A setting as a parameter of the function that cyclopts parses for."""
+    default = None if values is None else values.get(setting.name)
     details = Parameter(
-        name=None if setting.is_positional else setting.flag,
+        name=setting.flag,
         help=setting.help,
         group=group,
-        converter=parse_integer if int in alternatives(setting.type) else None,
+        converter=parse_integer if int in alternatives(setting.value_type) else None,
         allow_repeating=True,  # the last of two equal flags wins
-        consume_multiple=1 if get_origin(setting.type) is tuple else None,
+        consume_multiple=1 if get_origin(setting.value_type) is tuple else None,
         negative_iterable=(),
         show_default=default not in (None, ()),
+        required=values is not None and setting.name not in values,
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY
     name = "_".join(setting.path)  # a flag's name may be a keyword of Python: --from
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[setting.type, details])
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[setting.value_type, details])
 
 
 def parse_integer(field_type: Any, tokens: Sequence[Token]) -> int:
@@ -234,7 +238,7 @@ def describe_flag_error(error: CycloptsError) -> str:
         case UnknownOptionError():
             flag = (error.token.keyword or error.token.value).split("=")[0]
             known = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
-            return f"unknown flag {flag}; {suggestion(flag, known, 'the flags are')}"
+            return f"unknown flag {flag}; {suggestion(flag, known, '--help lists the flags')}"
         case MissingArgumentError() | ConsumeMultipleError():
             assert error.argument is not None
             return f"{error.argument.name} needs a value: {error.argument.parameter.help}"
@@ -252,7 +256,7 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     if not path.exists() or path.is_dir():  # a pipe is a file, too
         raise ConfigError(f"{path} does not exist; --config takes a JSON, YAML or TOML file with settings")
     try:
-        values = FORMATS.get(path.suffix, read_json)(path.read_text(encoding="utf-8"))
+        values = FORMATS.get(path.suffix, json.loads)(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also of UTF-8
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
@@ -261,18 +265,10 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     values = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
     for name in values:
         if name not in known:
-            raise ConfigError(f"unknown setting {name!r} in {path}; {suggestion(name, known, 'the settings are')}")
+            raise ConfigError(
+                f"unknown setting {name!r} in {path}; {suggestion(name, known, '--help lists the settings')}"
+            )
     return values
-
-
-def read_json(text: str) -> Any:
-    return json.loads(text)
-
-
-def read_toml(text: str) -> Any:
-    import tomllib
-
-    return tomllib.loads(text)
 
 
 def read_yaml(text: str) -> Any:
@@ -286,4 +282,4 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-FORMATS: dict[str, Callable[[str], Any]] = {".yaml": read_yaml, ".yml": read_yaml, ".toml": read_toml}
+FORMATS: dict[str, Callable[[str], Any]] = {".yaml": read_yaml, ".yml": read_yaml, ".toml": tomllib.loads}

@@ -28,10 +28,10 @@ class Command:
     function: str  # "module:function"
     help: str
 
-    def config_class(self) -> type:
+    def load_config_class(self) -> type:
         return import_object(self.config)
 
-    def run(self) -> Callable[[Any], Any]:
+    def load_function(self) -> Callable[[Any], Any]:
         return import_object(self.function)
 
 
@@ -99,7 +99,7 @@ def as_function(name: str) -> Callable[..., Any]:
     command = COMMANDS[name]
 
     def function(**settings: Any) -> Any:
-        return command.run()(build(command.config_class(), **settings))
+        return command.load_function()(build(command.load_config_class(), **settings))
 
     function.__name__ = name
     function.__doc__ = f"{command.help.capitalize()}; `electra {name} --help` lists the settings."

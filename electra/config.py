@@ -9,7 +9,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -35,16 +35,16 @@ class Setting:
 
     name: str  # flat
     path: tuple[str, ...]  # ("optimizer", "learning_rate")
-    type: Any
+    value_type: Any
     default: Any  # MISSING if the setting is required
     help: str
-    config_class: type[Any]  # the one that declares the field
+    config_class: type  # the one that declares the field
     is_positional: bool
 
     @property
     def flag(self) -> str:
         """The setting as the command line shows it."""
-        return self.name if self.is_positional else f"--{self.name.replace('_', '-')}"
+        return self.name.upper() if self.is_positional else f"--{self.name.replace('_', '-')}"
 
 
 @cache
@@ -54,30 +54,45 @@ def settings(config_class: type) -> dict[str, Setting]:
     for field in fields(config_class):
         annotation = annotations(config_class)[field.name]
         nested_class = nested_config(annotation)
-        if nested_class is not None:
-            nested = [(each, (field.name, *each.path)) for each in settings(nested_class).values()]
-            declared = [Setting(**(vars(each) | {"path": path})) for each, path in nested]
+        if nested_class is None:
+            declared = [plain_setting(config_class, field, annotation)]
         else:
-            declared = [declared_setting(config_class, field, annotation)]
+            declared = nested_settings(field, nested_class)
         for setting in declared:
             assert setting.name not in found, f"{config_class.__name__} declares {setting.name} twice"
             found[setting.name] = setting
     return found
 
 
-def declared_setting(config_class: type, field: Field[Any], annotation: Any) -> Setting:
+def plain_setting(config_class: type, field: Field[Any], annotation: Any) -> Setting:
     """The setting of a field that holds a plain value."""
-    default = field.default_factory() if field.default_factory is not MISSING else field.default
     owner = next(part for part in config_class.__mro__ if field.name in inspect.get_annotations(part))
     return Setting(
         name=flat_name(field.name, annotation),
         path=(field.name,),
-        type=annotation.__origin__ if get_origin(annotation) is Annotated else annotation,
-        default=default,
+        value_type=annotation.__origin__ if get_origin(annotation) is Annotated else annotation,
+        default=default_value(field),
         help=field_docstrings(owner).get(field.name, ""),
         config_class=owner,
         is_positional=POSITIONAL in getattr(annotation, "__metadata__", ()),
     )
+
+
+def nested_settings(field: Field[Any], nested_class: type) -> list[Setting]:
+    """The settings of a field that holds a config; its default, if it has one, gives theirs."""
+    nested, default = settings(nested_class).values(), default_value(field)
+    return [
+        replace(
+            each,
+            path=(field.name, *each.path),
+            default=each.default if default is MISSING else value_at(default, each.path),
+        )
+        for each in nested
+    ]
+
+
+def default_value(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
 
 
 def field_paths(config_class: type) -> dict[str, tuple[str, ...]]:
@@ -97,8 +112,8 @@ def flat_defaults(config_class: type) -> dict[str, Any]:
 
 def defaults_for(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """The defaults beside some given values: those of the class, and those that its `defaults_for(values)` returns."""
-    method = getattr(config_class, "defaults_for", None) or getattr(config_class, "preset", None)
-    return flat_defaults(config_class) | (method(values) if method else {})
+    dependent = config_class.defaults_for(values) if hasattr(config_class, "defaults_for") else {}
+    return flat_defaults(config_class) | dependent
 
 
 def missing_settings(config_class: type, values: Iterable[str]) -> list[Setting]:
@@ -151,7 +166,7 @@ def convert(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
 
 def converted(setting: Setting, value: Any) -> Any:
     """A value with the type of its setting."""
-    for kind in alternatives(setting.type):
+    for kind in alternatives(setting.value_type):
         try:
             result = msgspec.convert(value, kind, strict=False, dec_hook=lambda custom, plain: custom(plain))
         except msgspec.ValidationError:
@@ -159,7 +174,7 @@ def converted(setting: Setting, value: Any) -> Any:
         if isinstance(result, float) and not math.isfinite(result):
             raise ConfigError(f"is {value}; it must be a finite number", field=setting.name)
         return result
-    raise ConfigError(f"is {value!r}; it must be {allowed_values(setting.type)}", field=setting.name)
+    raise ConfigError(f"is {value!r}; it must be {allowed_values(setting.value_type)}", field=setting.name)
 
 
 def allowed_values(field_type: Any) -> str:

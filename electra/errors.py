@@ -3,8 +3,8 @@
 A message states what was passed, what is allowed and what to do. It may name settings in two ways:
 
 - An error about one field names it by `field`: `ConfigError("is 0; it must be at least 1", field="batch_size")`. From
-  Python it reads "batch_size is 0; it must be at least 1", on the command line "--batch-size is 0; …". The name is that of
-  the flag, with underscores, if a `Parameter(name=...)` gives the field another one.
+  Python it reads "batch_size is 0; it must be at least 1", on the command line "--batch-size is 0; …". If the flag has
+  another name (`Parameter(name=...)`), `field` is that, with underscores.
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 

@@ -1,64 +1,101 @@
-"""Randomness that belongs to the row: a function of (seed, step, row).
+"""Randomness keyed by the row: masks and samples are functions of (seed, step, row).
 
-Masks and samples drawn from it do not change when a batch is split over ranks or micro-batches, or a run is resumed.
-The generator is a counter-based hash. All arithmetic stays below 2^63 in int64, so its bits, and the masks chosen by
-them, are the same on every device and in compiled code; Gumbel noise may differ in the last place of its logarithms.
+They do not change when a batch is split over ranks or micro-batches, or when a run is resumed. The generator is a
+counter-based hash in int64 arithmetic below 2^63, so its bits are the same on every device and in compiled code; Gumbel
+noise may differ in the last bit of its logarithms.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 BITS = 32
-BLOCK = 128  # entries of a vocabulary that are drawn among together: blocks first, then tokens, take less noise
-LOW = 2**BITS - 1
+BLOCK = 128  # vocabulary entries per block: `sample_logits` draws a block, then a token in it
+LOW_BITS = 2**BITS - 1
 Number = TypeVar("Number", int, Tensor)
 
 
 class Purpose(IntEnum):
-    """What is drawn; draws for different purposes are independent."""
+    """What random numbers are drawn for; different purposes are independent."""
 
-    MASK = 0
-    DISGUISE = 1
+    MASK_POSITIONS = 0
+    MASK_REPLACEMENTS = 1
     SAMPLE_BLOCK = 2
     SAMPLE_TOKEN = 3
 
 
 def scramble(value: Number) -> Number:
-    """A bijection of 32-bit integers that looks random: xor-shift and multiply, twice (factors below 2^31)."""
+    """A bijective hash of 32-bit integers: xor-shift and multiply, twice (with factors below 2^31)."""
     value = value ^ (value >> 16)
-    value = value * 0x21F0AAAD & LOW
+    value = value * 0x21F0AAAD & LOW_BITS
     value = value ^ (value >> 15)
-    value = value * 0x735A2D97 & LOW
+    value = value * 0x735A2D97 & LOW_BITS
     return value ^ (value >> 15)
 
 
-def row_keys(seed: int, step: Tensor, rows: Tensor, purpose: Purpose) -> Tensor:
-    """Two keys [B, 2] for each row, to draw from."""
-    lanes = []
-    for lane in range(2):
-        start = scramble(scramble(2 * int(purpose) + lane + 1) + (seed & LOW) & LOW)
-        start = scramble(start + (seed >> BITS & LOW) & LOW)
-        key = scramble(scramble(start + (step & LOW) & LOW) + (step >> BITS & LOW) & LOW)
-        lanes.append(scramble(key + (rows & LOW) & LOW))
-    return torch.stack(lanes, dim=-1)
+def row_keys(seed: int, step: Tensor, row_ids: Tensor, purpose: Purpose) -> Tensor:
+    """Two 32-bit keys [B, 2] for each of `row_ids` [B]."""
+    keys = []
+    for number in range(2):
+        key = scramble(scramble(2 * int(purpose) + number + 1) + (seed & LOW_BITS) & LOW_BITS)
+        key = scramble(key + (seed >> BITS & LOW_BITS) & LOW_BITS)
+        step_key = scramble(scramble(key + (step & LOW_BITS) & LOW_BITS) + (step >> BITS & LOW_BITS) & LOW_BITS)
+        keys.append(scramble(step_key + (row_ids & LOW_BITS) & LOW_BITS))
+    return torch.stack(keys, dim=-1)
+
+
+@dataclass(frozen=True)
+class RowRandomness:
+    """The source of random numbers for the rows of a batch."""
+
+    seed: int
+    step: Tensor  # []
+    row_ids: Tensor  # [B]
+
+    def keys(self, purpose: Purpose) -> Tensor:
+        """[B, 2]"""
+        return row_keys(self.seed, self.step, self.row_ids, purpose)
 
 
 def random_bits(keys: Tensor, count: int) -> Tensor:
-    """`count` integers of 32 random bits for each of `keys` [..., 2]; shape [..., count]."""
+    """`count` random 32-bit integers [..., count] for each of `keys` [..., 2]."""
     counter = torch.arange(count, device=keys.device)
     first, second = keys[..., :1], keys[..., 1:]
-    return scramble(scramble(counter ^ first) + second & LOW)
+    return scramble(scramble(counter ^ first) + second & LOW_BITS)
 
 
 def random_uniform(keys: Tensor, count: int) -> Tensor:
-    """`count` numbers in (0, 1) for each of `keys`, as fp32: finest near 0, and never 1."""
+    """`count` fp32 numbers [..., count] in (0, 1), 0 and 1 excluded, for each of `keys` [..., 2]."""
     uniform = (random_bits(keys, count).float() + 0.5) / 2**BITS
     return uniform.clamp(max=1 - 2**-24)  # the largest float below 1
 
 
 def gumbel(keys: Tensor, count: int) -> Tensor:
-    """Standard Gumbel noise in fp32, fine in its upper tail, where the winners of a Gumbel-max come from."""
+    """Standard Gumbel noise [..., count] in fp32, precise in the upper tail, where Gumbel-max takes its samples."""
     return -torch.log(-torch.log1p(-random_uniform(keys, count)))
+
+
+@torch.no_grad()
+def sample_logits(logits: Tensor, block_keys: Tensor, token_keys: Tensor) -> Tensor:
+    """Samples [B, M] of softmax(`logits` [B, M, V]) by Gumbel-max, with the rows' keys [B, 2].
+
+    First a block of the vocabulary is drawn, then a token in it: the same distribution as one draw over the whole
+    vocabulary, with a hundredth of the noise.
+    """
+    blocks = functional.pad(logits, (0, -logits.shape[2] % BLOCK), value=float("-inf")).unflatten(2, (-1, BLOCK))
+    slots, num_blocks = blocks.shape[1:3]
+    block_noise = gumbel(block_keys, slots * num_blocks).unflatten(1, (slots, num_blocks))
+    token_noise = gumbel(token_keys, slots * BLOCK).unflatten(1, (slots, BLOCK))
+    block = (blocks.logsumexp(3) + block_noise).argmax(2)  # [B, M]
+    tokens = blocks.gather(2, block[:, :, None, None].expand(-1, -1, 1, BLOCK)).squeeze(2)  # [B, M, BLOCK]
+    return block * BLOCK + (tokens + token_noise).argmax(2)
+
+
+def sample_frequencies(frequencies: Tensor, keys: Tensor, count: int) -> Tensor:
+    """`count` tokens [B, count] drawn from `frequencies` [V], with the rows' keys [B, 2]."""
+    uniform = random_uniform(keys, count).double()
+    return torch.searchsorted(frequencies.double().cumsum(0), uniform).clamp(max=len(frequencies) - 1)

@@ -125,8 +125,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
             lock.acquire()
         except Timeout:
             raise ConfigError(
-                f"{path.read_text(encoding='utf-8') or 'another process'} is using {folder}; wait for it, stop it "
-                "(Ctrl-C or kill; training saves a checkpoint first), or choose another --output"
+                f"{read_holder(path)} is using {folder}; wait for it, stop it (Ctrl-C or kill; training saves a "
+                "checkpoint first), or choose another --output"
             ) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -139,6 +139,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
         finally:
             path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
             lock.release()
+
+
+def read_holder(lock: Path) -> str:
+    with suppress(OSError):  # the holder may just have ended
+        return lock.read_text(encoding="utf-8") or "another process"
+    return "another process"
 
 
 def dump_json(value: Any, indent: int | None = None) -> str:

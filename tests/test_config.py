@@ -60,3 +60,27 @@ def test_unknown_and_missing_settings_are_named():
         build(RunConfig, data=Path("x"), learning_rat=0.1)
     with pytest.raises(ConfigError, match="needs a value for data"):
         build(RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowConfig:
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5)
+    """Not a setting."""
+
+
+def test_the_default_of_a_nested_config_gives_the_defaults_of_its_settings():
+    assert flat_defaults(SlowConfig) == {"optimizer": "adam", "learning_rate": 1e-5}
+    assert build(SlowConfig, optimizer="muon").optimizer == OptimizerConfig(name="muon", learning_rate=1e-5)
+
+
+def test_values_are_converted_to_the_types_of_their_settings():
+    built = build(RunConfig, data="x", learning_rate="1e-4", seed=2.0)
+    assert (built.data, built.optimizer.learning_rate, built.seed) == (Path("x"), 1e-4, 2)
+    for values, message in (
+        ({"learning_rate": "fast"}, "learning_rate is 'fast'; it must be a number"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan; it must be a finite number"),
+        ({"seed": 2.5}, "seed is 2.5; it must be an integer"),
+        ({"seed": True}, "seed is True; it must be an integer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(RunConfig, data="x", **values)

@@ -19,7 +19,8 @@ def gradients(electra: Electra, part: str) -> set[str]:
     """The parameters that a loss on the outputs of `part` trains, under their first names."""
     electra.zero_grad()
     output = getattr(electra, part)(torch.tensor([[2, 11, 12, 3]]))
-    output.square().sum().backward()
+    logits = output.logits if part == "generator" else output
+    logits.square().sum().backward()
     return {name for name, p in electra.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
 
 
@@ -92,7 +93,7 @@ def test_modern_output_table_is_the_projected_input_table(make_pair):
     head, encoder = generator.head, generator.encoder
     table = encoder.embeddings.token.weight @ encoder.project.weight.T  # [V, D]
     expected = head.norm(torch.nn.functional.gelu(head.dense(hidden))) @ table.T + head.bias
-    torch.testing.assert_close(head(hidden, encoder.embeddings.token.weight, encoder.tied_projection()), expected)
+    torch.testing.assert_close(generator.predict(hidden).logits, expected)
 
 
 def shared_tensors(electra: Electra) -> set[int]:
@@ -129,7 +130,7 @@ def test_shared_table_is_updated_once(make_pair):
 def update(electra: Electra, wrap) -> dict[str, torch.Tensor]:
     """The parameters after one SGD step, with models wrapped by `wrap`."""
     text = torch.tensor([[2, 11, 12, 3]])
-    (wrap(electra.generator)(text).square().sum() + wrap(electra.discriminator)(text).square().sum()).backward()
+    (wrap(electra.generator)(text).logits.square().sum() + wrap(electra.discriminator)(text).square().sum()).backward()
     torch.optim.SGD(electra.parameters(), lr=0.1).step()
     return dict(electra.named_parameters())
 
@@ -145,17 +146,17 @@ def test_compiled_step_updates_shared_parameters_once(make_pair, sharing):
 
 def test_output_table_is_the_input_table(make_pair):
     generator, text = make_pair("none").generator.eval(), torch.tensor([[2, 11, 12, 3]])
-    before = generator(text)
+    before = generator(text).logits
     with torch.no_grad():
         generator.encoder.embeddings.token.weight[40] *= 3  # a token that is not in the text
-    after = generator(text)
+    after = generator(text).logits
     assert (after != before).any(0).any(0).nonzero().flatten().tolist() == [40]
 
 
 def test_logits_at_positions_equal_those_of_all_tokens(make_pair):
     generator, text = make_pair().generator.eval(), torch.tensor([[2, 11, 12, 13, 3]])
-    some = generator(text, at=torch.tensor([[3, 1]]))
-    torch.testing.assert_close(some, generator(text)[:, [3, 1]])
+    some = generator(text, positions=torch.tensor([[3, 1]])).logits
+    torch.testing.assert_close(some, generator(text).logits[:, [3, 1]])
 
 
 def test_missing_discriminator_is_an_error():

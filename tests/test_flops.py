@@ -15,8 +15,8 @@ from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import TRAINING_FACTOR, itemize, total_flops, total_parameters, training_flops
-from electra.objectives.masking import slots
-from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.objectives.masking import mask_slots
+from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.report.config import FlopsConfig
 from electra.report.flops import FlopCount, count_flops
 
@@ -42,17 +42,21 @@ def test_flops_of_a_training_step_equal_torchs_count(pair):
         at = torch.zeros(rows, masked, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         verdicts = electra.discriminator(text).sum() if electra.discriminator else 0
-        (electra.generator(text, at=at).sum() + verdicts).backward()
+        (electra.generator(text, positions=at).logits.sum() + verdicts).backward()
     counted = sum(map(total_flops, itemize(pair, length, masked).values()))
     assert TRAINING_FACTOR * rows * counted == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])
 def test_flops_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabulary, objective):
-    electra, batch, settings = make_pair("none", objective=objective), make_batch(), Settings(vocabulary=vocabulary)
-    kind, masked = OBJECTIVES[objective], slots(16, settings)
+    electra, batch, context = (
+        make_pair("none", objective=objective),
+        make_batch(),
+        ObjectiveContext(vocabulary=vocabulary),
+    )
+    kind, masked = OBJECTIVES[objective], mask_slots(16, context.masking)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # others are not counted on a CPU
-        losses = kind.losses(electra, batch, settings)
+        losses = kind.losses(electra, batch, context)
         sum(loss.sum for loss in losses.values()).backward()
     assert (
         len(batch.input_ids) * training_flops(electra.config, 16, masked, kind.is_frozen) == counter.get_total_flops()

@@ -1,4 +1,4 @@
-"""What must hold on a GPU; these run where there is one."""
+"""Kernels and training on a GPU; skipped without one."""
 
 import json
 import shutil
@@ -25,9 +25,10 @@ from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
 from electra.model.heads import RTDHead
+from electra.objectives.config import MaskingConfig
 from electra.objectives.losses import total
-from electra.objectives.masking import MaskingConfig, mask
-from electra.objectives.objectives import Settings, replaced_token_detection
+from electra.objectives.masking import mask
+from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
 from electra.pretraining.command import pretrain
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
@@ -35,7 +36,7 @@ from electra.training.config import Budget, HardwareConfig, TrainerConfig
 from electra.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-COMPILED = pytest.mark.filterwarnings(  # the compiler advises TF32, and looks at gradients that are not kept
+COMPILED = pytest.mark.filterwarnings(  # torch.compile recommends TF32 and reads .grad of non-leaf tensors
     "ignore:TensorFloat32 tensor cores", "ignore:The .grad attribute of a Tensor"
 )
 
@@ -95,8 +96,8 @@ def test_kernels_are_used_in_half_precision_unless_switched_off():
     with torch.autocast("cuda", torch.bfloat16):
         assert (encoder.eval().attention_backend(128), encoder.attention_backend(512)) == ("short", "varlen")
         assert (encoder.train().attention_backend(128), encoder.attention_backend(512)) == ("short", "varlen")
-        dispatch.set_kernels("auto", without=["short_attention"])
-        assert encoder.attention_backend(128) == "varlen"
+        with dispatch.without_kernels("short_attention"):
+            assert encoder.attention_backend(128) == "varlen"
         dispatch.set_kernels("off")
         assert encoder.attention_backend(128) == encoder.attention_backend(512) == "sdpa"
 
@@ -118,8 +119,9 @@ def test_gradients_are_the_same_without_any_single_kernel(style, without):
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     expected = gradients()
-    dispatch.set_kernels("auto", without=[without])
-    for ours, theirs in zip(gradients(), expected, strict=True):
+    with dispatch.without_kernels(without):
+        results = gradients()
+    for ours, theirs in zip(results, expected, strict=True):
         assert (ours - theirs).norm() < 0.03 * theirs.norm() + 1e-4
 
 
@@ -324,26 +326,26 @@ def test_mlm_loss_and_sample_equal_the_reference():
     assert (samples == expected_samples).float().mean() > 0.99  # the noise differs in its last digits
 
 
-def test_masks_are_the_same_on_the_gpu(make_batch, vocabulary):
+def test_masks_are_the_same_on_gpu_and_cpu(make_batch, vocabulary):
     batch = make_batch(rows=64, lengths=[16, 9, 4, 2] * 16)
     batch = replace(batch, is_continuation=batch.input_ids % 3 == 0)
     for config in (
         MaskingConfig(mask_token_probability=0.8, random_token_probability=0.1),
         MaskingConfig(mask_fraction=0.4, whole_word_masking=True),
     ):
-        here, there = mask(batch, vocabulary, config, 7), mask(on_gpu(batch), vocabulary, config, 7)
-        assert torch.equal(here.input_ids, there.input_ids.cpu())
+        on_cpu, on_cuda = mask(batch, config, vocabulary, 7), mask(on_gpu(batch), config, vocabulary, 7)
+        assert torch.equal(on_cpu.input_ids, on_cuda.input_ids.cpu())
         assert torch.equal(
-            here.positions[here.weights > 0].sort()[0], there.positions.cpu()[here.weights > 0].sort()[0]
+            on_cpu.positions[on_cpu.weights > 0].sort()[0], on_cuda.positions.cpu()[on_cpu.weights > 0].sort()[0]
         )
 
 
 @COMPILED
-def test_the_compiled_joint_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
-    electra, batch, settings = make_pair().cuda(), on_gpu(make_batch()), Settings(vocabulary=vocabulary)
-    eager = total(replaced_token_detection(electra, batch, settings))
+def test_compiled_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
+    electra, batch, context = make_pair().cuda(), on_gpu(make_batch()), ObjectiveContext(vocabulary=vocabulary)
+    eager = total(replaced_token_detection(electra, batch, context))
     compiled = torch.compile(replaced_token_detection, fullgraph=True)
-    torch.testing.assert_close(total(compiled(electra, batch, settings)), eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total(compiled(electra, batch, context)), eager, rtol=1e-4, atol=1e-4)
 
 
 def difference(one, other) -> float:
@@ -354,25 +356,33 @@ def difference(one, other) -> float:
 
 @COMPILED
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_in_half_precision_the_fast_steps_follow_the_plain_ones_in_fp32(run_config, style):
-    waves = {} if style == "classic" else {"sinusoidal_positions": False}
-    same = {"device": "cuda", "style": style, "steps": 30, "log_every": 1, "width": 64, "generator_width": 64, **waves}
+def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style):
+    positions = {} if style == "classic" else {"sinusoidal_positions": False}
+    same = {
+        "device": "cuda",
+        "style": style,
+        "steps": 30,
+        "log_every": 1,
+        "width": 64,
+        "generator_width": 64,
+        **positions,
+    }
     plain = run_config("plain", compile="off", precision="fp32", **same)
     fast = run_config("fast", precision="bf16", **same)
-    found = []
+    losses = []
     for run in (plain, fast):
         pretrain(run)
         lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
-        found.append(
+        losses.append(
             torch.tensor([[line["generator"], line["discriminator"]] for line in lines if line["kind"] == "train"])
         )
-    assert found[0].shape == (30, 2)
-    torch.testing.assert_close(found[1].mean(0), found[0].mean(0), rtol=0.01, atol=0)
+    assert losses[0].shape == (30, 2)
+    torch.testing.assert_close(losses[1].mean(0), losses[0].mean(0), rtol=0.01, atol=0)
 
 
 @COMPILED
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
-def test_compiled_and_recorded_steps_are_the_plain_ones(run_config, optimizer):
+def test_compiled_and_captured_steps_equal_eager_ones(run_config, optimizer):
     same = {"device": "cuda", "precision": "fp32", "steps": 12, "optimizer": optimizer, "micro_batches": 2}
     plain, fast = run_config("plain", compile="off", **same), run_config("fast", **same)
     for run in (plain, fast):
@@ -381,35 +391,34 @@ def test_compiled_and_recorded_steps_are_the_plain_ones(run_config, optimizer):
 
 
 @COMPILED
-def test_a_resumed_run_differs_no_more_than_two_unbroken_ones(run_config):
-    runs = [run_config(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "broken")]
+def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
+    runs = [run_config(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "resumed")]
     for run in runs:
         pretrain(run)
     for folder in checkpoint_folders(runs[3].output)[-2:]:
         shutil.rmtree(folder)
     assert pretrain(replace(runs[3], resume=True)).step == 60
-    unbroken = max(difference(runs[0], runs[1]), difference(runs[0], runs[2]), difference(runs[1], runs[2]))
-    print(f"unbroken runs differ by {unbroken:.2e}, the resumed one by {difference(runs[0], runs[3]):.2e}")
-    assert min(difference(run, runs[3]) for run in runs[:3]) <= max(unbroken, 1e-7)
+    uninterrupted = max(difference(runs[0], runs[1]), difference(runs[0], runs[2]), difference(runs[1], runs[2]))
+    print(f"uninterrupted runs differ by {uninterrupted:.2e}, the resumed one by {difference(runs[0], runs[3]):.2e}")
+    assert min(difference(run, runs[3]) for run in runs[:3]) <= max(uninterrupted, 1e-7)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recorded_steps_are_the_steps(encoder_folder, tmp_path, dropout):
-    """Fine-tuning by replaying CUDA graphs ends with the weights of fine-tuning step by step."""
+def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, dropout):
     train = write_rows(tmp_path / "rows.jsonl", "classification", 200, seed=0)
     settings = {"precision": "fp32", "dropout": dropout, "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
-    outcomes = []
+    weights = []
     for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name
         config = build(
             FinetuneConfig, model=encoder_folder, train=train, output=output, device="cuda", compile=compile, **settings
         )
         finetune(config)
-        outcomes.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
-    assert max((outcomes[0][name] - outcomes[1][name]).abs().max().item() for name in outcomes[0]) < 1e-5
+        weights.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
+    assert max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]) < 1e-5
 
 
-def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_path):
+def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tmp_path):
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
     job = Job(
         model=encoder_folder,
@@ -419,17 +428,19 @@ def test_a_recorded_step_that_is_not_finite_moves_nothing(encoder_folder, tmp_pa
         seed=1,
         folder=tmp_path / "seed-1",
     )
-    lesson = FinetuningTask(job)
-    optimizer, settings = job.tuning.optimizer_config(lesson.encoder), TrainerConfig(max_nonfinite_steps=2)
-    trainer = Trainer(lesson, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True)
+    finetuning = FinetuningTask(job)
+    optimizer, settings = job.tuning.optimizer_config(finetuning.encoder), TrainerConfig(max_nonfinite_steps=2)
+    trainer = Trainer(
+        finetuning, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True
+    )
     trainer.run_step = trainer.graphed_step()
     for _ in range(4):
         trainer.step()
     with torch.no_grad():
-        lesson.model.head.bias.fill_(float("nan"))
-    before = lesson.model.encoder.layers[0].attention.qkv.weight.clone()
+        finetuning.model.head.bias.fill_(float("nan"))
+    before = finetuning.model.encoder.layers[0].attention.qkv.weight.clone()
     trainer.step()
-    assert torch.equal(lesson.model.encoder.layers[0].attention.qkv.weight, before)
+    assert torch.equal(finetuning.model.encoder.layers[0].attention.qkv.weight, before)
     assert trainer.averages.nonfinite_steps() == 1
     trainer.check_finite()
     trainer.step()

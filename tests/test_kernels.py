@@ -21,7 +21,8 @@ from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.objectives.losses import total
-from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
+from electra.pretraining.command import pretrain
 
 interpreted = pytest.mark.skipif(
     not (dispatch.IS_INTERPRETED and dispatch.HAS_TRITON), reason="needs Triton and TRITON_INTERPRET=1"
@@ -91,12 +92,18 @@ def weighted_sum(states: Tensor) -> Tensor:
 
 def test_kernels_can_be_switched_off_alone_or_together(kernels_off):
     hidden = torch.empty(2, 8, 64)
+    with dispatch.without_kernels("geglu"):
+        assert [kernel for kernel in dispatch.KERNELS if not dispatch.is_enabled(kernel)] == ["geglu"]
+    assert all(dispatch.is_enabled(kernel) for kernel in dispatch.KERNELS)
     kernels_off()
     assert not any(dispatch.can_use(kernel, hidden) for kernel in dispatch.KERNELS)
-    dispatch.set_kernels("auto", without=["geglu"])
-    assert dispatch.disabled == {"geglu"}
     with pytest.raises(ConfigError, match="unknown kernels gelu; choose from short_attention"):
-        dispatch.set_kernels("auto", without=["gelu"])
+        dispatch.without_kernels("gelu").__enter__()
+
+
+def test_kernels_flag_switches_them_off(run_config, kernels_off):
+    pretrain(run_config(kernels="off", steps=1))
+    assert dispatch.kernel_mode == "off"
 
 
 @interpreted
@@ -256,7 +263,7 @@ def test_objectives_have_the_same_losses_and_gradients(kernels_off, one_program,
     assert electra.require_generator().encoder.attention_backend(20) == "short"
 
     def run() -> tuple[Tensor, ...]:
-        losses = needs.losses(electra, batch, Settings(vocabulary=vocabulary))
+        losses = needs.losses(electra, batch, ObjectiveContext(vocabulary=vocabulary))
         total(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 
@@ -272,7 +279,7 @@ def test_compiled_encoder_equals_the_eager_one(kernels_off, style):
 
     def run() -> tuple[Tensor]:
         torch._dynamo.reset()
-        states = (encoder if dispatch.disabled else compiled)(input_ids, positions=positions)
+        states = (compiled if dispatch.kernel_mode == "auto" else encoder)(input_ids, positions=positions)
         weighted_sum(states).backward()
         return (states,)
 

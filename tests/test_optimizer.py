@@ -1,4 +1,4 @@
-"""Optimizers and schedules."""
+"""Optimizers and learning-rate schedules."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from electra.training.muon import Muon, orthogonalize
 from electra.training.optimizer import SCHEDULES, build_optimizers, released_adam
 
 
-def test_released_adam_makes_the_updates_of_the_formula():
+def test_released_adam_has_no_bias_correction():
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = released_adam([{"params": [weight], "weight_decay": 0.01}], OptimizerConfig(learning_rate=0.1))
     expected, m, v = weight.detach().clone(), torch.zeros(2), torch.zeros(2)
@@ -22,42 +22,49 @@ def test_released_adam_makes_the_updates_of_the_formula():
         torch.testing.assert_close(weight.detach(), expected)
 
 
-def test_released_adam_starts_three_times_as_fast_as_adamw():
-    moved = {}
+def test_the_first_update_of_released_adam_is_three_times_adamws():
+    updates = {}
     for name in ("adam", "adamw"):
         model = nn.Linear(1, 1)
         before = model.weight.detach().clone()
         [optimizer] = build_optimizers(model, OptimizerConfig(name=name, learning_rate=1e-3, weight_decay=0))
         model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
         optimizer.step()
-        moved[name] = (before - model.weight).abs().item()
-    assert moved["adam"] / moved["adamw"] == pytest.approx(0.1 / 0.001**0.5, rel=0.01)
+        updates[name] = (before - model.weight).abs().item()
+    assert updates["adam"] / updates["adamw"] == pytest.approx(0.1 / 0.001**0.5, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
-def test_every_parameter_is_moved_by_one_optimizer_and_vectors_do_not_decay(make_pair, name):
+def test_every_parameter_has_one_optimizer_and_vectors_have_no_weight_decay(make_pair, name):
     electra = make_pair("embeddings")
     optimizers = build_optimizers(electra, OptimizerConfig(name=name, weight_decay=0.5))
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    moved = [parameter for group in groups for parameter in group["params"]]
-    assert len(moved) == len({id(parameter) for parameter in moved}) == len(list(electra.parameters()))
+    optimized = [parameter for group in groups for parameter in group["params"]]
+    assert len(optimized) == len({id(parameter) for parameter in optimized}) == len(list(electra.parameters()))
     decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
     assert {decays[id(p)] for p in electra.parameters() if p.dim() == 1} == {0}
     assert {decays[id(p)] for p in electra.parameters() if p.dim() == 2} == {0.5}
 
 
-def test_muon_takes_the_layers_matrices_and_leaves_tables_and_heads(make_pair):
+def test_parameters_are_grouped_by_their_learning_rate_scale():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    [optimizer] = build_optimizers(model, OptimizerConfig(), lr_scale=lambda name: 0.5 if name[0] == "0" else 1.0)
+    scales = [(group["lr_scale"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert scales == [(0.5, 0.01), (1.0, 0.01), (0.5, 0.0), (1.0, 0.0)]
+
+
+def test_muon_optimizes_the_weight_matrices_of_layers_only(make_pair):
     electra = make_pair("embeddings")
     muon, _ = build_optimizers(electra, OptimizerConfig(name="muon"))
-    taken = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
-    names = {name for name, parameter in electra.named_parameters() if id(parameter) in taken}
+    optimized = {id(parameter) for group in muon.param_groups for parameter in group["params"]}
+    names = {name for name, parameter in electra.named_parameters() if id(parameter) in optimized}
     assert all(".layers." in name and name.endswith(".weight") for name in names)
     assert len(names) == 2 * 2 * 4  # two encoders, two layers, four matrices each
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (72, 24), (24, 40)])
-def test_muon_makes_the_updates_of_torchs(shape):
-    """Several matrices at once in fp32, against one after the other in bf16: the same but for rounding."""
+def test_muon_agrees_with_torch(shape):
+    """Batched in fp32, against one matrix after the other in bf16: equal except for rounding."""
     torch.manual_seed(0)
     start = [torch.randn(shape) for _ in range(3)]
     ours, theirs = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
@@ -75,39 +82,42 @@ def test_muon_makes_the_updates_of_torchs(shape):
         assert (mine - other).norm() < 0.02 * (other - before).norm()
 
 
-def test_momenta_that_muon_keeps_together_are_each_matrixs_own():
-    """Whoever has a gradient: matrices moved together end as those moved alone."""
+def test_batched_muon_equals_muon_of_each_matrix_alone():
+    """Also if some matrices have no gradient in some steps."""
     torch.manual_seed(0)
     start, gradients = torch.randn(3, 6, 4), torch.randn(4, 3, 6, 4)
-    together, alone = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
-    optimizers = [Muon([{"params": some}], lr=0.1, momentum=0.9) for some in (together, *([one] for one in alone))]
-    for moved, step in zip([(0, 1), (0,), (0, 2), (0, 1, 2)], gradients, strict=True):
-        for number in range(3):
-            for matrix in (together[number], alone[number]):
-                matrix.grad = step[number].clone() if number in moved else None
+    batched, single = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    groups = [batched, *([parameter] for parameter in single)]
+    optimizers = [Muon([{"params": parameters}], lr=0.1, momentum=0.9) for parameters in groups]
+    for with_gradient, step in zip([(0, 1), (0,), (0, 2), (0, 1, 2)], gradients, strict=True):
+        for index in range(3):
+            for matrix in (batched[index], single[index]):
+                matrix.grad = step[index].clone() if index in with_gradient else None
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(batched, single)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
-def test_the_device_may_scale_gradients_and_leave_a_step_out(make_pair, name):
-    """As recorded steps have it: gradients divided by a scale, and no step where one is not finite."""
+def test_found_inf_skips_a_step_and_grad_scale_divides_gradients(make_pair, name):
+    """As used in a CUDA graph, where the CPU does not read whether a step is finite."""
     plain, scaled = make_pair(), make_pair()
-    both = [build_optimizers(electra, OptimizerConfig(name=name, learning_rate=0.01)) for electra in (plain, scaled)]
-    for number, is_wanted in enumerate([True, False, True]):
+    config = OptimizerConfig(name=name, learning_rate=0.01)
+    plain_optimizers, scaled_optimizers = (build_optimizers(electra, config) for electra in (plain, scaled))
+    for number, is_finite in enumerate([True, False, True]):
         for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
             ours.grad = torch.linspace(-1, 1 + number, ours.numel()).view_as(ours)
-            theirs.grad = 4 * ours.grad if is_wanted else torch.full_like(ours, float("nan"))
-        for optimizer in both[1]:
-            optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(not is_wanted)), torch.tensor(4.0)
-        for optimizer in (*both[0], *both[1]) if is_wanted else both[1]:
+            theirs.grad = 4 * ours.grad if is_finite else torch.full_like(ours, float("nan"))
+        for optimizer in scaled_optimizers:
+            optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(not is_finite)), torch.tensor(4.0)
+            optimizer.step()
+        for optimizer in plain_optimizers if is_finite else []:
             optimizer.step()
     for ours, theirs in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(theirs, ours)
 
 
-def test_muon_moves_along_orthogonal_matrices():
+def test_orthogonalized_matrices_have_singular_values_near_one():
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(4, 30, 20)))
     assert values.min() > 0.6
@@ -115,8 +125,8 @@ def test_muon_moves_along_orthogonal_matrices():
 
 
 @pytest.mark.parametrize(
-    ("name", "rates"),
-    [  # at 0, half the warm-up, its end, the middle, 0.9, and the end of the budget
+    ("name", "factors"),
+    [  # at 0, half of the warm-up, its end, 0.5, 0.9 and 1
         ("linear", [0, 0.5, 1, 0.625, 0.125, 0]),
         ("released", [0, 0.45, 0.8, 0.5, 0.1, 0]),
         ("cosine", [0, 0.5, 1, 0.691, 0.038, 0]),
@@ -124,29 +134,19 @@ def test_muon_moves_along_orthogonal_matrices():
         ("decay", [1, 0.9, 0.8, 0.5, 0.1, 0]),
     ],
 )
-def test_schedules_pass_through_their_points(name, rates):
+def test_learning_rate_schedules(name, factors):
     config = OptimizerConfig(schedule=name, decay_fraction=0.2)
-    actual = [SCHEDULES[name](progress, 0.2, config) for progress in (0, 0.1, 0.2, 0.5, 0.9, 1)]
-    assert actual == pytest.approx(rates, abs=1e-3)
+    assert [SCHEDULES[name](progress, 0.2, config) for progress in (0, 0.1, 0.2, 0.5, 0.9, 1)] == pytest.approx(
+        factors, abs=1e-3
+    )
+    assert 0 <= SCHEDULES[name](0.5, 0.0, config) <= 1  # without warm-up
 
 
-def test_a_trunk_never_decays():
+def test_wsd_with_a_decay_fraction_of_zero_stays_constant():
     assert SCHEDULES["wsd"](1.0, 0.1, OptimizerConfig(decay_fraction=0)) == 1
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_take_no_warm_up(name):
-    assert 0 <= SCHEDULES[name](0.5, 0.0, OptimizerConfig()) <= 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "sentence"),
-    [
-        ({"learning_rate": 0}, "learning_rate is 0"),
-        ({"decay_fraction": 2}, "decay_fraction is 2"),
-        ({"max_grad_norm": -1}, "max_grad_norm is -1"),
-    ],
-)
-def test_wrong_settings_are_refused(wrong, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        OptimizerConfig(**wrong)
+@pytest.mark.parametrize(("name", "value"), [("learning_rate", 0), ("decay_fraction", 2), ("max_grad_norm", -1)])
+def test_wrong_settings_are_errors(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
+        OptimizerConfig(**{name: value})

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -52,6 +54,25 @@ def test_each_fine_tuning_seed_is_locked(encoder_folder, tmp_path):
     job = Job(model=encoder_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
     with lock_folder(job.folder), pytest.raises(ConfigError, match=r"is using .*seed-1"):
         job.run()
+
+
+def test_a_lock_holds_across_processes_and_names_its_holder(tmp_path):
+    program = f"""
+from pathlib import Path
+from electra.runfolder import lock_folder
+with lock_folder(Path({str(tmp_path / "run")!r})):
+    print("locked", flush=True)
+    input()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match=f"process {holder.pid} on .* is using"), lock_folder(tmp_path / "run"):
+            pass
+        assert (tmp_path / "run" / LOCK).exists()
+        holder.communicate(b"\n")
+    assert not (tmp_path / "run").exists()
+    with lock_folder(tmp_path / "run"):
+        pass
 
 
 def sleep_in(folder: Path) -> None:

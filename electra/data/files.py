@@ -74,7 +74,7 @@ def walk_files(folder: Path) -> Iterator[Path]:
 def raise_unreadable(error: OSError) -> NoReturn:
     """os.walk would silently skip the folder."""
     raise DataError(
-        f"cannot read the folder {error.filename}: {error.strerror}; change its permissions, or name the files by a glob"
+        f"cannot read the folder {error.filename}: {error.strerror}; change its permissions or name the files by a glob"
     ) from None
 
 

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
+from itertools import islice
 from queue import Full, Queue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -91,7 +92,7 @@ class Batch:
 def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -> Tensor:
     """Start of each document of `document_ids` [B, L] in the flattened batch, and the batch's end: [N + 1] int32.
 
-    Every row starts a new document. With `max_documents` N equals it (a static shape): empty documents fill the end.
+    Every row starts a new document. With `max_documents` N equals it (a static shape): the last ones may be empty.
     """
     is_start = torch.ones_like(document_ids, dtype=torch.bool)  # [B, L]
     is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -103,15 +104,8 @@ def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -
     return position.new_full((max_documents + 2,), end).scatter(0, index.clamp(max=max_documents + 1), position)[:-1]
 
 
-class TokenSource(Protocol):
-    """The ring of a split's tokens as tensors."""
-
-    def read(self, starts: NDArray, width: int) -> Tensor:
-        """[R, width] the tokens from each start on, for `to_ids`."""
-
-
 def to_ids(tokens: Tensor) -> Tensor:
-    """The tokens of a source as int64 ids."""
+    """Tokens that `MappedTokens` or `ResidentTokens` read, as int64 ids."""
     return tokens.long() & UNSIGNED_MASKS[tokens.dtype]
 
 
@@ -187,7 +181,7 @@ def create_epoch(
 class BatchLoader:
     """An endless, resumable iterator over one rank's batches, which are determined by its arguments.
 
-    `seed` determines the row order. `whole_word_masking` fills `is_continuation`, `with_cu_seqlens` fills `cu_seqlens`.
+    `seed` determines the row order, `whole_word_masking` fills in `is_continuation`, `with_cu_seqlens` `cu_seqlens`.
     """
 
     def __init__(
@@ -210,7 +204,8 @@ class BatchLoader:
         self.position = Position()
         self.vocabulary = shards.tokenizer.vocabulary
         ring = TokenRing(shards, split)
-        self.tokens: TokenSource = (ResidentTokens if config.data_on_gpu else MappedTokens)(ring, self.device)
+        tokens_class = ResidentTokens if config.data_on_gpu else MappedTokens
+        self.tokens: MappedTokens | ResidentTokens = tokens_class(ring, self.device)
         is_packed = config.packing == "packed"
         self.with_cu_seqlens = with_cu_seqlens and is_packed and not config.cross_document_attention
         needs_documents = self.with_cu_seqlens or not is_packed
@@ -367,24 +362,9 @@ def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
 
 
 def validation_batches(
-    shards: Shards,
-    config: LoaderConfig,
-    *,
-    whole_word_masking: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
-    device: torch.device | str = "cpu",
+    shards: Shards, config: LoaderConfig, *, whole_word_masking: bool = False, device: torch.device | str = "cpu"
 ) -> Iterator[Batch]:
     """One pass over the validation split in the order of the text: full batches only, but at least one."""
-    loader = BatchLoader(
-        shards,
-        config,
-        split="validation",
-        whole_word_masking=whole_word_masking,
-        rank=rank,
-        world_size=world_size,
-        device=device,
-    )
+    loader = BatchLoader(shards, config, split="validation", whole_word_masking=whole_word_masking, device=device)
     steps = max(1, loader.epoch(0).rows.num_rows // config.batch_size)
-    for _, batch in zip(range(steps), loader, strict=False):
-        yield batch
+    return islice(loader, steps)

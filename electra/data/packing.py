@@ -11,7 +11,7 @@ One row in ten has segment A only, one in twenty is shortened, and rows are padd
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,21 +61,11 @@ class RowSpans:
     first_lengths: NDArray | None = None  # [R] text tokens of segment A; the rest are segment B
 
 
-class EpochRows(Protocol):
-    """The rows of one epoch, before shuffling."""
-
-    num_rows: int
-    width: int  # text tokens in a full row
-
-    def spans(self, rows: NDArray) -> RowSpans:
-        """The spans of the rows with these indices."""
-
-
 class PackedRows:
-    """Rows that split the ring of all tokens."""
+    """The rows of an epoch before shuffling: the ring of all tokens, split every `length` - 1 tokens."""
 
     def __init__(self, num_tokens: int, length: int, seed: int, epoch: int, shuffle: bool):
-        self.width = length - 1  # without [CLS]
+        self.width = length - 1  # text tokens per row; [CLS] is the other
         self.num_rows = -(-num_tokens // self.width)
         self.num_tokens = num_tokens
         self.offset = int(random_generator(seed, epoch, PACKED_STREAM).integers(num_tokens)) if shuffle else 0
@@ -86,10 +76,10 @@ class PackedRows:
 
 
 class SegmentPairRows:
-    """Rows of at most `length` tokens, each from a single document."""
+    """The rows of an epoch before shuffling: at most `length` tokens of a single document each."""
 
     def __init__(self, document_starts: NDArray, length: int, seed: int, epoch: int):
-        self.width = length - 3  # without [CLS], [SEP], [SEP]
+        self.width = length - 3  # text tokens in a full row; the others are [CLS], [SEP], [SEP]
         random = random_generator(seed, epoch, SEGMENT_PAIRS_STREAM)
         self.starts, lengths = split_documents(document_starts[:-1], np.diff(document_starts) - 1, self.width)
         self.starts, lengths = split_short_rows(self.starts, lengths, random)
@@ -100,8 +90,10 @@ class SegmentPairRows:
         self.num_rows = len(self.starts)
 
     def spans(self, rows: NDArray) -> RowSpans:
-        """The spans of the rows with these indices."""
         return RowSpans(self.starts[rows], self.lengths[rows], self.first_lengths[rows])
+
+
+EpochRows = PackedRows | SegmentPairRows
 
 
 def split_documents(starts: NDArray, lengths: NDArray, width: int) -> tuple[NDArray, NDArray]:

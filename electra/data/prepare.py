@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra.config import flat_defaults, flat_fields
 from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, in_validation_split, parse_documents
@@ -122,10 +122,12 @@ class ShardResult:
 
     def __str__(self) -> str:
         notes = [
-            f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents and "
-            f"{self.shards} shards ({self.tokens['validation']:,} tokens for validation)"
+            f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents "
+            f"({self.tokens['validation']:,} tokens for validation)",
+            f"made {self.new_shards} of {self.shards} shards in {self.seconds:.1f} s"
+            if self.new_shards
+            else f"all {self.shards} shards existed already",
         ]
-        notes.append(f"{self.new_shards} new shards in {self.seconds:.1f} s" if self.new_shards else "already complete")
         if not self.tokens["validation"]:
             notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
@@ -176,9 +178,8 @@ def shard(config: ShardConfig) -> ShardResult:
 def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
     """The corpus in parts of at least `size` bytes, except for the last."""
     number, blocks, num_bytes, position = 0, [], 0, 0
-    offsets = dict(
-        zip((str(file.path) for file in corpus.files), accumulate(corpus.file_sizes(), initial=0), strict=False)
-    )
+    paths = (str(file.path) for file in corpus.files)
+    offsets = dict(zip(paths, accumulate(corpus.file_sizes(), initial=0), strict=False))
     for block in corpus.blocks():
         blocks.append(block)
         num_bytes += len(block)
@@ -198,7 +199,7 @@ def shard_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer
 
 
 def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
-    """The index of a previous run, if it finished; raises if the folder is not empty or a run with these settings."""
+    """The index of a previous run, if it finished; raises unless the folder is empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
     is_started = (output / UNFINISHED).exists()
     if index is not None:
@@ -216,7 +217,7 @@ def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
 
 @contextmanager
 def clean_up_on_failure(output: Path) -> Iterator[None]:
-    """On an error before the index exists, remove a start without shards, or add to the error how to resume."""
+    """On an error in a first run, remove its files if no shard is finished, or else add to the message how to resume."""
     try:
         yield
     except BaseException as error:
@@ -228,8 +229,7 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
             (output / UNFINISHED).unlink(missing_ok=True)
         if not num_shards or not isinstance(error, DataError | OSError):
             raise
-        is_system_error = isinstance(error, OSError) and error.filename
-        message = f"{error.strerror}: {error.filename}" if is_system_error else str(error)
+        message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
         raise DataError(
             f"{message}; {num_shards} finished shards are kept in {output}; run the same command on the same text to "
             "resume"
@@ -252,15 +252,17 @@ def write_missing_shards(
     corpus: Corpus,
 ) -> list[ShardInfo]:
     """Encode and write every shard that is not finished."""
-    new = []
+    new: list[ShardInfo] = []
     encode = partial(encode_shard, config, tokenizer.fingerprint)
     missing = (text for text in texts if shard_name(text.number) not in finished)
-    workers = config.workers or len(os.sched_getaffinity(0))
-    with show_progress(sum(corpus.file_sizes())) as progress:
+    workers, start_time = config.workers or len(os.sched_getaffinity(0)), monotonic()
+    with create_progress_bar() as bar:
+        task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
         for encoded in map_in_order(encode, missing, workers):
             write_file(config.output / encoded.info.name, encoded.content)
-            progress.update(encoded.position, encoded.info.text_bytes, sum(encoded.info.tokens.values()))
             new.append(encoded.info)
+            description = describe_progress(new, monotonic() - start_time)
+            bar.update(task, completed=encoded.position, description=description)
     return new
 
 
@@ -364,29 +366,14 @@ def exit_with_parent(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-@dataclass
-class ShardProgress:
-    """A progress bar with speed and number of tokens."""
-
-    bar: Progress
-    task: TaskID
-    start_time: float
-    text_bytes: int = 0
-    tokens: int = 0
-
-    def update(self, position: int, text_bytes: int, tokens: int) -> None:
-        """Add a shard that ends at `position` of the corpus on disk."""
-        self.text_bytes += text_bytes
-        self.tokens += tokens
-        speed = self.text_bytes / 1e6 / (monotonic() - self.start_time)
-        description = f"{self.text_bytes / 1e6:,.0f} MB  {speed:.1f} MB/s  {self.tokens / 1e6:,.1f}M tokens"
-        self.bar.update(self.task, completed=position, description=description)
-
-
-@contextmanager
-def show_progress(total_bytes: int) -> Iterator[ShardProgress]:
-    """A progress bar on a terminal, nothing elsewhere; `total_bytes` is 0 if unknown."""
+def create_progress_bar() -> Progress:
+    """A progress bar on a terminal, nothing elsewhere."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        yield ShardProgress(bar, bar.add_task("reading", total=total_bytes or None), monotonic())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def describe_progress(shards: list[ShardInfo], seconds: float) -> str:
+    megabytes = sum(shard.text_bytes for shard in shards) / 1e6
+    tokens = sum(sum(shard.tokens.values()) for shard in shards)
+    return f"{megabytes:,.0f} MB  {megabytes / seconds:.1f} MB/s  {tokens / 1e6:,.1f}M tokens"

@@ -10,7 +10,7 @@ import json
 import resource
 import shlex
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
 from mmap import ACCESS_READ, mmap
@@ -201,10 +201,7 @@ def read_index(folder: Path) -> Index:
     try:
         return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        names = ", ".join(field.name for field in fields(Index))
-        raise DataError(
-            f"{folder / INDEX} is damaged ({error}): expected JSON with {names}; remove {folder} and make the shards again"
-        ) from None
+        raise DataError(f"{folder / INDEX} is damaged ({error}); remove {folder} and make the shards again") from None
 
 
 def damage_error(shards: Shards, names: list[str]) -> DataError:

@@ -17,7 +17,7 @@ from electra.finetuning.features import BatchIndices, Features, cached_features,
 from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
-from electra.kernels.dispatch import set_kernels
+from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.config import check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
@@ -104,6 +104,7 @@ class FinetuningTask:
     def __init__(self, job: Job) -> None:
         self.job, self.task, self.tuning = job, job.task, job.tuning
         self.device = choose_device(job.hardware.device)
+        dispatch.set_kernels(job.hardware.kernels)
         pretrained = load_pretrained(job.model, self.tuning.dropout)
         self.encoder, self.pretrained_folder = pretrained.encoder.config, pretrained.folder
         check_length(self.tuning.length, self.encoder)
@@ -230,7 +231,6 @@ def available_splits(task: Task) -> list[str]:
 
 def train(job: Job, quiet: bool) -> None:
     """Train from the last checkpoint or from the start, and write the result."""
-    set_kernels(job.hardware.kernels)
     task, tuning = FinetuningTask(job), job.tuning
     trainer = Trainer(
         task,

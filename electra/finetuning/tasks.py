@@ -129,7 +129,8 @@ class Examples:
 
     def with_swapped_pairs(self) -> Examples:
         """These pairs with their labels, followed by the same with their two texts swapped."""
-        assert self.texts_b is not None and self.labels is not None
+        assert self.texts_b is not None
+        assert self.labels is not None
         labels = np.concatenate([self.labels, self.labels])
         return Examples(texts=self.texts + self.texts_b, texts_b=self.texts_b + self.texts, labels=labels)
 

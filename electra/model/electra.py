@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
 from electra.model.encoder import Encoder, disentangled_embeddings
-from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead
+from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
 
 CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 
@@ -35,30 +36,64 @@ class MaskedLanguageModel(nn.Module):
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         *,
-        at: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [B, M, V] at the positions `at` [B, M], or [B, L, V] at all: vocabulary logits are dear."""
-        return self.guess(self.read(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens, at=at))
+        positions: Tensor | None = None,
+    ) -> TokenPredictions:
+        """Predictions at `positions` [B, M], or at all L positions."""
+        inputs = (attention_mask, segment_ids, document_ids, cu_seqlens)
+        return self.predict(self.encoder(input_ids, *inputs, positions=positions))
 
-    def read(self, *text: Tensor | None, at: Tensor | None = None, **inputs: Tensor | None) -> Tensor:
-        """Hidden states [B, M, D] at the positions `at` [B, M], or [B, L, D] at all; takes the encoder's inputs."""
-        return self.encoder(*text, positions=at, **inputs)
+    def predict(self, hidden: Tensor) -> TokenPredictions:
+        """Predictions from the encoder's hidden states [..., D]."""
+        states = self.head(hidden, self.encoder.tied_projection())
+        return TokenPredictions(hidden, states, self.encoder.embeddings.token_table(), self.head.bias)
 
-    def guess(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]."""
-        return self.head(hidden, self.encoder.embeddings.token_table(), self.encoder.tied_projection())
-
-    def transform(self, hidden: Tensor) -> Tensor:
-        """What of hidden states [..., D] is compared with the token table: [..., E]."""
-        return self.head.transformed(hidden, self.encoder.tied_projection())
-
-    def log_probabilities(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        """Log-probabilities [..., V] of the original tokens, from `hidden` [..., D] where `input_ids` [...] is read."""
-        return self.guess(hidden).float().log_softmax(-1)
+    def log_probabilities(self, predictions: TokenPredictions, input_ids: Tensor) -> Tensor:
+        """Log-probabilities [..., V] of the original tokens, where the model's input is `input_ids` [...]."""
+        return predictions.logits.float().log_softmax(-1)
 
 
 class Generator(MaskedLanguageModel):
     """Predicts the masked tokens; its samples replace them."""
+
+    side_stream: SideStream | None = None
+    """CUDA stream to run on in training, beside the discriminator."""
+
+    def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named_inputs: Tensor | None) -> TokenPredictions:
+        """As `MaskedLanguageModel.forward`; with a side stream, the predictions run the model when they are sampled."""
+        run = partial(super().forward, input_ids, *inputs, **named_inputs)
+        if self.side_stream is None or not torch.is_grad_enabled():
+            return run()
+        return SideStreamPredictions(run, self.side_stream)
+
+
+class SideStream(Protocol):
+    """`electra.kernels.side_stream.GeneratorStream`, whose import takes a second or two."""
+
+    def enter(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+class SideStreamPredictions(TokenPredictions):
+    """Predictions of a generator that runs on a side stream, together with its loss, when they are sampled.
+
+    Autograd runs the backward pass on the same stream as the forward pass, so the generator's then overlaps with the
+    discriminator's. Under torch.compile everything between the two switches of streams is one graph.
+    """
+
+    def __init__(self, run: Callable[[], TokenPredictions], side_stream: SideStream) -> None:
+        self.run, self.side_stream = run, side_stream
+
+    def sample(self, labels: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
+        self.side_stream.enter()
+        predictions = self.run()
+        sampled = predictions.sample(labels, weights, *arguments)
+        self.loss = predictions.mlm_loss(labels, weights)
+        self.side_stream.join()
+        return sampled
+
+    def mlm_loss(self, labels: Tensor, weights: Tensor) -> Tensor:
+        return self.loss
 
 
 class Discriminator(nn.Module):
@@ -88,10 +123,10 @@ class CopyMaskedLanguageModel(MaskedLanguageModel):
         super().__init__(config)
         self.gate = CopyGate(config)
 
-    def log_probabilities(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
-        log_probs = super().log_probabilities(hidden, input_ids)
+    def log_probabilities(self, predictions: TokenPredictions, input_ids: Tensor) -> Tensor:
+        log_probs = super().log_probabilities(predictions, input_ids)
         is_input = input_ids[..., None] == torch.arange(log_probs.shape[-1], device=log_probs.device)
-        return self.gate(hidden, log_probs, is_input)
+        return self.gate(predictions.hidden, log_probs, is_input)
 
     def log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Log-probabilities [B, M] of `labels` where `input_ids` [B, M] is read, from `hidden` [B, M, D].
@@ -104,7 +139,7 @@ class CopyMaskedLanguageModel(MaskedLanguageModel):
         return torch.cat([recomputed(self.chunk_log_likelihood, *chunk) for chunk in chunks]).view_as(labels)
 
     def chunk_log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
-        log_probs = self.guess(hidden).float().log_softmax(1).gather(1, labels[:, None])  # [N, 1]
+        log_probs = self.predict(hidden).logits.float().log_softmax(1).gather(1, labels[:, None])  # [N, 1]
         return self.gate(hidden, log_probs, (input_ids == labels)[:, None]).squeeze(1)
 
 

@@ -4,9 +4,70 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from electra.kernels.dispatch import linear_gelu
+from electra.kernels.dispatch import can_fuse_mlm_head, linear_gelu, mlm_loss_and_sample
 from electra.model.config import EncoderConfig
 from electra.model.encoder import initialize, linear, norm
+from electra.random import Purpose, RowRandomness, sample_logits
+
+
+class TokenPredictions:
+    """Predicted distributions over the vocabulary at M positions of each row.
+
+    Vocabulary logits are by far the largest tensor of a step, so they are only computed when they are used. On a GPU in
+    half precision, the MLM loss and a sample come from one pass over them.
+    """
+
+    def __init__(self, hidden: Tensor, states: Tensor, table: Tensor, bias: Tensor) -> None:
+        self.hidden = hidden  # [B, M, D] final hidden states of the encoder
+        self.states = states  # [B, M, E] hidden states transformed by the MLM head
+        self.table = table  # [V, E] token embeddings
+        self.bias = bias  # [V]
+        self.cached_logits: Tensor | None = None
+        self.cached_loss: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, M, V]"""
+        if self.cached_logits is None:
+            self.cached_logits = functional.linear(self.states, self.table, self.bias)
+        return self.cached_logits
+
+    def sampling_logits(self, labels: Tensor, temperature: float, disallow_correct: bool) -> Tensor:
+        """Logits [B, M, V] of the distribution to sample from; `disallow_correct` excludes `labels` [B, M]."""
+        logits = self.logits.float() / temperature  # half precision would overflow with Gumbel noise
+        return logits.scatter(2, labels[:, :, None], float("-inf")) if disallow_correct else logits
+
+    def sample(
+        self,
+        labels: Tensor,
+        weights: Tensor,
+        rows: RowRandomness,
+        temperature: float = 1.0,
+        disallow_correct: bool = False,
+    ) -> Tensor:
+        """Tokens [B, M] sampled with the randomness of `rows`; `labels` and `weights` as in `mlm_loss`."""
+        keys = rows.keys(Purpose.SAMPLE_BLOCK), rows.keys(Purpose.SAMPLE_TOKEN)
+        if temperature == 1 and not disallow_correct and self.can_fuse():
+            losses, sampled = mlm_loss_and_sample(self.states, self.table, self.bias, labels, *keys)
+            self.cached_loss = (losses * weights).sum()
+            return sampled
+        return sample_logits(self.sampling_logits(labels, temperature, disallow_correct), *keys)
+
+    def mlm_loss(self, labels: Tensor, weights: Tensor) -> Tensor:
+        """Sum of the negative log-likelihoods of `labels` [B, M] at positions with weight 1 in `weights` [B, M]."""
+        if self.cached_loss is None:
+            if self.can_fuse():
+                keys = labels.new_zeros(len(labels), 2)  # the sample is not used
+                losses, _ = mlm_loss_and_sample(self.states, self.table, self.bias, labels, keys, keys)
+            else:
+                logits = self.logits.float().flatten(0, 1)
+                losses = functional.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)
+            self.cached_loss = (losses * weights).sum()
+        return self.cached_loss
+
+    def can_fuse(self) -> bool:
+        """Whether loss and sample can be computed without the logits."""
+        return self.cached_logits is None and can_fuse_mlm_head(self.hidden)
 
 
 class MLMHead(nn.Module):
@@ -24,16 +85,10 @@ class MLMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
         initialize(self, config.init_std)
 
-    def forward(self, hidden: Tensor, table: Tensor, projection: Tensor | None = None) -> Tensor:
-        """Logits [..., V] of `hidden` [..., D]; `table` [V, E] is the encoder's own token table, so always tied.
-
-        So is a modern encoder's `projection` [D, E]."""
-        return functional.linear(self.transformed(hidden, projection), table, self.bias)
-
-    def transformed(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
-        """What is compared with the entries of the table: [..., E]."""
-        transformed = self.norm(linear_gelu(self.dense, hidden))
-        return transformed if projection is None else transformed @ projection
+    def forward(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
+        """States [..., E] to compare with the token table; a modern encoder has a `projection` [D, E] before it."""
+        states = self.norm(linear_gelu(self.dense, hidden))
+        return states if projection is None else states @ projection
 
 
 class RTDHead(nn.Module):

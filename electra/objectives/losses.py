@@ -1,7 +1,7 @@
 """Losses as sums with the number of predictions they are over.
 
-A batch cut into pieces (micro-batches, ranks) then has the same loss and gradients as whole: each piece's sums are
-divided by the counts of all pieces together.
+The sums of micro-batches and ranks, divided by the counts of the whole batch, have the loss and gradient of the whole
+batch.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Loss:
-    """One part of the whole: a sum over predictions, how many they are, and the weight of their mean."""
+    """A loss summed over predictions, and the weight of its mean in the total."""
 
     sum: Tensor  # []
     count: Tensor  # []
     weight: float = 1.0
 
     def mean(self) -> Tensor:
-        """Loss per prediction; 0 where there was none."""
+        """Mean over the predictions; 0 if there are none."""
         return self.sum / self.count.clamp(min=1)
 
 
@@ -27,7 +27,21 @@ Losses = dict[str, Loss]
 Counts = dict[str, Tensor]
 
 
+def weighted_loss(losses: Tensor, weights: Tensor, weight: float = 1.0) -> Loss:
+    """Loss over those of `losses` whose weight in `weights`, of the same shape, is 1."""
+    return Loss((losses * weights).sum(), weights.sum(), weight)
+
+
 def total(losses: Losses, counts: Counts | None = None) -> Tensor:
-    """Σ weight · sum / count: over these losses' own predictions, or over `counts` of the batch they are a piece of."""
+    """Σ weight · sum / count; `counts` are those of the whole batch if `losses` are of one micro-batch or rank."""
     counts = {name: loss.count for name, loss in losses.items()} if counts is None else counts
     return torch.stack([loss.weight * loss.sum / counts[name].clamp(min=1) for name, loss in losses.items()]).sum()
+
+
+def add_losses(batches: list[Losses]) -> Losses:
+    """The losses of several batches as those of one."""
+    added = {}
+    for name, first in batches[0].items():
+        sums, counts = zip(*((losses[name].sum, losses[name].count) for losses in batches), strict=True)
+        added[name] = Loss(torch.stack(sums).sum(), torch.stack(counts).sum(), first.weight)
+    return added

@@ -9,7 +9,7 @@ from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
-from electra.objectives.masking import slots
+from electra.objectives.masking import mask_slots
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import generator_source, has_head_for
 from electra.pretraining.phases import Phase, initializes_discriminator
@@ -215,5 +215,5 @@ def activation_bytes(phase: Phase, device: torch.device) -> int:
         total += bytes_per_number * length * encoder.layers * per_token
     predicting = [model.generator, model.discriminator if model.head == "mlm" else None]  # copy_mlm works in chunks
     for encoder in filter(None, predicting):
-        total += 3 * 4 * slots(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
+        total += 3 * 4 * mask_slots(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
     return total

@@ -11,8 +11,9 @@ from electra.config import replace_fields
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, check_length
 from electra.model.flops import training_flops
-from electra.objectives.masking import slots
-from electra.objectives.objectives import OBJECTIVES, GeneratorName, ObjectiveName
+from electra.objectives.config import GeneratorName, ObjectiveName
+from electra.objectives.masking import mask_slots
+from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import PretrainConfig, run_settings
 from electra.training.checkpoint import read_state
 from electra.training.config import Budget
@@ -56,7 +57,7 @@ class Phase:
     def flops_per_row(self) -> int:
         """FLOPs of a training step per row."""
         length, objective = self.config.loader.length, OBJECTIVES[self.config.objective.name]
-        return training_flops(self.model, length, slots(length, self.config.masking), objective.is_frozen)
+        return training_flops(self.model, length, mask_slots(length, self.config.masking), objective.is_frozen)
 
 
 def parse_phases(texts: Sequence[str]) -> list[PhaseSpec]:

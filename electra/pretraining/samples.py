@@ -1,4 +1,4 @@
-"""A page to look at: held-out sentences with their fills, and what the discriminator, or the masked language model in its place, predicts."""
+"""samples.md: held-out sentences with generator samples and the discriminator's predictions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,95 +9,96 @@ from torch import Tensor
 from electra.data.loader import Batch
 from electra.data.tokenizer import TextTokenizer
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
-from electra.objectives.evaluation import SEED, Fills
-from electra.objectives.masking import mask
-from electra.objectives.objectives import Settings, corrupt, fill
+from electra.objectives.evaluation import SEED, Samples
+from electra.objectives.objectives import ObjectiveContext, corrupt, predict_masked, sample
 
-SENTENCES, TOKENS = 4, 40
+MAX_SENTENCES, MAX_TOKENS = 4, 40
 SAMPLES = "samples.md"
 
 
 @dataclass(frozen=True)
 class Column:
-    """What is said of fills, and of other tokens that are doubted."""
+    """The last column of the tables: the discriminator's predictions."""
 
     title: str
-    cells: list[dict[int, str]]  # of each row, by the token's place
+    predictions: list[dict[int, str]]  # of each row, by position
 
 
 @torch.no_grad()
 def write_samples(
     run: Path, electra: Electra, batch: Batch, tokenizer: TextTokenizer, frequencies: Tensor | None
 ) -> None:
-    """Write samples.md: of each sentence a line of text, then a table of its masked words, fills and what is said.
+    """Write samples.md: of each sentence the corrupted text and a table of originals, samples and predictions.
 
-    Fills are the generator's, or drawn by `frequencies` [V]."""
-    settings = Settings(vocabulary=tokenizer.vocabulary, seed=SEED, frequencies=frequencies)
-    masked = mask(batch, settings.vocabulary, settings, settings.seed)
-    fills = Fills(masked, corrupt(batch.input_ids, masked, fill(electra, masked, batch, settings).sampled))
-    column = opinions(electra, fills, batch, tokenizer)
+    Samples are the generator's, or drawn from `frequencies` [V]."""
+    context = ObjectiveContext(vocabulary=tokenizer.vocabulary, seed=SEED, frequencies=frequencies)
+    masked = context.mask(batch)
+    sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
+    samples = Samples(masked, corrupt(batch.input_ids, masked, sampled))
+    column = prediction_column(electra, samples, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
-    for row in range(min(SENTENCES, batch.num_rows)):
-        original, shown = (words(text[row], tokenizer) for text in (batch.input_ids, fills.corrupted.input_ids))
-        lines += sentence(original, shown, places(fills, row), column, row)
+    for row in range(min(MAX_SENTENCES, batch.num_rows)):
+        original = decode(batch.input_ids[row], tokenizer)
+        corrupted = decode(samples.corrupted.input_ids[row], tokenizer)
+        predictions = column.predictions[row] if column else {}
+        title = column.title if column else None
+        lines += format_sentence(original, corrupted, masked_positions(samples, row), title, predictions)
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def places(fills: Fills, row: int) -> list[int]:
-    """Where fills stand in a row, as far as it is shown."""
-    used = fills.masked.positions[row][fills.masked.weights[row] > 0]
-    return used[used < TOKENS].sort().values.tolist()
+def masked_positions(samples: Samples, row: int) -> list[int]:
+    """The masked positions of a row among its first MAX_TOKENS tokens."""
+    positions = samples.masked.positions[row][samples.masked.weights[row] > 0]
+    return positions[positions < MAX_TOKENS].sort().values.tolist()
 
 
-def words(text: Tensor, tokenizer: TextTokenizer) -> list[str]:
-    """The tokens of a row [L], as far as it is shown."""
-    return [tokenizer.library.id_to_token(number) or "?" for number in text[:TOKENS].tolist()]
+def decode(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
+    """The first MAX_TOKENS tokens of a row [L]."""
+    return [tokenizer.library.id_to_token(token) or "?" for token in input_ids[:MAX_TOKENS].tolist()]
 
 
-def opinions(electra: Electra, fills: Fills, batch: Batch, tokenizer: TextTokenizer) -> Column | None:
-    """What the discriminator says, or the masked language model in its place; None where there is neither."""
+def prediction_column(electra: Electra, samples: Samples, batch: Batch, tokenizer: TextTokenizer) -> Column | None:
+    """The predictions of the discriminator, or of the masked language model in its place."""
     if isinstance(electra.discriminator, Discriminator):
-        return verdicts(electra.discriminator, fills, batch)
+        return Column("probability of being replaced", detections(electra.discriminator, samples, batch))
     if isinstance(electra.discriminator, MaskedLanguageModel):
-        return corrections(electra.discriminator, fills, batch, tokenizer)
+        return Column("predicted original", restorations(electra.discriminator, samples, batch, tokenizer))
     return None
 
 
-def verdicts(discriminator: Discriminator, fills: Fills, batch: Batch) -> Column:
-    """How surely fills are replaced, and all other tokens that are held to be."""
-    found = discriminator(fills.corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()[:SENTENCES, :TOKENS]
-    cells = []
-    for row, numbers in enumerate(found.tolist()):
-        at = places(fills, row)
-        cells.append({place: f"{sure:.2f}" for place, sure in enumerate(numbers) if place in at or sure > 0.5})
-    return Column("replaced, says the discriminator", cells)
+def detections(discriminator: Discriminator, samples: Samples, batch: Batch) -> list[dict[int, str]]:
+    """Probabilities of being replaced, at masked positions and wherever they exceed 0.5."""
+    probabilities = discriminator(samples.corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
+    predictions = []
+    for row, values in enumerate(probabilities[:MAX_SENTENCES, :MAX_TOKENS].tolist()):
+        masked = masked_positions(samples, row)
+        predictions.append({at: f"{value:.2f}" for at, value in enumerate(values) if at in masked or value > 0.5})
+    return predictions
 
 
-def corrections(model: MaskedLanguageModel, fills: Fills, batch: Batch, tokenizer: TextTokenizer) -> Column:
-    """What most likely stood where fills stand."""
-    read, positions = fills.corrupted.input_ids, fills.masked.positions
-    hidden = model.read(read, **batch.encoder_inputs(), at=positions)  # [B, M, D]
-    guesses = model.log_probabilities(hidden, read.gather(1, positions)).argmax(2)  # [B, M]
-    said = read.scatter(1, positions, guesses)[:SENTENCES]
-    cells = []
-    for row, text in enumerate(said):
-        told = words(text, tokenizer)
-        cells.append({place: told[place] for place in places(fills, row)})
-    return Column("predicted original", cells)
+def restorations(
+    model: MaskedLanguageModel, samples: Samples, batch: Batch, tokenizer: TextTokenizer
+) -> list[dict[int, str]]:
+    """The most likely original tokens at masked positions."""
+    input_ids, positions = samples.corrupted.input_ids, samples.masked.positions
+    predictions = model(input_ids, **batch.encoder_inputs(), positions=positions)
+    restored = model.log_probabilities(predictions, input_ids.gather(1, positions)).argmax(2)  # [B, M]
+    rows = [decode(row, tokenizer) for row in input_ids.scatter(1, positions, restored)[:MAX_SENTENCES]]
+    return [{at: tokens[at] for at in masked_positions(samples, row)} for row, tokens in enumerate(rows)]
 
 
-def sentence(original: list[str], shown: list[str], filled: list[int], column: Column | None, row: int) -> list[str]:
-    """The lines of one sentence: fills are bold, and the table has them and each other token that is doubted."""
-    told = [f"**{word}**" if place in filled else word for place, word in enumerate(shown)]
-    titles = ["token", "original", "fill", *([column.title] if column else [])]
-    lines = ["> " + " ".join(told), "", table_line(titles), "|" + "---|" * len(titles)]
-    said = column.cells[row] if column else {}
-    for place in sorted({*filled, *said}):
-        cells = [str(place), original[place], shown[place] if place in filled else ""]
-        lines.append(table_line([*cells, said[place]] if column else cells))
+def format_sentence(
+    original: list[str], corrupted: list[str], masked: list[int], title: str | None, predictions: dict[int, str]
+) -> list[str]:
+    """The lines of one sentence: corrupted text with samples in bold, and a table of samples and predictions."""
+    text = [f"**{token}**" if at in masked else token for at, token in enumerate(corrupted)]
+    titles = ["position", "original", "sample", *([title] if title else [])]
+    lines = ["> " + " ".join(text), "", table_row(titles), "|" + "---|" * len(titles)]
+    for at in sorted({*masked, *predictions}):
+        cells = [str(at), original[at], corrupted[at] if at in masked else ""]
+        lines.append(table_row([*cells, predictions[at]] if title else cells))
     return [*lines, ""]
 
 
-def table_line(cells: list[str]) -> str:
-    """A line of a table, of tokens and numbers."""
+def table_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,7 +1,6 @@
 """The training task of one phase: model, batches, objective and evaluation, for the trainer."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ from electra.data.loader import Batch, BatchLoader, Position, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import TOKENIZER, Shards
 from electra.data.tokenizer import Vocabulary
+from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import write_model
-from electra.objectives.evaluation import held_out_loss, measure
+from electra.objectives.evaluation import evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
-from electra.objectives.objectives import OBJECTIVES, Settings
+from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import copy_first_segment, set_sinusoidal_positions, set_unigram_output_bias
 from electra.pretraining.phases import Phase
@@ -35,6 +35,7 @@ class PretrainingTask:
     def __init__(self, phase: Phase, shards: Shards, device: torch.device) -> None:
         self.phase, self.shards, self.device = phase, shards, device
         self.config = config = phase.config
+        dispatch.set_kernels(config.hardware.kernels)
         self.model = Electra(phase.model).to(device)
         self.master_weights = MasterWeights(self.model, choose_precision(config.hardware.precision, device))
         self.is_compiled = uses_compile(config.hardware, device)
@@ -44,11 +45,11 @@ class PretrainingTask:
         self.batches: Iterator[Batch] | None = None
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
-        self.settings = objective_settings(config, shards.tokenizer.vocabulary, self.unigram)
-        if self.captures_graph:
+        self.context = objective_context(config, shards.tokenizer.vocabulary, self.unigram)
+        if self.captures_graph and self.objective.has_parallel_models and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
 
-            self.settings = replace(self.settings, detour=GeneratorStream())
+            self.master_weights.model.require_generator().side_stream = GeneratorStream()
         if config.init.unigram_output_bias:
             set_unigram_output_bias(self.model, self.unigram)
         if config.init.sinusoidal_positions:
@@ -81,13 +82,13 @@ class PretrainingTask:
     def losses(self, batch: Batch) -> Losses:
         self.master_weights.sync()
         with self.master_weights.autocast():
-            return self.compute_losses(self.master_weights.model, batch, self.settings)
+            return self.compute_losses(self.master_weights.model, batch, self.context)
 
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
     def counts(self, batch: Batch) -> Counts:
-        return self.objective.counts(batch, self.settings)
+        return self.objective.counts(batch, self.context)
 
     def lr_scale(self, name: str) -> float:
         return 1.0
@@ -96,9 +97,9 @@ class PretrainingTask:
         """Loss and metrics on held-out rows; also writes samples.md."""
         self.model.eval()
         with self.master_weights.autocast(), torch.no_grad():
-            loss = held_out_loss(self.config.objective.name, self.model, self.held_out, self.settings)
-            metrics = measure(self.model, self.held_out, self.unigram, self.settings.vocabulary)
-            frequencies = self.settings.frequencies
+            loss = held_out_loss(self.model, self.held_out, self.context)
+            metrics = evaluate(self.model, self.held_out, self.unigram, self.context.vocabulary)
+            frequencies = self.context.frequencies
             write_samples(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
         self.model.train()
         return {"loss": loss} | metrics
@@ -124,14 +125,14 @@ class PretrainingTask:
             self.loader.position = Position(step=state["step"], epoch=state["epoch"] + 1)
 
 
-def objective_settings(config: PretrainConfig, vocabulary: Vocabulary, unigram: Tensor) -> Settings:
-    """What an objective is called with: its settings, the vocabulary, and frequencies to sample from."""
+def objective_context(config: PretrainConfig, vocabulary: Vocabulary, unigram: Tensor) -> ObjectiveContext:
+    """What the objective is called with besides models and batches."""
     frequencies = {"model": None, "uniform": uniform_frequencies(vocabulary, unigram.device), "unigram": unigram}
-    return Settings(
-        **asdict(config.masking),
-        **asdict(config.objective),
-        seed=config.seed,
+    return ObjectiveContext(
         vocabulary=vocabulary,
+        masking=config.masking,
+        objective=config.objective,
+        seed=config.seed,
         frequencies=frequencies[config.objective.generator],
     )
 

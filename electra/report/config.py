@@ -7,8 +7,7 @@ from typing import Any
 from electra.config import Positional
 from electra.errors import ConfigError
 from electra.model.config import SMALL, ModelConfig
-from electra.objectives.masking import Count
-from electra.objectives.objectives import ObjectiveName
+from electra.objectives.config import MaskCount, ObjectiveName
 from electra.pretraining.config import recipe_settings
 
 PAPER_SETTINGS = recipe_settings("faithful", ModelConfig.size)
@@ -30,7 +29,7 @@ class FlopsConfig:
     """Tokens per row."""
     mask_fraction: float = PAPER_SETTINGS["mask_fraction"]
     """Fraction of the tokens to mask."""
-    mask_count: Count = "released"
+    mask_count: MaskCount = "released"
     """Number of masked tokens among n: paper: ceil(p·n); released: round(p·n)."""
     batch_size: int = PAPER_SETTINGS["batch_size"]
     """Rows per training step."""

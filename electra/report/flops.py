@@ -15,7 +15,8 @@ from electra.model.flops import (
     total_parameters,
     training_flops,
 )
-from electra.objectives.masking import MaskingConfig, slots
+from electra.objectives.config import MaskingConfig
+from electra.objectives.masking import mask_slots
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import model_for_objective, pair_for_objectives
 from electra.report.config import FlopsConfig
@@ -79,7 +80,7 @@ def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, li
         items = published_items(model, config.length)
         return items, PUBLISHED_TRAINING_FACTOR * sum(map(total_flops, items.values()))
     masking = MaskingConfig(mask_fraction=config.mask_fraction, mask_count=config.mask_count)
-    sizes = model, config.length, slots(config.length, masking)
+    sizes = model, config.length, mask_slots(config.length, masking)
     return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
 
 

@@ -121,7 +121,7 @@ class Model:
         generator = self.electra.require_generator()
         text_tokens = self.tokenize(text, generator.encoder)
         positions = self.mask_positions(text, text_tokens)
-        probabilities = generator(text_tokens.input_ids, at=positions[None])[0].softmax(1)  # [M, V]
+        probabilities = generator(text_tokens.input_ids, positions=positions[None]).logits[0].softmax(1)  # [M, V]
         best = probabilities.topk(min(count, probabilities.shape[1]), dim=1)
         masks = []
         for position, values, ids in zip(positions.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
