@@ -97,6 +97,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --inference yes", "unexpected argument 'yes'"),
         ("flops --lenght 128", "unknown flag --lenght; did you mean --length?"),
         ("flops --lenght=128", "unknown flag --lenght; did you mean --length?"),
+        ("finetune --nope", "unknown flag --nope; --help lists the flags"),
         ("flops --no-jsn", "unknown flag --no-jsn; did you mean --no-json?"),
         ("flops --confg x", "unknown flag --confg; did you mean --config?"),
         ("detect --modle x text", "unknown flag --modle; did you mean --model?"),
@@ -141,6 +142,13 @@ def test_an_error_about_a_field_names_its_flag_on_the_command_line():
         flags_in_errors(PretrainConfig),
     ):
         raise error
+
+
+def test_flags_are_parsed_without_importing_torch():
+    """torch takes seconds to import; help and errors in flags should not."""
+    program = "import sys, electra.cli as cli; [each.load_config_class() for each in cli.COMMANDS.values()]; "
+    program += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("library", ["cyclopts", "torch"])

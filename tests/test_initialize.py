@@ -367,6 +367,16 @@ def test_different_weights_cannot_be_shared(make_source, run_config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("objective", ["rtd", "replace-mlm"])
+def test_the_unigram_output_bias_predicts_the_frequencies_of_tokens(run_config, shards, objective):
+    config = run_config(unigram_output_bias=True, objective=objective)
+    [phase] = plan(config, open_shards(shards))
+    task = PretrainingTask(phase, open_shards(shards), torch.device("cpu"))
+    parts = [task.model.generator] + ([task.model.discriminator] if objective == "replace-mlm" else [])
+    for part in parts:
+        torch.testing.assert_close(part.head.bias.softmax(0), task.unigram, atol=0.01, rtol=0.1)
+
+
 def test_sinusoids_depend_on_the_distance_of_positions():
     table = sinusoids(64, 32)
     similarity = table @ table.T
