@@ -1,21 +1,26 @@
-"""Our kernels by themselves, on a GPU: what they take, forward and back, and what torch's own operations take.
+"""Speed of the kernels on a GPU: each against PyTorch's operations, or a training step without each (--ablate).
 
     python benchmarks/kernels.py [--rows 1024] [--length 128] [--width 256] [--heads 4] [--feedforward 1024]
         [--dropout 0] [--json]
+    python benchmarks/kernels.py --ablate [--shapes small:128x128 base:128x512] [--data shards/] [--steps 30] [--json]
 
-Both sides compute the same from the same inputs in bf16, recorded as CUDA graphs, so that launches do not count;
-with dropout, each side draws noise of its own.
+Kernel and PyTorch compute the same from the same bf16 inputs, captured as CUDA graphs, so launch times do not count.
+--ablate times a step of joint pre-training with all kernels, without each one, and with none of them.
 """
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from electra.kernels import dispatch
 from electra.kernels.dispatch import HAS_TRITON
 from electra.kernels.reference import apply_rope
 from electra.model.attention import make_rope
@@ -28,13 +33,14 @@ if HAS_TRITON:
     from electra.kernels.gelu import bias_gelu, geglu
     from electra.kernels.mlm_head import mlm_loss_and_sample
 
-Way = Callable[..., Tensor]
-EPSILON, NO_WINDOW, VOCABULARY, EMBEDDING, MASKED = 1e-12, -1, 30522, 128, 0.15
+Function = Callable[..., Tensor]
+EPSILON, NO_WINDOW, VOCAB_SIZE, EMBEDDING_WIDTH, MASK_FRACTION = 1e-12, -1, 30522, 128, 0.15
+DOCUMENT_START = 0.004  # probability: a document has 250 tokens on average
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the kernels work on."""
+    """Sizes of the kernels' inputs."""
 
     rows: int
     length: int
@@ -46,165 +52,223 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to compute: our way, torch's, and what from."""
+    """A kernel, the same function in PyTorch, and inputs."""
 
     name: str
-    ours: Way
-    torchs: Way
+    kernel: Function
+    pytorch: Function
     inputs: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Found:
-    """Microseconds forward, and forward and back; of ours and of torch's."""
+class Times:
+    """Microseconds of the forward pass, and of forward and backward pass together."""
 
     name: str
-    forward: float
-    both: float
-    torchs_forward: float
-    torchs_both: float
+    kernel_forward: float
+    kernel_both: float
+    pytorch_forward: float
+    pytorch_both: float
 
     def __str__(self) -> str:
-        back, theirs = self.both - self.forward, self.torchs_both - self.torchs_forward
+        backward, pytorch_backward = self.kernel_both - self.kernel_forward, self.pytorch_both - self.pytorch_forward
         return (
-            f"{self.name:24} forward {self.forward:8.1f} µs ({self.torchs_forward / self.forward:5.2f}× as fast as "
-            f"torch)   back {back:8.1f} µs ({theirs / back:5.2f}×)"
+            f"{self.name:24} forward {self.kernel_forward:8.1f} µs ({self.pytorch_forward / self.kernel_forward:5.2f}× "
+            f"as fast as PyTorch)   backward {backward:8.1f} µs ({pytorch_backward / backward:5.2f}×)"
         )
 
 
-def numbers(*shape: int) -> Tensor:
-    """Random ones, whose gradient is asked for."""
+def random_input(*shape: int) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
 
-def documents_of(sizes: Sizes) -> Tensor:
-    """One document in 250 tokens starts anew."""
-    return (torch.rand(sizes.rows, sizes.length, device="cuda") < 0.004).cumsum(1).int()
+def attention_case(sizes: Sizes, has_rope: bool) -> Case:
+    """Attention within documents: with rotary positions (modern style), or with dropout (classic)."""
+    K, dropout = sizes.width // sizes.heads, 0.0 if has_rope else sizes.dropout
+    document_ids = (torch.rand(sizes.rows, sizes.length, device="cuda") < DOCUMENT_START).cumsum(1).int()
+    mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # [B, 1, L, L]
+    rope = make_rope(sizes.length, K, 1e4, torch.device("cuda"))
+    flat_rope = rope.squeeze(2).contiguous() if has_rope else None
+    seed = torch.ones((), device="cuda", dtype=torch.int32) if dropout else None
 
+    def kernel(qkv: Tensor) -> Tensor:
+        return short_attention(qkv, document_ids, flat_rope, seed, NO_WINDOW, dropout)
 
-def attention(sizes: Sizes, is_turned: bool) -> Case:
-    """Tokens look at those of their document; with rotary positions (the modern style), or with dropout."""
-    K, dropout = sizes.width // sizes.heads, 0.0 if is_turned else sizes.dropout
-    documents, turns = documents_of(sizes), make_rope(sizes.length, K, 1e4, torch.device("cuda"))
-    same = (documents[:, :, None] == documents[:, None, :])[:, None]
-    flat, seed = turns.squeeze(2).contiguous(), torch.ones((), device="cuda", dtype=torch.int32)
-    ways = (flat if is_turned else None), (seed if dropout else None), NO_WINDOW, dropout
-
-    def torchs(qkv: Tensor) -> Tensor:
+    def pytorch(qkv: Tensor) -> Tensor:
         query, key, value = qkv.unbind(2)
-        if is_turned:
-            query, key = apply_rope(query, turns), apply_rope(key, turns)
+        if has_rope:
+            query, key = apply_rope(query, rope), apply_rope(key, rope)
         heads = [each.transpose(1, 2) for each in (query, key, value)]
-        return functional.scaled_dot_product_attention(*heads, attn_mask=same, dropout_p=dropout).transpose(1, 2)
+        return functional.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout).transpose(1, 2)
 
-    qkv = numbers(sizes.rows, sizes.length, 3, sizes.heads, K)
-    name = "attention, turned" if is_turned else "attention"
-    return Case(name, lambda qkv: short_attention(qkv, documents, *ways), torchs, (qkv,))
+    qkv = random_input(sizes.rows, sizes.length, 3, sizes.heads, K)
+    return Case("attention with RoPE" if has_rope else "attention", kernel, pytorch, (qkv,))
 
 
-def layer(sizes: Sizes) -> Case:
-    """A whole post-norm layer over one document a row."""
-    N, D, F, rate = (sizes.rows, sizes.length), sizes.width, sizes.feedforward, sizes.dropout
+def layer_case(sizes: Sizes) -> Case:
+    """A whole post-norm layer, one document per row."""
+    D, F, dropout = sizes.width, sizes.feedforward, sizes.dropout
     shapes = (3 * D, D), (3 * D,), (D, D), (D,), (D,), (D,), (F, D), (F,), (D, F), (D,), (D,), (D,)
-    parameters = [numbers(*shape).detach() * 0.02 for shape in shapes]
-    for place in (4, 10):  # the norms' weights
-        parameters[place] = torch.ones(D, device="cuda", dtype=torch.bfloat16)
+    parameters = [random_input(*shape).detach() * 0.02 for shape in shapes]
+    for index in (4, 10):  # weights of the norms
+        parameters[index] = torch.ones(D, device="cuda", dtype=torch.bfloat16)
     for parameter in parameters:
         parameter.requires_grad_()
 
-    def ours(hidden: Tensor, *weights: Tensor) -> Tensor:
+    def kernel(hidden: Tensor, *weights: Tensor) -> Tensor:
         return fused_classic_layer(
             hidden, list(weights), None, None, None,
-            heads=sizes.heads, is_short=True, attention_dropout=rate, dropout=rate, epsilon=EPSILON,
+            heads=sizes.heads, is_short=True, attention_dropout=dropout, dropout=dropout, epsilon=EPSILON,
         )  # fmt: skip
 
-    def torchs(hidden: Tensor, *weights: Tensor) -> Tensor:
+    def pytorch(hidden: Tensor, *weights: Tensor) -> Tensor:
         qkv = functional.linear(hidden, *weights[:2]).unflatten(-1, (3, sizes.heads, -1))
         heads = [each.transpose(1, 2) for each in qkv.unbind(2)]
-        mixed = functional.scaled_dot_product_attention(*heads, dropout_p=rate).transpose(1, 2).flatten(2)
-        found = functional.dropout(functional.linear(mixed, *weights[2:4]), rate)
-        between = functional.layer_norm(hidden + found, (D,), *weights[4:6], EPSILON)
+        mixed = functional.scaled_dot_product_attention(*heads, dropout_p=dropout).transpose(1, 2).flatten(2)
+        attended = functional.dropout(functional.linear(mixed, *weights[2:4]), dropout)
+        between = functional.layer_norm(hidden + attended, (D,), *weights[4:6], EPSILON)
         wide = functional.gelu(functional.linear(between, *weights[6:8]))
-        found = functional.dropout(functional.linear(wide, *weights[8:10]), rate)
-        return functional.layer_norm(between + found, (D,), *weights[10:], EPSILON)
+        narrow = functional.dropout(functional.linear(wide, *weights[8:10]), dropout)
+        return functional.layer_norm(between + narrow, (D,), *weights[10:], EPSILON)
 
-    return Case("a layer", ours, torchs, (numbers(*N, D), *parameters))
+    return Case("classic layer", kernel, pytorch, (random_input(sizes.rows, sizes.length, D), *parameters))
 
 
-def activations(sizes: Sizes) -> list[Case]:
-    """GELU with a bias, and with a gate."""
+def gelu_cases(sizes: Sizes) -> list[Case]:
     N, F = sizes.rows * sizes.length, sizes.feedforward
-    biased = Case("bias and GELU", bias_gelu, lambda x, b: functional.gelu(x + b), (numbers(N, F), numbers(F)))
 
-    def gated(both: Tensor) -> Tensor:
-        return functional.gelu(both[:, :F]) * both[:, F:]
+    def pytorch_geglu(x: Tensor) -> Tensor:
+        return functional.gelu(x[:, :F]) * x[:, F:]
 
-    return [biased, Case("GELU with a gate", geglu, gated, (numbers(N, 2 * F),))]
+    return [
+        Case(
+            "bias + GELU", bias_gelu, lambda x, bias: functional.gelu(x + bias), (random_input(N, F), random_input(F))
+        ),
+        Case("GEGLU", geglu, pytorch_geglu, (random_input(N, 2 * F),)),
+    ]
 
 
-def vocabulary(sizes: Sizes) -> Case:
-    """The losses of guesses at masked tokens; samples are drawn with them."""
-    guesses = int(MASKED * sizes.length)
-    originals = torch.randint(VOCABULARY, (sizes.rows, guesses), device="cuda")
+def mlm_head_case(sizes: Sizes) -> Case:
+    """MLM loss and samples at the masked positions."""
+    masked = int(MASK_FRACTION * sizes.length)
+    labels = torch.randint(VOCAB_SIZE, (sizes.rows, masked), device="cuda")
     keys = [torch.randint(2**31, (sizes.rows, 2), device="cuda") for _ in range(2)]
 
-    def torchs(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+    def kernel(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+        return mlm_loss_and_sample(states, table, bias, labels, *keys)[0]
+
+    def pytorch(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
         logits = functional.linear(states, table, bias)
         with torch.no_grad():
-            (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)  # drawn, though nobody looks
-        losses = functional.cross_entropy(logits.flatten(0, 1).float(), originals.flatten(), reduction="none")
-        return losses.view_as(originals)
+            (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)  # the sample
+        losses = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+        return losses.view_as(labels)
 
-    inputs = numbers(sizes.rows, guesses, EMBEDDING), numbers(VOCABULARY, EMBEDDING), numbers(VOCABULARY)
-    return Case("loss and draw", lambda *given: mlm_loss_and_sample(*given, originals, *keys)[0], torchs, inputs)
-
-
-def microseconds(act: Callable[[], object]) -> float:
-    """Of a recorded run."""
-    return 1000 * triton.testing.do_bench_cudagraph(act, rep=50, return_mode="median")
-
-
-def measured(case: Case) -> Found:
-    """Time a case."""
-    grown = torch.randn_like(case.ours(*case.inputs))
-
-    def times(way: Way) -> tuple[float, float]:
-        with torch.no_grad():
-            forward = microseconds(lambda: way(*case.inputs))
-        return forward, microseconds(lambda: torch.autograd.grad(way(*case.inputs), case.inputs, grown))
-
-    return Found(case.name, *times(case.ours), *times(case.torchs))
+    inputs = random_input(sizes.rows, masked, EMBEDDING_WIDTH), random_input(VOCAB_SIZE, EMBEDDING_WIDTH)
+    return Case("MLM loss and sample", kernel, pytorch, (*inputs, random_input(VOCAB_SIZE)))
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """One after the other: each is forgotten before the next is made."""
-    yield layer(sizes)
-    yield attention(sizes, is_turned=False)
-    yield attention(sizes, is_turned=True)
-    yield from activations(sizes)
-    yield vocabulary(sizes)
+    """One at a time, so that the memory of one is free for the next."""
+    yield layer_case(sizes)
+    yield attention_case(sizes, has_rope=False)
+    yield attention_case(sizes, has_rope=True)
+    yield from gelu_cases(sizes)
+    yield mlm_head_case(sizes)
 
 
-def main() -> None:
+def measure(case: Case) -> Times:
+    grad_out = torch.randn_like(case.kernel(*case.inputs))
+
+    def microseconds(function: Callable[[], object]) -> float:
+        return 1000 * triton.testing.do_bench_cudagraph(function, rep=50, return_mode="median")
+
+    def forward_and_both(function: Function) -> tuple[float, float]:
+        with torch.no_grad():
+            forward = microseconds(lambda: function(*case.inputs))
+        return forward, microseconds(lambda: torch.autograd.grad(function(*case.inputs), case.inputs, grad_out))
+
+    return Times(case.name, *forward_and_both(case.kernel), *forward_and_both(case.pytorch))
+
+
+def ablate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a training step for each shape, with all kernels, without each, and with none."""
+    from pretrain import WARMUP_STEPS, Environment, build_electra, parse_shape
+    from synthetic_shards import write_synthetic_shards
+    from timing import mean_seconds, median_seconds, reset
+
+    from electra.data.shards import open_shards
+
+    def step_milliseconds(shape: str, *without: str, kernels: str = "auto") -> float:
+        with dispatch.without_kernels(*without):
+            contender = build_electra(parse_shape(shape), environment, arguments.mode, kernels=kernels)
+            mean_seconds(contender.step, 1 + WARMUP_STEPS, environment.device)
+            seconds = median_seconds(contender.step, arguments.steps, environment.device)
+            del contender
+            reset(environment.device)
+        return 1000 * seconds
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
+        environment = Environment(shards, torch.device("cuda"), peak_flops=1.0)
+        for shape in arguments.shapes:
+            times = {"all kernels": step_milliseconds(shape)}
+            times |= {f"without {name}": step_milliseconds(shape, name) for name in dispatch.KERNELS}
+            times["no kernels"] = step_milliseconds(shape, kernels="off")
+            rows += [{"shape": shape, "kernels": name, "milliseconds": time} for name, time in times.items()]
+    return rows
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """Step times by shape and their ratio to the step with all kernels."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    times = {(row["shape"], row["kernels"]): row["milliseconds"] for row in rows}
+    header = " | ".join(f"{shape}, ms | ratio" for shape in shapes)
+    lines = [f"| step | {header} |", "|---|" + "---|---|" * len(shapes)]
+    for name in dict.fromkeys(row["kernels"] for row in rows):
+        cells = [
+            f"{times[shape, name]:.2f} | {times[shape, name] / times[shape, 'all kernels']:.2f}" for shape in shapes
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=128, help="of rows; at most 128")
+    parser.add_argument("--length", type=int, default=128, help="at most 128")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--feedforward", type=int, default=1024)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--ablate", action="store_true", help="time a training step without each kernel")
+    parser.add_argument("--shapes", nargs="+", default=["small:128x128", "base:128x512"], help="of --ablate")
+    parser.add_argument("--mode", choices=["eager", "compiled"], default="compiled", help="of --ablate")
+    parser.add_argument("--data", type=Path, help="shards for --ablate (default: synthetic text)")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of --ablate")
     parser.add_argument("--json", action="store_true")
-    given = vars(parser.parse_args())
-    as_json, sizes = given.pop("json"), Sizes(**given)
+    arguments = parser.parse_args()
     if not (HAS_TRITON and torch.cuda.is_available()):
-        parser.error("our kernels need an NVIDIA GPU, Triton and a C compiler, and not all of these are here")
-    if sizes.length > MAX_LENGTH:
-        parser.error(f"--length is {sizes.length}; these kernels take rows of at most {MAX_LENGTH} tokens")
-    found = [measured(case) for case in cases(sizes)]
-    if as_json:
-        print(json.dumps({"sizes": asdict(sizes), "microseconds": [asdict(one) for one in found]}, indent=2))
+        parser.error("the kernels need an NVIDIA GPU, Triton and a C compiler")
+    if arguments.length > MAX_LENGTH:
+        parser.error(f"--length is {arguments.length}; these kernels support at most {MAX_LENGTH} tokens per row")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.ablate:
+        rows = ablate(arguments)
+        print(json.dumps(rows) if arguments.json else f"{torch.cuda.get_device_name()}\n\n{markdown_table(rows)}")
+        return
+    names = ("rows", "length", "width", "heads", "feedforward", "dropout")
+    sizes = Sizes(**{name: getattr(arguments, name) for name in names})
+    times = [measure(case) for case in cases(sizes)]
+    if arguments.json:
+        print(json.dumps({"sizes": asdict(sizes), "microseconds": [asdict(each) for each in times]}, indent=2))
     else:
-        print(torch.cuda.get_device_name(), *found, sep="\n")
+        print(torch.cuda.get_device_name(), *times, sep="\n")
 
 
 if __name__ == "__main__":
