@@ -2,17 +2,19 @@
 
     python benchmarks/kernels.py [--rows 1024] [--length 128] [--width 256] [--heads 4] [--feedforward 1024]
         [--dropout 0] [--json]
-    python benchmarks/kernels.py --ablate [--shapes small:128x128 base:128x512] [--data shards/] [--steps 30] [--json]
+    python benchmarks/kernels.py --ablate [--shapes small:128x128 base:128x512] [--styles classic modern] [--data shards/]
 
 Kernel and PyTorch compute the same from the same bf16 inputs, captured as CUDA graphs, so launch times do not count.
---ablate times a step of joint pre-training with all kernels, without each one, and with none of them.
+--ablate times a step of joint pre-training with all kernels, without each one that applies, and with none of them; each
+is compiled again, which takes most of a minute.
 """
 
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,15 @@ if HAS_TRITON:
     from electra.kernels.mlm_head import mlm_loss_and_sample
 
 Function = Callable[..., Tensor]
+ALL = "all"
 EPSILON, NO_WINDOW, VOCAB_SIZE, EMBEDDING_WIDTH, MASK_FRACTION = 1e-12, -1, 30522, 128, 0.15
 DOCUMENT_START = 0.004  # probability: a document has 250 tokens on average
+APPLICABLE = {  # kernels used by a style at rows of up to 128 tokens, and at longer rows
+    ("classic", "short"): ("short_attention", "classic_layer", "linear_gelu", "mlm_head", "weight_gradient_stream"),
+    ("classic", "long"): ("varlen_attention", "classic_layer", "linear_gelu", "mlm_head", "weight_gradient_stream"),
+    ("modern", "short"): ("short_attention", "modern_layer", "geglu", "mlm_head", "weight_gradient_stream"),
+    ("modern", "long"): ("varlen_attention", "geglu", "mlm_head"),
+}
 
 
 @dataclass(frozen=True)
@@ -191,47 +200,44 @@ def measure(case: Case) -> Times:
     return Times(case.name, *forward_and_both(case.kernel), *forward_and_both(case.pytorch))
 
 
-def ablate(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of a training step for each shape, with all kernels, without each, and with none."""
+def ablate(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a training step by shape and style: with all kernels, without each, and with none."""
     from pretrain import WARMUP_STEPS, Environment, build_electra, parse_shape
     from synthetic_shards import write_synthetic_shards
     from timing import mean_seconds, median_seconds, reset
 
     from electra.data.shards import open_shards
 
-    def step_milliseconds(shape: str, *without: str, kernels: str = "auto") -> float:
+    def step_milliseconds(shape: str, style: str, *without: str, kernels: str = "auto") -> float:
         with dispatch.without_kernels(*without):
-            contender = build_electra(parse_shape(shape), environment, arguments.mode, kernels=kernels)
+            settings = {"style": style, "kernels": kernels}
+            contender = build_electra(parse_shape(shape), environment, arguments.mode, **settings)
             mean_seconds(contender.step, 1 + WARMUP_STEPS, environment.device)
             seconds = median_seconds(contender.step, arguments.steps, environment.device)
             del contender
             reset(environment.device)
         return 1000 * seconds
 
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
         shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
         environment = Environment(shards, torch.device("cuda"), peak_flops=1.0)
-        for shape in arguments.shapes:
-            times = {"all kernels": step_milliseconds(shape)}
-            times |= {f"without {name}": step_milliseconds(shape, name) for name in dispatch.KERNELS}
-            times["no kernels"] = step_milliseconds(shape, kernels="off")
-            rows += [{"shape": shape, "kernels": name, "milliseconds": time} for name, time in times.items()]
-    return rows
+        for shape, style in product(arguments.shapes, arguments.styles):
+            rows = "short" if parse_shape(shape).length <= MAX_LENGTH else "long"
+            fields = {"shape": shape, "style": style}
+            yield fields | {"kernels": ALL, "milliseconds": step_milliseconds(shape, style)}
+            for name in APPLICABLE[style, rows]:
+                yield fields | {"kernels": f"without {name}", "milliseconds": step_milliseconds(shape, style, name)}
+            yield fields | {"kernels": "none", "milliseconds": step_milliseconds(shape, style, kernels="off")}
 
 
-def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Step times by shape and their ratio to the step with all kernels."""
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    times = {(row["shape"], row["kernels"]): row["milliseconds"] for row in rows}
-    header = " | ".join(f"{shape}, ms | ratio" for shape in shapes)
-    lines = [f"| step | {header} |", "|---|" + "---|---|" * len(shapes)]
-    for name in dict.fromkeys(row["kernels"] for row in rows):
-        cells = [
-            f"{times[shape, name]:.2f} | {times[shape, name] / times[shape, 'all kernels']:.2f}" for shape in shapes
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def print_markdown(rows: Iterable[dict[str, Any]]) -> None:
+    """A table of step times and their ratio to the step with all kernels."""
+    print("| shape | style | kernels | step, ms | ratio |\n|---|---|---|---|---|")
+    baseline = 0.0
+    for row in rows:
+        baseline = row["milliseconds"] if row["kernels"] == ALL else baseline
+        cells = [row["shape"], row["style"], row["kernels"], f"{row['milliseconds']:.2f}"]
+        print(f"| {' | '.join(cells)} | {row['milliseconds'] / baseline:.2f} |", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -244,6 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--ablate", action="store_true", help="time a training step without each kernel")
     parser.add_argument("--shapes", nargs="+", default=["small:128x128", "base:128x512"], help="of --ablate")
+    parser.add_argument("--styles", nargs="+", choices=["classic", "modern"], default=["classic"], help="of --ablate")
     parser.add_argument("--mode", choices=["eager", "compiled"], default="compiled", help="of --ablate")
     parser.add_argument("--data", type=Path, help="shards for --ablate (default: synthetic text)")
     parser.add_argument("--steps", type=int, default=30, help="timed steps of --ablate")
@@ -260,7 +267,11 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.ablate:
         rows = ablate(arguments)
-        print(json.dumps(rows) if arguments.json else f"{torch.cuda.get_device_name()}\n\n{markdown_table(rows)}")
+        if arguments.json:
+            print(json.dumps(list(rows)))
+        else:
+            print(torch.cuda.get_device_name(), end="\n\n")
+            print_markdown(rows)
         return
     names = ("rows", "length", "width", "heads", "feedforward", "dropout")
     sizes = Sizes(**{name: getattr(arguments, name) for name in names})
