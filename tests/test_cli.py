@@ -143,6 +143,13 @@ def test_an_error_about_a_field_names_its_flag_on_the_command_line():
         raise error
 
 
+def test_flags_are_parsed_without_importing_torch():
+    """torch takes seconds to import; help and errors in flags should not."""
+    program = "import sys, electra.cli as cli; [each.load_config_class() for each in cli.COMMANDS.values()]; "
+    program += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("library", ["cyclopts", "torch"])
 def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
     """Libraries that are interrupted while they are imported often raise something other than KeyboardInterrupt."""

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_score
 
 from electra.data.loader import Batch
+from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.objectives.evaluation import SEED, DetectionMetrics, auc, evaluate, held_out_loss, unigram_samples
 from electra.objectives.losses import total
-from electra.objectives.masking import MaskingConfig
-from electra.objectives.objectives import OBJECTIVES, Corrupted, ObjectiveConfig, ObjectiveContext
+from electra.objectives.objectives import OBJECTIVES, Corrupted, ObjectiveContext
 
 UNIFORM = torch.full((60,), 1 / 60)
 GENERATOR_METRICS = {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy"}

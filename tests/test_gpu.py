@@ -25,8 +25,9 @@ from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
 from electra.model.heads import RTDHead
+from electra.objectives.config import MaskingConfig
 from electra.objectives.losses import total
-from electra.objectives.masking import MaskingConfig, mask
+from electra.objectives.masking import mask
 from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
 from electra.pretraining.command import pretrain
 from electra.runfolder import checkpoint_folders

@@ -12,7 +12,8 @@ from scipy import stats
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
-from electra.objectives.masking import MaskingConfig, mask, mask_slots, num_masked
+from electra.objectives.config import MaskingConfig
+from electra.objectives.masking import mask, mask_slots, num_masked
 
 V = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 

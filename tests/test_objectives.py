@@ -13,12 +13,12 @@ from electra.data.loader import Batch
 from electra.errors import ConfigError
 from electra.model.electra import CopyMaskedLanguageModel, Electra
 from electra.model.heads import TokenPredictions
+from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.objectives.losses import Loss, total, weighted_loss
-from electra.objectives.masking import Masked, MaskingConfig
+from electra.objectives.masking import Masked
 from electra.objectives.objectives import (
     OBJECTIVES,
     Corrupted,
-    ObjectiveConfig,
     ObjectiveContext,
     adversarial,
     all_tokens_mlm,

@@ -14,6 +14,7 @@ from torch import Tensor
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.model.electra import Electra, Generator, MaskedLanguageModel
+from electra.objectives.config import ObjectiveName
 from electra.objectives.losses import add_losses, total
 from electra.objectives.masking import Masked
 from electra.objectives.objectives import (
@@ -21,7 +22,6 @@ from electra.objectives.objectives import (
     Corrupted,
     Objective,
     ObjectiveContext,
-    ObjectiveName,
     corrupt,
     entropy,
     is_token,

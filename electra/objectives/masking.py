@@ -4,7 +4,6 @@ Each row has a fixed number M of mask slots, with weight 0 where a row masks few
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,37 +11,11 @@ from torch import Tensor
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
+from electra.objectives.config import MaskingConfig
 from electra.random import Number, Purpose, random_bits, random_uniform, row_keys
 
 MILLION = 1_000_000
 WHOLE_WORD_ROUNDS = 3
-MaskCount = Literal["paper", "released"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskingConfig:
-    """Masking."""
-
-    mask_fraction: float = 0.15
-    """Fraction p of the tokens to mask."""
-    mask_count: MaskCount = "released"
-    """Masked tokens of n tokens; paper: ceil(p·n); released: max(1, round(p·n)), at most int((p + .005)·length)."""
-    whole_word_masking: bool = False
-    """Mask all word pieces of a word or none."""
-    mask_token_probability: float = 1.0
-    """Probability that a masked position becomes [MASK] (released code: .85; BERT: .8)."""
-    random_token_probability: float = 0.0
-    """Probability that a masked position becomes a random token (BERT: .1); otherwise it keeps its token."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.mask_fraction < 1:
-            raise ConfigError(f"mask_fraction is {self.mask_fraction}; it must be between 0 and 1, usually 0.15")
-        probabilities = (self.mask_token_probability, self.random_token_probability)
-        if min(probabilities) < 0 or sum(probabilities) > 1:
-            raise ConfigError(
-                "mask_token_probability is {} and random_token_probability is {}; both must be at least 0 and their "
-                "sum at most 1".format(*probabilities)
-            )
 
 
 @dataclass(frozen=True)

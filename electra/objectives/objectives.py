@@ -2,58 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
 import torch
-from cyclopts import Parameter
 from torch import Tensor
 from torch.nn import functional
 
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
-from electra.errors import ConfigError
 from electra.model.config import Head
 from electra.model.electra import Electra
 from electra.model.heads import TokenPredictions
+from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.objectives.losses import Counts, Loss, Losses, weighted_loss
-from electra.objectives.masking import Masked, MaskingConfig, mask
+from electra.objectives.masking import Masked, mask
 from electra.random import Purpose, RowRandomness, sample_frequencies
-
-ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
-GeneratorName = Literal["model", "uniform", "unigram"]
-CorrectSampleLabel = Literal["original", "replaced"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """Pre-training objective."""
-
-    name: Annotated[ObjectiveName, Parameter(name="--objective")] = "rtd"
-    """rtd: replaced token detection, the generator and discriminator of the paper; electra-15: rtd at the masked
-    positions only; replace-mlm: predict the masked tokens from text with generator samples; all-tokens-mlm: the same
-    for all tokens, with a copy mechanism; mlm: a masked language model (BERT: --mask-token-probability 0.8
-    --random-token-probability 0.1); adversarial: the generator maximises the discriminator's loss by REINFORCE;
-    frozen-rtd: rtd without training the generator (second stage of two-stage training)."""
-    generator: GeneratorName = "model"
-    """What samples the replacements: the generator, or without one a uniform or unigram distribution over tokens."""
-    discriminator_weight: float = 50.0
-    """λ, the weight of the discriminator's loss."""
-    temperature: float = 1.0
-    """Temperature of the softmax that replacements are sampled from."""
-    disallow_correct: bool = False
-    """Never sample the original token."""
-    correct_sample_label: CorrectSampleLabel = "original"
-    """The discriminator's label for a sample that equals the original token; the paper's is original."""
-    entropy_bonus: float = 0.0
-    """adversarial: weight of the generator's entropy, in nats, in its reward."""
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must be above 0, usually 1")
-        if self.discriminator_weight < 0:
-            raise ConfigError(f"discriminator_weight is {self.discriminator_weight}; it must be at least 0, usually 50")
-        if self.entropy_bonus < 0:
-            raise ConfigError(f"entropy_bonus is {self.entropy_bonus}; it must be at least 0, for instance 0.01")
 
 
 @dataclass(frozen=True, kw_only=True)

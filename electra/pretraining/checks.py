@@ -13,7 +13,8 @@ from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, get_size
 from electra.model.storage import load_model_tokenizer, read_model_config
-from electra.objectives.objectives import OBJECTIVES, ObjectiveName
+from electra.objectives.config import ObjectiveName
+from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings
 from electra.pretraining.initialize import generator_source, is_lone_generator
 from electra.pretraining.phases import Phase, initializes_discriminator, parse_phases

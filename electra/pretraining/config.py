@@ -12,8 +12,7 @@ from electra.config import convert, field_paths, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
-from electra.objectives.masking import MaskingConfig
-from electra.objectives.objectives import ObjectiveConfig
+from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
 from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
 

@@ -11,8 +11,9 @@ from electra.config import replace_fields
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, check_length
 from electra.model.flops import training_flops
+from electra.objectives.config import GeneratorName, ObjectiveName
 from electra.objectives.masking import mask_slots
-from electra.objectives.objectives import OBJECTIVES, GeneratorName, ObjectiveName
+from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import PretrainConfig, run_settings
 from electra.training.checkpoint import read_state
 from electra.training.config import Budget

@@ -7,8 +7,7 @@ from typing import Any
 from electra.config import Positional
 from electra.errors import ConfigError
 from electra.model.config import SMALL, ModelConfig
-from electra.objectives.masking import MaskCount
-from electra.objectives.objectives import ObjectiveName
+from electra.objectives.config import MaskCount, ObjectiveName
 from electra.pretraining.config import recipe_settings
 
 PAPER_SETTINGS = recipe_settings("faithful", ModelConfig.size)

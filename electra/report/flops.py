@@ -15,7 +15,8 @@ from electra.model.flops import (
     total_parameters,
     training_flops,
 )
-from electra.objectives.masking import MaskingConfig, mask_slots
+from electra.objectives.config import MaskingConfig
+from electra.objectives.masking import mask_slots
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import model_for_objective, pair_for_objectives
 from electra.report.config import FlopsConfig

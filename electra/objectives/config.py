@@ -1,0 +1,77 @@
+"""Settings of masking and of the objective; parsing flags needs them, so this imports no torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from electra.errors import ConfigError
+
+ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
+GeneratorName = Literal["model", "uniform", "unigram"]
+CorrectSampleLabel = Literal["original", "replaced"]
+MaskCount = Literal["paper", "released"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingConfig:
+    """Masking."""
+
+    mask_fraction: float = 0.15
+    """Fraction p of the tokens to mask."""
+    mask_count: MaskCount = "released"
+    """Masked tokens of n tokens; paper: ceil(p·n); released: max(1, round(p·n)), at most int((p + .005)·length)."""
+    whole_word_masking: bool = False
+    """Mask all word pieces of a word or none."""
+    mask_token_probability: float = 1.0
+    """Probability that a masked position becomes [MASK] (released code: .85; BERT: .8)."""
+    random_token_probability: float = 0.0
+    """Probability that a masked position becomes a random token (BERT: .1); otherwise it keeps its token."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_fraction < 1:
+            raise ConfigError(
+                f"is {self.mask_fraction}; it must be between 0 and 1, usually 0.15", field="mask_fraction"
+            )
+        probabilities = (self.mask_token_probability, self.random_token_probability)
+        if min(probabilities) < 0 or sum(probabilities) > 1:
+            raise ConfigError(
+                "mask_token_probability is {} and random_token_probability is {}; both must be at least 0 and their "
+                "sum at most 1".format(*probabilities)
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """Pre-training objective."""
+
+    name: Annotated[ObjectiveName, Parameter(name="--objective")] = "rtd"
+    """rtd: replaced token detection, the generator and discriminator of the paper; electra-15: rtd at the masked
+    positions only; replace-mlm: predict the masked tokens from text with generator samples; all-tokens-mlm: the same
+    for all tokens, with a copy mechanism; mlm: a masked language model (BERT: --mask-token-probability 0.8
+    --random-token-probability 0.1); adversarial: the generator maximises the discriminator's loss by REINFORCE;
+    frozen-rtd: rtd without training the generator (second stage of two-stage training)."""
+    generator: GeneratorName = "model"
+    """What samples the replacements: the generator, or without one a uniform or unigram distribution over tokens."""
+    discriminator_weight: float = 50.0
+    """λ, the weight of the discriminator's loss."""
+    temperature: float = 1.0
+    """Temperature of the softmax that replacements are sampled from."""
+    disallow_correct: bool = False
+    """Never sample the original token."""
+    correct_sample_label: CorrectSampleLabel = "original"
+    """The discriminator's label for a sample that equals the original token; the paper's is original."""
+    entropy_bonus: float = 0.0
+    """adversarial: weight of the generator's entropy, in nats, in its reward."""
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(f"is {self.temperature}; it must be above 0, usually 1", field="temperature")
+        if self.discriminator_weight < 0:
+            raise ConfigError(
+                f"is {self.discriminator_weight}; it must be at least 0, usually 50", field="discriminator_weight"
+            )
+        if self.entropy_bonus < 0:
+            raise ConfigError(
+                f"is {self.entropy_bonus}; it must be at least 0, for instance 0.01", field="entropy_bonus"
+            )
