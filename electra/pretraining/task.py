@@ -1,6 +1,5 @@
 """The training task of one phase: model, batches, objective and evaluation, for the trainer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ class PretrainingTask:
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
         self.loader = self.build_loader()
-        self.batches: Iterator[Batch] | None = None
+        self.batches = iter(self.loader)
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
         self.context = objective_context(config, shards.tokenizer.vocabulary, self.unigram)
@@ -76,8 +75,11 @@ class PretrainingTask:
         )
 
     def next_batch(self) -> Batch:
-        self.batches = self.batches or iter(self.loader)
         return next(self.batches)
+
+    def close(self) -> None:
+        """Stop the thread that reads batches ahead."""
+        self.batches.close()
 
     def losses(self, batch: Batch) -> Losses:
         self.master_weights.sync()
