@@ -27,8 +27,9 @@ from electra.model.storage import load_model, save_model
 from electra.plotting import total_loss
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, PretrainConfig, recipe_settings
-from electra.pretraining.initialize import build_pair
-from electra.pretraining.task import PretrainingTask, held_out_batches, unigram_frequencies
+from electra.pretraining.held_out import held_out_batches
+from electra.pretraining.initialize import build_pair, unigram_frequencies
+from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
 from electra.training.logging import read_metrics
