@@ -12,7 +12,7 @@ from electra.pretraining.command import pretrain
 from electra.training.config import Budget, HardwareConfig
 from electra.training.trainer import Trainer
 
-QUICK = {"epochs": 15, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
+QUICK = {"epochs": 8, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
 
 
 @pytest.fixture

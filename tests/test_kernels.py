@@ -92,17 +92,18 @@ def weighted_sum(states: Tensor) -> Tensor:
 
 def test_kernels_can_be_switched_off_alone_or_together(kernels_off):
     hidden = torch.empty(2, 8, 64)
+    with dispatch.without_kernels("geglu"):
+        assert [kernel for kernel in dispatch.KERNELS if not dispatch.is_enabled(kernel)] == ["geglu"]
+    assert all(dispatch.is_enabled(kernel) for kernel in dispatch.KERNELS)
     kernels_off()
     assert not any(dispatch.can_use(kernel, hidden) for kernel in dispatch.KERNELS)
-    dispatch.set_kernels("auto", without=["geglu"])
-    assert dispatch.disabled == {"geglu"}
     with pytest.raises(ConfigError, match="unknown kernels gelu; choose from short_attention"):
-        dispatch.set_kernels("auto", without=["gelu"])
+        dispatch.without_kernels("gelu").__enter__()
 
 
 def test_kernels_flag_switches_them_off(run_config, kernels_off):
     pretrain(run_config(kernels="off", steps=1))
-    assert dispatch.disabled == set(dispatch.KERNELS)
+    assert dispatch.kernel_mode == "off"
 
 
 @interpreted
@@ -278,7 +279,7 @@ def test_compiled_encoder_equals_the_eager_one(kernels_off, style):
 
     def run() -> tuple[Tensor]:
         torch._dynamo.reset()
-        states = (encoder if dispatch.disabled else compiled)(input_ids, positions=positions)
+        states = (compiled if dispatch.kernel_mode == "auto" else encoder)(input_ids, positions=positions)
         weighted_sum(states).backward()
         return (states,)
 

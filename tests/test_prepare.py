@@ -60,8 +60,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return files
 
 
-def error_of(capsys, *arguments) -> str:
-    """The one-line error with which a command fails; its exit code is 2."""
+def run_failing(capsys, *arguments) -> str:
+    """Run a command that fails with exit code 2; returns its one-line error."""
     with pytest.raises(SystemExit) as exit:
         cli.main(list(map(str, arguments)))
     assert exit.value.code == 2
@@ -126,6 +126,7 @@ def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch
     assert content(text.parent / "shards") == content(text.parent / "whole")
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
     draw, kills = random.Random(0), 0
     (tmp_path / "text").mkdir()
@@ -173,7 +174,7 @@ def test_a_finished_run_makes_nothing_again(text):
     assert shard(config(text)).new_shards == FILES
     again = shard(config(text))
     assert again.new_shards == 0
-    assert "already complete" in str(again)
+    assert "existed already" in str(again)
 
 
 @pytest.mark.parametrize("is_finished", [True, False])
@@ -212,10 +213,10 @@ def test_another_tokenizer_is_an_error(text):
 
 def test_a_failure_before_the_first_shard_leaves_no_files(text, capsys):
     (text / "0.txt").write_bytes(b"caf\xe9")
-    assert "kept" not in error_of(capsys, *command(config(text, "new/shards", strict=True)))
+    assert "kept" not in run_failing(capsys, *command(config(text, "new/shards", strict=True)))
     assert not (text.parent / "new").exists()
     (text.parent / "shards").mkdir()
-    error_of(capsys, *command(config(text, strict=True)))
+    run_failing(capsys, *command(config(text, strict=True)))
     assert list((text.parent / "shards").iterdir()) == []
 
 
@@ -228,9 +229,9 @@ def test_a_run_killed_before_its_first_shard_may_be_replaced(text):
 def test_a_run_with_a_finished_shard_is_not_replaced(text, capsys):
     (text / "5.txt").write_bytes(b"caf\xe9")
     kept = f"; 5 finished shards are kept in {text.parent / 'shards'}; run the same command"
-    assert kept in error_of(capsys, *command(config(text, strict=True)))
+    assert kept in run_failing(capsys, *command(config(text, strict=True)))
     (text / "5.txt").write_text("coffee")
-    error = error_of(capsys, *command(config(text, strict=True)))
+    error = run_failing(capsys, *command(config(text, strict=True)))
     assert "corpus 5.txt was 4 bytes and is now 6 bytes; " in error
     assert error.strip().endswith(f"start over: rm -r {text.parent / 'shards'}")
 
@@ -241,6 +242,18 @@ def test_a_folder_with_other_files_is_an_error_and_not_changed(text):
     with pytest.raises(ConfigError, match="contains other files; choose a new or empty folder"):
         shard(config(text))
     assert [path.name for path in (text.parent / "shards").iterdir()] == ["thesis.doc"]
+
+
+def test_files_that_are_not_partial_shards_are_never_removed(text):
+    shard(config(text))
+    for name in ("notes.partial", "notes/draft.partial"):
+        (text.parent / "shards" / name).parent.mkdir(exist_ok=True)
+        (text.parent / "shards" / name).write_text("precious")
+    (text.parent / "shards" / f"00002.safetensors{PARTIAL}").write_bytes(b"left by a killed run")
+    shard(config(text))
+    assert (text.parent / "shards/notes.partial").exists()
+    assert (text.parent / "shards/notes/draft.partial").exists()
+    assert not list((text.parent / "shards").glob(f"*{PARTIAL}"))
 
 
 @pytest.mark.parametrize(
@@ -255,13 +268,13 @@ def test_a_folder_with_other_files_is_an_error_and_not_changed(text):
 def test_invalid_text_is_a_one_line_error(text, capsys, name, data, error):
     (text.parent / "bad").mkdir()
     (text.parent / "bad" / name).write_bytes(data)
-    assert error in error_of(capsys, *command(config(text, corpus=str(text.parent / "bad"))))
+    assert error in run_failing(capsys, *command(config(text, corpus=str(text.parent / "bad"))))
     assert not (text.parent / "shards").exists()
 
 
 def test_an_error_in_a_worker_is_a_one_line_error(text, capsys):
     (text / "5.txt").write_bytes(b"bad \xff")
-    error = error_of(capsys, *command(config(text, workers=2, strict=True)))
+    error = run_failing(capsys, *command(config(text, workers=2, strict=True)))
     assert "5.txt, line 1: not valid UTF-8" in error
 
 
@@ -272,7 +285,7 @@ def test_after_a_full_disk_the_run_can_be_resumed(text, capsys, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(runfolder.os, "fsync", full)
-        error = error_of(capsys, *command(config(text)))
+        error = run_failing(capsys, *command(config(text)))
     assert "cannot write (No space left on device)" in error
     assert "00002.safetensors; 2 finished shards are kept in" in error
     assert not list((text.parent / "shards").rglob(f"*{PARTIAL}"))
@@ -284,7 +297,7 @@ def test_missing_permission_is_a_one_line_error(text, capsys, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "mkdir", deny)
-    assert "Permission denied" in error_of(capsys, *command(config(text)))
+    assert "Permission denied" in run_failing(capsys, *command(config(text)))
 
 
 def test_two_runs_cannot_use_one_folder(text):

@@ -66,7 +66,7 @@ def test_damage_is_detected_and_only_the_damaged_shard_is_made_again(folder, kin
     error = capsys.readouterr().err
     assert "00001.safetensors; make only these again with: electra shard" in error
     cli.main(shlex.split(error.partition("again with: electra ")[2]))  # names the present folder
-    assert "1 new shards" in capsys.readouterr().out
+    assert "made 1 of 3 shards" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in moved.glob("*.safetensors")} == content
 
 

@@ -122,10 +122,12 @@ class ShardResult:
 
     def __str__(self) -> str:
         notes = [
-            f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents and "
-            f"{self.shards} shards ({self.tokens['validation']:,} tokens for validation)"
+            f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents "
+            f"({self.tokens['validation']:,} tokens for validation)",
+            f"made {self.new_shards} of {self.shards} shards in {self.seconds:.1f} s"
+            if self.new_shards
+            else f"all {self.shards} shards existed already",
         ]
-        notes.append(f"{self.new_shards} new shards in {self.seconds:.1f} s" if self.new_shards else "already complete")
         if not self.tokens["validation"]:
             notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
@@ -176,9 +178,8 @@ def shard(config: ShardConfig) -> ShardResult:
 def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
     """The corpus in parts of at least `size` bytes, except for the last."""
     number, blocks, num_bytes, position = 0, [], 0, 0
-    offsets = dict(
-        zip((str(file.path) for file in corpus.files), accumulate(corpus.file_sizes(), initial=0), strict=False)
-    )
+    paths = (str(file.path) for file in corpus.files)
+    offsets = dict(zip(paths, accumulate(corpus.file_sizes(), initial=0), strict=False))
     for block in corpus.blocks():
         blocks.append(block)
         num_bytes += len(block)
@@ -198,7 +199,7 @@ def shard_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer
 
 
 def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
-    """The index of a previous run, if it finished; raises if the folder is not empty or a run with these settings."""
+    """The index of a previous run, if it finished; raises unless the folder is empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
     is_started = (output / UNFINISHED).exists()
     if index is not None:
@@ -216,7 +217,7 @@ def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
 
 @contextmanager
 def clean_up_on_failure(output: Path) -> Iterator[None]:
-    """On an error before the index exists, remove a start without shards, or add to the error how to resume."""
+    """On an error in a first run, remove its files if no shard is finished; if some are, tell how to resume."""
     try:
         yield
     except BaseException as error:

@@ -1,1 +1,1 @@
-"""Fine-tuning on GLUE and on files of one's own."""
+"""Fine-tuning on GLUE and on users' files."""

@@ -145,7 +145,7 @@ def run_jobs(jobs: list[Job], workers: int | None) -> list[Result]:
 
 
 def estimated_cost(job: Job) -> int:
-    """A measure of a job's time: bytes to train on."""
+    """Proportional to a job's time: bytes to train on."""
     return file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
 
 

@@ -125,13 +125,13 @@ class Examples:
             texts=[self.texts[index] for index in indices],
             texts_b=None if self.texts_b is None else [self.texts_b[index] for index in indices],
             labels=None if self.labels is None else self.labels[indices],
-            rows=None if self.rows is None else [self.rows[index] for index in indices],
         )
 
     def with_swapped_pairs(self) -> Examples:
-        """These examples, followed by the same with their two texts swapped."""
+        """These pairs with their labels, followed by the same with their two texts swapped."""
         assert self.texts_b is not None
-        labels = None if self.labels is None else np.concatenate([self.labels, self.labels])
+        assert self.labels is not None
+        labels = np.concatenate([self.labels, self.labels])
         return Examples(texts=self.texts + self.texts_b, texts_b=self.texts_b + self.texts, labels=labels)
 
 

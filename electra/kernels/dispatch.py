@@ -6,7 +6,8 @@ kernels run on a GPU in half precision; with TRITON_INTERPRET=1 they also run on
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
@@ -41,7 +42,9 @@ KERNELS = (
     "mlm_head",
     "weight_gradient_stream",
 )
-disabled: set[str] = set()
+disabled: set[str] = set()  # single kernels, see `without_kernels`
+KernelMode = Literal["auto", "off"]
+kernel_mode: KernelMode = "auto"
 
 AttentionBackend = Literal["sdpa", "varlen", "short"]
 """scaled_dot_product_attention with a mask; flash attention with cu_seqlens; the Triton kernel for short rows."""
@@ -61,15 +64,30 @@ class AttentionBias:
     rope: Tensor | None = None  # [2, L, 1, K/2] cosines and sines of rotary positions
 
 
-def set_kernels(mode: Literal["auto", "off"], *, without: Iterable[str] = ()) -> None:
-    """Use kernels where they apply ("auto") or plain PyTorch only ("off"); `without` switches off single KERNELS."""
-    names = set(KERNELS if mode == "off" else without)
-    if unknown := names - set(KERNELS):
+def set_kernels(mode: KernelMode) -> None:
+    """Use kernels wherever they apply ("auto"), or plain PyTorch only ("off")."""
+    global kernel_mode
+    kernel_mode = mode
+
+
+@contextmanager
+def without_kernels(*names: str) -> Iterator[None]:
+    """Switch single KERNELS off, to measure what each one buys."""
+    if unknown := set(names) - set(KERNELS):
         raise ConfigError(f"unknown kernels {', '.join(sorted(unknown))}; choose from {', '.join(KERNELS)}")
-    disabled.clear()
     disabled.update(names)
     if HAS_TRITON:
-        WeightGradientStream.enabled = "weight_gradient_stream" not in disabled
+        WeightGradientStream.enabled = is_enabled("weight_gradient_stream")
+    try:
+        yield
+    finally:
+        disabled.difference_update(names)
+        if HAS_TRITON:
+            WeightGradientStream.enabled = is_enabled("weight_gradient_stream")
+
+
+def is_enabled(kernel: str) -> bool:
+    return kernel_mode == "auto" and kernel not in disabled
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -80,7 +98,7 @@ def compute_dtype(tensor: Tensor) -> torch.dtype:
 def can_use(kernel: str, tensor: Tensor) -> bool:
     """Whether a Triton kernel is enabled and takes this tensor."""
     is_supported = IS_INTERPRETED or (tensor.is_cuda and compute_dtype(tensor) in HALF_DTYPES)
-    return HAS_TRITON and is_supported and kernel not in disabled
+    return HAS_TRITON and is_supported and is_enabled(kernel)
 
 
 def attention_backend(weight: Tensor, length: int, head_width: int, has_cu_seqlens: bool) -> AttentionBackend:
@@ -91,7 +109,7 @@ def attention_backend(weight: Tensor, length: int, head_width: int, has_cu_seqle
     if can_use("short_attention", weight) and attention_kernels.is_short(length, head_width):
         return "short"
     is_half = weight.is_cuda and compute_dtype(weight) in HALF_DTYPES
-    if not is_half or head_width % 8 or head_width > MAX_FLASH_HEAD_WIDTH or "varlen_attention" in disabled:
+    if not is_half or head_width % 8 or head_width > MAX_FLASH_HEAD_WIDTH or not is_enabled("varlen_attention"):
         return "sdpa"
     return "sdpa" if torch.compiler.is_compiling() and not has_cu_seqlens else "varlen"
 
