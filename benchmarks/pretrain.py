@@ -1,19 +1,19 @@
-"""Steps of joint pre-training (replaced token detection): ours against transformers' models in a plain loop.
+"""Speed of joint pre-training (replaced token detection): electra and transformers' models in a plain training loop.
 
-    python benchmarks/pretrain.py [--data shards/] [--settings small:128x128 base:128x512] [--dropout 0 0.1] [--json]
-    python benchmarks/pretrain.py --follow 200 [--data shards/] [--settings small:128x128]
+    python benchmarks/pretrain.py [--data shards/] [--shapes small:128x128 base:128x512] [--dropout 0 0.1] [--json]
+    python benchmarks/pretrain.py --compare-losses 200 [--data shards/] [--shapes small:128x128]
 
-A step is forward, backward, clipping and the optimizer, over batches that come from shards; without --data, of made-up
-words. Ours is the trainer of `electra pretrain`: with --compile off, and fast (--compile on). The peers are
-ElectraForMaskedLM and ElectraForPreTraining with one set of embeddings, autocast and fused AdamW: `eager` as people
-write it (vocabulary logits of every token, a mask of ones), `compiled` the fastest of its kind (torch.compile, logits
-of masked rows only, no mask). Ours also keeps attention within the documents of a row, which the peers do not; with
---reach rows it sees whole rows as theirs does. All have the same sizes, dropout, batch and masked positions, and the
-same operations are counted for all (whole rows, logits of masked positions). Start-up is building, compiling and the
-first step; kernels compiled in earlier runs are cached by torch.
+A step is forward, backward, gradient clipping and optimizer, on batches from shards (without --data: synthetic text).
+electra is the trainer of `electra pretrain`, eager (--compile off) or compiled (--compile on, on a GPU as a CUDA
+graph). The peers are ElectraForMaskedLM and ElectraForPreTraining with shared embeddings, autocast and fused AdamW:
+`eager` in the usual implementation (vocabulary logits at all positions, an attention mask of ones), `compiled` with
+torch.compile, logits at masked positions only and no attention mask. electra also restricts attention to documents,
+the peers do not; --attention rows switches that off. Sizes, dropout, batch and number of masked positions are equal,
+and the same FLOPs are counted for all. The time to the first step includes building and compiling; torch caches
+kernels compiled in earlier runs.
 
---profile also says what the kernels of a step are for, and how long each kind takes.
---follow trains our plain path in fp32 and our fastest one on the same batches, and compares their losses.
+--profile prints the time of the kernels by kind.
+--compare-losses trains electra eagerly in fp32 and in its fastest mode on the same batches and compares the losses.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from made_shards import made_shards
-from profiling import Kind, kinds_of, told
-from timing import attempted, ceiling, clear, median_seconds, seconds_of
+from peer import TransformersPair, eager_losses, static_losses, transformers_config
+from profiling import KindTime, format_profile, profile_step
+from synthetic_shards import write_synthetic_shards
+from timing import matmul_flops, mean_seconds, median_seconds, reset, result_or_error
 from torch import nn
 from transformers import ElectraForPreTraining
-from transformers_pair import Pair, eager_losses, lean_losses, their_config
 
 from electra.config import construct
 from electra.data.loader import BatchLoader
@@ -57,19 +57,20 @@ from electra.pretraining.task import PretrainingTask
 from electra.training.logging import RunningAverages
 from electra.training.trainer import Trainer
 
-WAYS = {"plain": "off", "fast": "on"}  # --compile of `electra pretrain`; on a GPU compiled steps become CUDA graphs
-PEERS = {"eager": eager_losses, "compiled": lean_losses}
+MODES = {"eager": "off", "compiled": "on"}  # --compile of `electra pretrain`
+PEERS = {"eager": eager_losses, "compiled": static_losses}
 LOSSES = ("generator", "discriminator")
-WARMUPS = 5  # steps after the first, before time is taken: recording takes place in them
-SMOOTHED = 20  # steps that --follow takes the mean of
-FORWARD = 128  # tokens of a row in a forward pass
-ROUNDS = 7  # in which ours and theirs take turns going forward
+WARMUP_STEPS = 5  # after the first step; CUDA graphs are captured in them
+SMOOTHING_WINDOW = 20  # steps, of --compare-losses
+FORWARD_LENGTH = 128
+FORWARD_ROUNDS = 7  # in which the two forward passes alternate
 Report = dict[str, Any]
+Log = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is trained: a size, and the shape of its batches."""
+class Shape:
+    """A model size and the shape of its batches."""
 
     size: str
     rows: int
@@ -81,68 +82,68 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What all sides stand on."""
+class Environment:
+    """Data and device, the same for all contenders."""
 
     shards: Shards
     device: torch.device
-    ceiling: float  # operations a second of a matrix product
+    peak_flops: float  # FLOP/s of a large matrix product
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """What was measured of one side."""
+class Measurement:
+    """The speed of one contender."""
 
-    setting: str
+    shape: str
     dropout: float
-    side: str
+    contender: str
     parameters: int = 0
     losses: dict[str, float] | None = None  # of the first step
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
-    ratio: float | None = None  # of speeds, to the eager peer's
+    speedup: float | None = None  # over the eager peer
     tflops: float = 0.0
-    share: float = 0.0  # of the ceiling
-    memory_gb: float | None = None  # the most that was allocated on the GPU
-    first_step_seconds: float = 0.0  # from nothing to the end of the first step
-    ready_seconds: float = 0.0  # and of the next few, in which steps are recorded
-    kinds: dict[str, Kind] | None = None  # of kernels, with --profile
-    failed: str | None = None
+    fraction_of_peak: float = 0.0
+    memory_gb: float | None = None  # largest allocation on the GPU
+    first_step_seconds: float = 0.0  # from building the model to the end of the first step
+    ready_seconds: float = 0.0  # including the warm-up steps
+    profile: dict[str, KindTime] | None = None
+    error: str | None = None
 
     def __str__(self) -> str:
-        name = f"{self.setting:<15} dropout {self.dropout:<4} {self.side:<25}"
-        if self.failed is not None:
-            return f"{name} failed: {self.failed}"
-        ratio = f"{self.ratio:5.2f}×" if self.ratio else "     –"
+        name = f"{self.shape:<15} dropout {self.dropout:<4} {self.contender:<25}"
+        if self.error is not None:
+            return f"{name} failed: {self.error}"
+        speedup = f"{self.speedup:5.2f}×" if self.speedup else "     –"
         memory = f"{self.memory_gb:6.1f} GB" if self.memory_gb is not None else "     – GB"
-        speed = f"{self.tokens_per_second:>11,.0f} tokens/s  {ratio}  {1000 * self.step_seconds:8.2f} ms"
-        work = f"{self.tflops:7.3g} TFLOP/s  {self.share:6.1%} of the ceiling"
-        kinds = f"\n    {told(self.kinds)}" if self.kinds else ""
-        return f"{name} {speed}  {work}  {memory}  first step after {self.first_step_seconds:.1f} s{kinds}"
+        speed = f"{self.tokens_per_second:>11,.0f} tokens/s  {speedup}  {1000 * self.step_seconds:8.2f} ms"
+        work = f"{self.tflops:7.3g} TFLOP/s  {self.fraction_of_peak:6.1%} of the peak"
+        profile = f"\n    {format_profile(self.profile)}" if self.profile else ""
+        return f"{name} {speed}  {work}  {memory}  first step after {self.first_step_seconds:.1f} s{profile}"
 
 
 @dataclass(frozen=True)
-class Side:
-    """Something that takes training steps."""
+class Contender:
+    """A model and its training step."""
 
     model: nn.Module
     step: Callable[[], None]
     losses: Callable[[], dict[str, float]]  # of the last step
 
 
-def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
-    """Transformers' models in a plain loop."""
-    config, shards, device = our_config(setting, ground.shards, "plain"), ground.shards, ground.device
+def build_peer(shape: Shape, environment: Environment, mode: str) -> Contender:
+    """Transformers' models in a plain training loop."""
+    config, shards, device = run_config(shape, environment.shards, "eager"), environment.shards, environment.device
     torch.manual_seed(config.seed)
-    pair = Pair(build_pair(config, shards)).to(device).train()
+    pair = TransformersPair(build_pair(config, shards)).to(device).train()
     decay, count = config.optimizer.weight_decay, mask_slots(config.loader.length, config.masking)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.optimizer.learning_rate, weight_decay=decay, fused=True)
-    losses_of = torch.compile(PEERS[way]) if way == "compiled" else PEERS[way]
-    stream, last = iter(BatchLoader(shards, config.loader, seed=config.seed, device=device)), {}
+    compute_losses = torch.compile(PEERS[mode]) if mode == "compiled" else PEERS[mode]
+    batches, last = iter(BatchLoader(shards, config.loader, seed=config.seed, device=device)), {}
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            losses = losses_of(pair, next(stream).input_ids, count, shards.tokenizer.vocabulary)
+            losses = compute_losses(pair, next(batches).input_ids, count, shards.tokenizer.vocabulary)
             loss = losses["generator"] + config.objective.discriminator_weight * losses["discriminator"]
         loss.backward()
         nn.utils.clip_grad_norm_(pair.parameters(), config.optimizer.max_grad_norm)
@@ -150,249 +151,253 @@ def peer_side(setting: Setting, ground: Ground, way: str) -> Side:
         optimizer.zero_grad()
         last.update({name: loss.detach() for name, loss in losses.items()})
 
-    return Side(pair, step, lambda: {name: loss.item() for name, loss in last.items()})
+    return Contender(pair, step, lambda: {name: loss.item() for name, loss in last.items()})
 
 
-def our_side(setting: Setting, ground: Ground, way: str, **departures: Any) -> Side:
-    """The trainer of `electra pretrain`, ready for its first step."""
-    config = our_config(setting, ground.shards, way, **departures)
+def build_electra(shape: Shape, environment: Environment, mode: str, **settings: Any) -> Contender:
+    """The trainer of `electra pretrain`."""
+    config = run_config(shape, environment.shards, mode, **settings)
     torch.manual_seed(config.seed)
-    [phase] = plan(config, ground.shards)
-    lesson = PretrainingTask(phase, ground.shards, ground.device)
+    [phase] = plan(config, environment.shards)
+    task = PretrainingTask(phase, environment.shards, environment.device)
     trainer = Trainer(
-        lesson,
+        task,
         config.optimizer,
         config.trainer,
         phase.stage_budget,
         config.output,
         seed=config.seed,
-        cuda_graphs=lesson.captures_graph,
+        cuda_graphs=task.captures_graph,
         stop_at=phase.stage_end,
     )
-    trainer.run_step = trainer.graphed_step() if lesson.captures_graph else trainer.compute_step
+    trainer.run_step = trainer.graphed_step() if task.captures_graph else trainer.compute_step
 
     def step() -> None:
         trainer.averages = RunningAverages()
         trainer.step()
 
-    return Side(lesson.model, step, lambda: trainer.averages.means())
+    return Contender(task.model, step, lambda: trainer.averages.means())
 
 
-def our_config(setting: Setting, shards: Shards, way: str, **departures: Any) -> PretrainConfig:
-    """The settings of our run, which the peers' are read from; weights start as transformers' do."""
-    usual = recipe_settings("faithful", setting.size)
-    settings = {name: usual[name] for name in ("learning_rate", "mask_fraction")} | {"compile": WAYS[way]}
-    settings |= {"size": setting.size, "length": setting.length, "batch_size": setting.rows, "steps": 10_000}
-    settings |= {"dropout": setting.dropout, "evaluation_rows": 32}
-    values = {"data": shards.folder, "output": shards.folder / "never-written"} | settings | departures
-    return construct(PretrainConfig, values)
+def run_config(shape: Shape, shards: Shards, mode: str, **settings: Any) -> PretrainConfig:
+    """The settings of the run, also of the peers; weights are initialised as in transformers."""
+    recipe = recipe_settings("faithful", shape.size)
+    values = {name: recipe[name] for name in ("learning_rate", "mask_fraction")} | {"compile": MODES[mode]}
+    values |= {"size": shape.size, "length": shape.length, "batch_size": shape.rows, "dropout": shape.dropout}
+    values |= {"data": shards.folder, "output": shards.folder / "unused", "steps": 10_000, "evaluation_rows": 32}
+    return construct(PretrainConfig, values | settings)
 
 
-def timed(build: Callable[[], Side], setting: Setting, ground: Ground, arguments: argparse.Namespace) -> Report:
-    """What one side takes for a step, in the words of a row."""
-    began = time.perf_counter()
-    side = build()
-    side.step()
-    losses = side.losses()  # waits for the device
-    first = time.perf_counter() - began
-    ready = first + WARMUPS * seconds_of(side.step, WARMUPS, ground.device)
-    seconds = median_seconds(side.step, arguments.steps, ground.device)
-    speed = step_flops(setting, ground.shards) / seconds
+def measure(
+    build: Callable[[], Contender], shape: Shape, environment: Environment, arguments: argparse.Namespace
+) -> Report:
+    """The fields of a contender's measurement."""
+    start = time.perf_counter()
+    contender = build()
+    contender.step()
+    losses = contender.losses()  # synchronises the device
+    first = time.perf_counter() - start
+    ready = first + WARMUP_STEPS * mean_seconds(contender.step, WARMUP_STEPS, environment.device)
+    seconds = median_seconds(contender.step, arguments.steps, environment.device)
+    flops = step_flops(shape, environment.shards) / seconds
+    is_cuda = environment.device.type == "cuda"
     return {
-        "parameters": sum(parameter.numel() for parameter in side.model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in contender.model.parameters()),
         "losses": {name: losses[name] for name in LOSSES},
         "step_seconds": seconds,
-        "tokens_per_second": setting.rows * setting.length / seconds,
-        "tflops": speed / 1e12,
-        "share": speed / ground.ceiling,
-        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if ground.device.type == "cuda" else None,
+        "tokens_per_second": shape.rows * shape.length / seconds,
+        "tflops": flops / 1e12,
+        "fraction_of_peak": flops / environment.peak_flops,
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else None,
         "first_step_seconds": first,
         "ready_seconds": ready,
-        "kinds": kinds_of(side.step, ground.device) if arguments.profile else None,
+        "profile": profile_step(contender.step, environment.device) if arguments.profile else None,
     }
 
 
-def step_flops(setting: Setting, shards: Shards) -> float:
-    """Operations of a step with vocabulary logits of masked rows only."""
-    config = our_config(setting, shards, "plain")
-    return setting.rows * training_flops(
-        build_pair(config, shards), config.loader.length, mask_slots(config.loader.length, config.masking)
-    )
+def step_flops(shape: Shape, shards: Shards) -> float:
+    """FLOPs of a step with vocabulary logits at masked positions only."""
+    config = run_config(shape, shards, "eager")
+    length = config.loader.length
+    return shape.rows * training_flops(build_pair(config, shards), length, mask_slots(length, config.masking))
 
 
-def sides(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Side]]]:
-    """What is measured, by name, peers first."""
-    for way in arguments.peers:
-        yield f"transformers {way}", partial(peer_side, way=way)
+def contenders(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Contender]]]:
+    """Names and builders, peers first."""
+    for mode in arguments.peers:
+        yield f"transformers {mode}", partial(build_peer, mode=mode)
     optimizers = dict.fromkeys(("adamw", arguments.optimizer))
-    for optimizer, reach, way in product(optimizers, arguments.reach, arguments.ours):
-        others = [*(["whole rows"] if reach == "rows" else []), *([optimizer] if optimizer != "adamw" else [])]
-        departures = {"optimizer": optimizer, "cross_document_attention": reach == "rows"}
-        yield ", ".join([f"electra {way}", *others]), partial(our_side, way=way, **departures)
+    for optimizer, attention, mode in product(optimizers, arguments.attention, arguments.modes):
+        notes = [*(["whole rows"] if attention == "rows" else []), *([optimizer] if optimizer != "adamw" else [])]
+        settings = {"optimizer": optimizer, "cross_document_attention": attention == "rows"}
+        yield ", ".join([f"electra {mode}", *notes]), partial(build_electra, mode=mode, **settings)
 
 
-def compare(setting: Setting, ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], None]) -> list[Row]:
-    """The rows of a setting."""
-    rows: list[Row] = []
-    for name, build in sides(arguments):
-        act = partial(timed, partial(build, setting, ground), setting, ground, arguments)
-        row = Row(setting=str(setting), dropout=setting.dropout, side=name, **attempted(act, ground.device))
-        eager = next((each for each in [*rows, row] if each.side == "transformers eager"), row)
-        if "eager" in arguments.peers and not row.failed and not eager.failed:
-            row = replace(row, ratio=row.tokens_per_second / eager.tokens_per_second)
-        rows.append(row)
-        say(row)
-    say(check(rows))
-    return rows
+def compare(shape: Shape, environment: Environment, arguments: argparse.Namespace, log: Log) -> list[Measurement]:
+    """Measure all contenders on one shape."""
+    measurements: list[Measurement] = []
+    for name, build in contenders(arguments):
+        run = partial(measure, partial(build, shape, environment), shape, environment, arguments)
+        fields = result_or_error(run, environment.device)
+        measurement = Measurement(shape=str(shape), dropout=shape.dropout, contender=name, **fields)
+        eager = next((each for each in [*measurements, measurement] if each.contender == "transformers eager"), None)
+        if eager is not None and not measurement.error and not eager.error:
+            measurement = replace(measurement, speedup=measurement.tokens_per_second / eager.tokens_per_second)
+        measurements.append(measurement)
+        log(measurement)
+    log(check_equal_work(measurements))
+    return measurements
 
 
-def check(rows: list[Row]) -> str:
-    """Whether all sides did the same work: as many parameters, and about the same losses at first."""
-    taken = [row for row in rows if row.losses]
-    if not taken:
-        return "no side could be measured"
-    counts = sorted({row.parameters for row in taken})
-    spans = {name: sorted(row.losses[name] for row in taken if row.losses) for name in LOSSES}
-    is_same = len(counts) == 1 and all(found[-1] - found[0] < 0.1 * found[-1] for found in spans.values())
-    told = ", ".join(f"{name} {found[0]:.3f} to {found[-1]:.3f}" for name, found in spans.items())
+def check_equal_work(measurements: list[Measurement]) -> str:
+    """Whether all contenders have the same number of parameters and about the same first losses."""
+    finished = [each for each in measurements if each.losses]
+    if not finished:
+        return "no measurements"
+    counts = sorted({each.parameters for each in finished})
+    ranges = {name: sorted(each.losses[name] for each in finished if each.losses) for name in LOSSES}
+    is_equal = len(counts) == 1 and all(values[-1] - values[0] < 0.1 * values[-1] for values in ranges.values())
+    losses = ", ".join(f"{name} {values[0]:.3f} to {values[-1]:.3f}" for name, values in ranges.items())
     parameters = " and ".join(f"{count:,}" for count in counts)
-    return f"{'the same' if is_same else 'NOT the same'} work: {parameters} parameters; first losses: {told}"
+    return f"{'equal' if is_equal else 'NOT equal'} work: {parameters} parameters; first losses: {losses}"
 
 
-def follow(setting: Setting, ground: Ground, arguments: argparse.Namespace) -> Report:
-    """How far the smoothed losses of our fastest path are from those of the plain one in fp32, relatively and at most,
-    and where both end."""
-    train = partial(our_side, setting, ground, optimizer=arguments.optimizer, steps=arguments.follow)
-    plain = curves(train(way="plain", precision="fp32"), arguments.follow)
-    clear(ground.device)
-    fast = curves(train(way=arguments.ours[-1]), arguments.follow)
-    apart = {f"{name}_apart": float((np.abs(fast[name] - plain[name]) / plain[name]).max()) for name in LOSSES}
-    ends = {f"{name}_ends": [float(found[name][-1]) for found in (plain, fast)] for name in LOSSES}
-    return {"side": f"electra {arguments.ours[-1]}", "steps": arguments.follow} | apart | ends
+def compare_losses(shape: Shape, environment: Environment, arguments: argparse.Namespace) -> Report:
+    """The largest relative difference of smoothed losses between eager fp32 and the last of --modes, and their ends."""
+    steps = arguments.compare_losses
+    build = partial(build_electra, shape, environment, optimizer=arguments.optimizer, steps=steps)
+    reference = smoothed_losses(build(mode="eager", precision="fp32"), steps)
+    reset(environment.device)
+    fast = smoothed_losses(build(mode=arguments.modes[-1]), steps)
+    report: Report = {"contender": f"electra {arguments.modes[-1]}", "steps": steps}
+    for name in LOSSES:
+        report[f"{name}_difference"] = float((np.abs(fast[name] - reference[name]) / reference[name]).max())
+        report[f"{name}_last"] = [float(losses[name][-1]) for losses in (reference, fast)]
+    return report
 
 
-def curves(side: Side, steps: int) -> dict[str, np.ndarray]:
-    """Smoothed losses of some steps."""
-    taken = []
+def smoothed_losses(contender: Contender, steps: int) -> dict[str, np.ndarray]:
+    losses = []
     for _ in range(steps):
-        side.step()
-        taken.append(side.losses())
-    window = np.ones(min(SMOOTHED, steps)) / min(SMOOTHED, steps)
-    return {name: np.convolve([losses[name] for losses in taken], window, "valid") for name in LOSSES}
+        contender.step()
+        losses.append(contender.losses())
+    window = np.ones(min(SMOOTHING_WINDOW, steps)) / min(SMOOTHING_WINDOW, steps)
+    return {name: np.convolve([each[name] for each in losses], window, "valid") for name in LOSSES}
 
 
 @torch.no_grad()
-def forward(setting: Setting, device: torch.device) -> Report:
-    """Milliseconds of the discriminator's forward pass, ours and theirs with the same weights, taking turns."""
-    config = ModelConfig(size=setting.size).electra_config()
+def compare_forward(shape: Shape, device: torch.device) -> Report:
+    """Milliseconds of the discriminator's forward pass in electra and transformers, with the same weights."""
+    config = ModelConfig(size=shape.size).electra_config()
     ours = Electra(config).require_discriminator().to(device).eval()
-    theirs = ElectraForPreTraining(their_config(config.discriminator)).to(device).eval()
+    theirs = ElectraForPreTraining(transformers_config(config.discriminator)).to(device).eval()
     theirs.load_state_dict(to_huggingface(ours.state_dict(), ARCHITECTURES["ElectraForPreTraining"]))
-    text = torch.randint(config.discriminator.vocab_size, (setting.rows, setting.length), device=device)
-    apart = (ours(text) - theirs(text).logits).abs().max().item()
-    times = max(2, 64 // setting.rows)
-    rounds = [[seconds_of(partial(model, text), times, device) for model in (ours, theirs)] for _ in range(ROUNDS)]
-    mine, peer = (1000 * statistics.median(column) for column in zip(*rounds, strict=True))
-    return {"electra_ms": mine, "transformers_ms": peer, "ratio": peer / mine, "logits_apart": apart}
+    input_ids = torch.randint(config.discriminator.vocab_size, (shape.rows, shape.length), device=device)
+    difference = (ours(input_ids) - theirs(input_ids).logits).abs().max().item()
+    repetitions, models = max(2, 64 // shape.rows), (ours, theirs)
+    rounds = [
+        [mean_seconds(partial(model, input_ids), repetitions, device) for model in models]
+        for _ in range(FORWARD_ROUNDS)
+    ]
+    electra_ms, transformers_ms = (1000 * statistics.median(column) for column in zip(*rounds, strict=True))
+    speedup = transformers_ms / electra_ms
+    return {"electra_ms": electra_ms, "transformers_ms": transformers_ms, "speedup": speedup, "difference": difference}
 
 
-def entry(setting: Setting, act: Callable[[], Report], device: torch.device, say: Callable[[Any], None]) -> Report:
-    """What was found of a setting, which is also said."""
-    found = {"setting": str(setting), "dropout": setting.dropout} | attempted(act, device)
-    say(
+def log_report(shape: Shape, run: Callable[[], Report], device: torch.device, log: Log) -> Report:
+    report = {"shape": str(shape), "dropout": shape.dropout} | result_or_error(run, device)
+    log(
         "  ".join(
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in report.items()
         )
     )
-    return found
+    return report
 
 
-def read_setting(word: str) -> Setting:
-    """A setting as the command line has it."""
-    found = re.fullmatch(r"(\w+):(\d+)x(\d+)", word)
-    if found is None or found[1] not in SIZES:
+def parse_shape(text: str) -> Shape:
+    match = re.fullmatch(r"(\w+):(\d+)x(\d+)", text)
+    if match is None or match[1] not in SIZES:
         sizes = ", ".join(SIZES)
-        raise argparse.ArgumentTypeError(f"{word!r} is no SIZE:ROWSxLENGTH such as small:128x128; sizes are {sizes}")
-    return Setting(found[1], int(found[2]), int(found[3]))
+        raise argparse.ArgumentTypeError(f"{text!r} is not SIZE:ROWSxLENGTH, such as small:128x128; sizes are {sizes}")
+    return Shape(match[1], int(match[2]), int(match[3]))
 
 
-def read_arguments(words: list[str] | None, is_cuda: bool) -> argparse.Namespace:
-    """The command line; a CPU is asked for less."""
-    settings = "small:128x128 small:1024x128 base:128x512 large:64x512" if is_cuda else "tiny:16x64 small:8x128"
+def parse_arguments(command_line: list[str] | None, is_cuda: bool) -> argparse.Namespace:
+    shapes = "small:128x128 small:1024x128 base:128x512 large:64x512" if is_cuda else "tiny:16x64 small:8x128"
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data", type=Path, help="a folder that `electra shard` wrote; made-up words without")
-    parser.add_argument("--settings", nargs="+", type=read_setting, default=list(map(read_setting, settings.split())))
+    parser.add_argument("--data", type=Path, help="folder written by electra shard (default: synthetic text)")
+    parser.add_argument("--shapes", nargs="+", type=parse_shape, default=list(map(parse_shape, shapes.split())))
     parser.add_argument("--dropout", nargs="+", type=float, default=[0.0, 0.1])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS) if is_cuda else ["eager"])
+    parser.add_argument("--modes", nargs="*", choices=MODES, help="of electra (default: on a GPU both, else eager)")
+    parser.add_argument("--attention", nargs="+", choices=["documents", "rows"], default=["documents"])
     parser.add_argument(
-        "--ours", nargs="*", choices=WAYS, help="default: both on a GPU; plain on a CPU, fast to follow"
+        "--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: measure electra with both"
     )
+    parser.add_argument("--steps", type=int, default=30 if is_cuda else 10, help="timed steps")
     parser.add_argument(
-        "--reach", nargs="+", choices=["documents", "rows"], default=["documents"], help="of our tokens"
+        "--forward", nargs="*", type=int, default=[] if is_cuda else [1, 32], help="rows of forward passes"
     )
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: ours also with it")
-    parser.add_argument("--steps", type=int, default=30 if is_cuda else 10, help="steps that are timed")
-    parser.add_argument("--forward", nargs="*", type=int, default=[] if is_cuda else [1, 32], help="rows of a forward")
-    parser.add_argument("--profile", action="store_true", help="say what the kernels of a step are for")
-    parser.add_argument("--follow", type=int, help="compare the losses of so many steps instead of speeds")
+    parser.add_argument("--profile", action="store_true", help="print the time of kernels by kind")
+    parser.add_argument("--compare-losses", type=int, metavar="STEPS", help="compare losses instead of speed")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(words)
-    if arguments.ours is None:
-        arguments.ours = list(WAYS) if is_cuda else ["plain" if arguments.follow is None else "fast"]
-    least = {
-        "--steps": arguments.steps,
-        "--follow": arguments.follow,
-        "--forward": min(arguments.forward, default=None),
-    }
-    if small := [name for name, number in least.items() if number is not None and number < 1]:
-        parser.error(f"{small[0]} is {least[small[0]]}; it must be at least 1")
-    if arguments.follow is not None and not arguments.ours:
-        parser.error("--follow needs a way of --ours")
+    arguments = parser.parse_args(command_line)
+    if arguments.modes is None:
+        arguments.modes = list(MODES) if is_cuda else ["eager" if arguments.compare_losses is None else "compiled"]
+    counts = [("--steps", arguments.steps), ("--compare-losses", arguments.compare_losses)]
+    for name, number in [*counts, *(("--forward", rows) for rows in arguments.forward)]:
+        if number is not None and number < 1:
+            parser.error(f"{name} is {number}; it must be at least 1")
+    if arguments.compare_losses is not None and not arguments.modes:
+        parser.error("--compare-losses needs one of --modes")
     return arguments
 
 
-def all_settings(arguments: argparse.Namespace) -> list[Setting]:
-    """Every setting with every dropout."""
-    return [replace(each, dropout=dropout) for each in arguments.settings for dropout in arguments.dropout]
+def all_shapes(arguments: argparse.Namespace) -> list[Shape]:
+    """Every shape with every dropout."""
+    return [replace(shape, dropout=dropout) for shape in arguments.shapes for dropout in arguments.dropout]
 
 
-def report(ground: Ground, arguments: argparse.Namespace, say: Callable[[Any], None]) -> Report:
-    """All that was measured; it is said as it comes."""
-    device, follows = ground.device, arguments.follow is not None
+def run_benchmark(environment: Environment, arguments: argparse.Namespace, log: Log) -> Report:
+    device, shapes, compares_losses = environment.device, all_shapes(arguments), arguments.compare_losses is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    say(f"{name}; ceiling of a matrix product {ground.ceiling / 1e12:.3g} TFLOP/s")
-    settings = all_settings(arguments)
-    forwards = [Setting(*each, FORWARD) for each in product({each.size: 0 for each in settings}, arguments.forward)]
-    groups = [] if follows else [compare(each, ground, arguments, say) for each in settings]
-    following = [entry(each, partial(follow, each, ground, arguments), device, say) for each in settings if follows]
-    return {
+    log(f"{name}; matrix products run at {environment.peak_flops / 1e12:.3g} TFLOP/s")
+    report: Report = {
         "device": name,
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "ceiling_tflops": ground.ceiling / 1e12,
-        "rows": [asdict(row) for rows in groups for row in rows],
-        "checks": [check(rows) for rows in groups],
-        "follow": following,
-        "forward": [entry(each, partial(forward, each, device), device, say) for each in forwards if not follows],
+        "peak_tflops": environment.peak_flops / 1e12,
+    }
+    if compares_losses:
+        run = partial(compare_losses, environment=environment, arguments=arguments)
+        return report | {"losses": [log_report(shape, partial(run, shape), device, log) for shape in shapes]}
+    groups = [compare(shape, environment, arguments, log) for shape in shapes]
+    sizes = dict.fromkeys(shape.size for shape in shapes)
+    forward = [Shape(size, rows, FORWARD_LENGTH) for size, rows in product(sizes, arguments.forward)]
+    return report | {
+        "measurements": [asdict(each) for measurements in groups for each in measurements],
+        "checks": [check_equal_work(measurements) for measurements in groups],
+        "forward": [log_report(each, partial(compare_forward, each, device), device, log) for each in forward],
     }
 
 
-def main(words: list[str] | None = None) -> None:
+def main(command_line: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    arguments = read_arguments(words, is_cuda=device.type == "cuda")
-    say = (lambda said: None) if arguments.json else partial(print, flush=True)
+    arguments = parse_arguments(command_line, is_cuda=device.type == "cuda")
+    log: Log = (lambda line: None) if arguments.json else partial(print, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            shards = open_shards(arguments.data or made_shards(Path(folder)))
-            for setting in all_settings(arguments):
-                plan(our_config(setting, shards, "plain"), shards)
+            shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
+            for shape in all_shapes(arguments):
+                plan(run_config(shape, shards, "eager"), shards)
         except (ConfigError, DataError) as error:
             print(error, file=sys.stderr)
             sys.exit(2)
-        found = report(Ground(shards, device, ceiling(device)), arguments, say)
+        report = run_benchmark(Environment(shards, device, matmul_flops(device)), arguments, log)
     if arguments.json:
-        print(json.dumps(found))
-    if found["rows"] and all(row["failed"] for row in found["rows"]):
+        print(json.dumps(report))
+    measurements = report.get("measurements", [])
+    if measurements and all(each["error"] for each in measurements):
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks take time with: waiting for the device, chunks of repeats, and the ceiling of matrix products."""
+"""Timing on CPUs and GPUs."""
 
 import gc
 import statistics
@@ -10,21 +10,21 @@ import torch
 
 from electra.training.hardware import measure_flops
 
-CHUNK = 5  # repeats that are timed together
+CHUNK = 5  # repetitions that are timed together
 
 
-def attempted(act: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
-    """What `act` finds; or why it failed, so that what else is to be measured goes on."""
+def result_or_error(function: Callable[[], dict[str, Any]], device: torch.device) -> dict[str, Any]:
+    """The result of `function`, or {"error": message}, so that a benchmark continues with its next case."""
     try:
-        return act()
+        return function()
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
     finally:
-        clear(device)
+        reset(device)
 
 
-def clear(device: torch.device) -> None:
-    """Forget what was measured last: models, compiled code, memory and its highest mark."""
+def reset(device: torch.device) -> None:
+    """Free models, compiled code and GPU memory, and reset the memory statistics."""
     gc.collect()
     torch._dynamo.reset()
     if device.type == "cuda":
@@ -32,32 +32,31 @@ def clear(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def median_seconds(act: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds that it takes once: the median over a few chunks of times."""
-    chunk = min(CHUNK, times)
-    return statistics.median(seconds_of(act, chunk, device) for _ in range(times // chunk))
+def median_seconds(function: Callable[[], Any], repetitions: int, device: torch.device) -> float:
+    """Seconds per call: the median over chunks of repetitions."""
+    chunk = min(CHUNK, repetitions)
+    return statistics.median(mean_seconds(function, chunk, device) for _ in range(repetitions // chunk))
 
 
-def seconds_of(act: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Seconds that it takes once: the mean over times in a row, waiting for the device before and after."""
-    wait(device)
-    began = time.perf_counter()
-    for _ in range(times):
-        act()
-    wait(device)
-    return (time.perf_counter() - began) / times
+def mean_seconds(function: Callable[[], Any], repetitions: int, device: torch.device) -> float:
+    """Seconds per call, between two synchronisations of the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        function()
+    synchronize(device)
+    return (time.perf_counter() - start) / repetitions
 
 
-def wait(device: torch.device) -> None:
-    """Until the device has done all it was given."""
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def ceiling(device: torch.device) -> float:
-    """Operations a second of large matrix products, in the precision of training."""
+def matmul_flops(device: torch.device) -> float:
+    """FLOP/s of a large matrix product in the precision of training: the practical peak of the device."""
     if device.type == "cpu":
         return measure_flops(device, torch.float32)
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    seconds_of(lambda: left @ right, 20, device)
-    return 2 * 8192**3 / min(seconds_of(lambda: left @ right, 20, device) for _ in range(5))
+    mean_seconds(lambda: left @ right, 20, device)
+    return 2 * 8192**3 / min(mean_seconds(lambda: left @ right, 20, device) for _ in range(5))

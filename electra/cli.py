@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> None:
     with exit_on_interrupt():
         config_class = command.load_config_class()
     with flags_in_errors(config_class):
-        config: Any = parse(f"electra {command.name}", config_class, arguments[1:])
+        config: Any = parse(f"electra {arguments[0]}", config_class, arguments[1:])
         with exit_on_interrupt():
             function = command.load_function()
         result = function(config)
@@ -121,8 +121,9 @@ def find_command(name: str) -> Command:
 
 def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
     """The known name that is closest to a wrong one."""
-    close = get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]}?" if close else otherwise
+    by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
+    close = get_close_matches(name.strip("-"), by_word, n=1)
+    return f"did you mean {by_word[close[0]]}?" if close else otherwise
 
 
 @contextlib.contextmanager
@@ -237,7 +238,7 @@ def describe_flag_error(error: CycloptsError) -> str:
     match error:
         case UnknownOptionError():
             flag = (error.token.keyword or error.token.value).split("=")[0]
-            known = [name for argument in error.argument_collection for name in argument.names if name.startswith("--")]
+            known = [name for argument in error.argument_collection for name in argument.names]
             return f"unknown flag {flag}; {suggestion(flag, known, '--help lists the flags')}"
         case MissingArgumentError() | ConsumeMultipleError():
             assert error.argument is not None

@@ -1,4 +1,4 @@
-"""Benchmarks run, and what they time is the same work on both sides."""
+"""Benchmarks run, and compare equal work."""
 
 import importlib
 import json
@@ -14,44 +14,55 @@ def pretrain(monkeypatch):
     """benchmarks/pretrain.py as a module, on the CPU."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return importlib.import_module("pretrain")
+    module = importlib.import_module("pretrain")
+    monkeypatch.setattr(module, "matmul_flops", lambda device: 1e12)
+    return module
 
 
-def test_both_sides_of_a_pretraining_step_have_the_same_parameters_and_first_losses(pretrain, shards, capsys):
-    settings = "--settings tiny:4x16 --dropout 0.1 --steps 2 --peers eager --ours plain --forward 1"
-    pretrain.main(f"--data {shards} {settings} --json".split())
-    found = json.loads(capsys.readouterr().out)
-    eager, plain = found["rows"]
-    assert eager["parameters"] == plain["parameters"]
-    assert [check.split(":")[0] for check in found["checks"]] == ["the same work"]
-    assert eager["ratio"] == 1
-    assert plain["ratio"] == pytest.approx(eager["step_seconds"] / plain["step_seconds"])
-    assert found["forward"][0]["logits_apart"] < 1e-5
+@pytest.fixture
+def run(pretrain, shards, capsys):
+    """The JSON that benchmarks/pretrain.py prints."""
+
+    def run_json(flags: str) -> dict:
+        pretrain.main(f"--data {shards} {flags} --json".split())
+        return json.loads(capsys.readouterr().out)
+
+    return run_json
 
 
-def test_a_profile_has_all_of_a_step_and_knows_its_products(pretrain, shards, capsys):
-    sides = "--dropout 0 --steps 2 --peers --ours plain --forward --profile --json"
-    pretrain.main(f"--data {shards} --settings tiny:4x64 {sides}".split())
-    [row] = json.loads(capsys.readouterr().out)["rows"]
-    altogether = sum(kind["milliseconds"] for kind in row["kinds"].values())
-    assert 0.3 < altogether / (1000 * row["step_seconds"]) < 3
-    assert row["kinds"]["products"]["milliseconds"] > 0.1 * altogether
-    assert {"attention", "gelu", "norms", "optimizer"} <= {name for name, kind in row["kinds"].items() if kind["count"]}
+def test_both_contenders_have_the_same_parameters_and_first_losses(run):
+    report = run("--shapes tiny:4x16 --dropout 0.1 --steps 2 --peers eager --modes eager --forward 1")
+    peer, electra = report["measurements"]
+    assert peer["parameters"] == electra["parameters"]
+    assert [check.split(":")[0] for check in report["checks"]] == ["equal work"]
+    assert peer["speedup"] == 1
+    assert electra["speedup"] == pytest.approx(peer["step_seconds"] / electra["step_seconds"])
+    assert report["forward"][0]["difference"] < 1e-5
+
+
+def test_a_profile_covers_the_whole_step_and_recognises_matmuls(run):
+    report = run("--shapes tiny:4x64 --dropout 0 --steps 2 --peers --modes eager --forward --profile")
+    [measurement] = report["measurements"]
+    total = sum(kind["milliseconds"] for kind in measurement["profile"].values())
+    assert 0.3 < total / (1000 * measurement["step_seconds"]) < 3
+    assert measurement["profile"]["matmuls"]["milliseconds"] > 0.1 * total
+    present = {name for name, kind in measurement["profile"].items() if kind["count"]}
+    assert {"attention", "gelu", "norms", "optimizer"} <= present
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_badd_coopA_NNT", "products"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_badd_coopA_NNT", "matmuls"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "matmuls"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>", "attention"),
-        ("gradient_of_mix_kernel", "attention"),
-        ("side_by_side_kernel", "attention"),
-        ("gradient_of_gelu_kernel", "gelu"),
-        ("gradient_of_norm_kernel", "norms"),
-        ("sum_kernel", "column sums"),
-        ("gradient_of_score_kernel", "vocabulary"),
+        ("short_attention_backward_kernel", "attention"),
+        ("pack_qkv_kernel", "attention"),
+        ("bias_gelu_backward_kernel", "gelu"),
+        ("dropout_add_layernorm_backward_kernel", "norms"),
+        ("column_sum_kernel", "column sums"),
+        ("mlm_loss_backward_kernel", "vocabulary"),
         ("triton_per_fused__to_copy_embedding_dense_backward_native_layer_norm_backward_view_5", "embeddings"),
         (
             "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>>",
@@ -60,51 +71,50 @@ def test_a_profile_has_all_of_a_step_and_knows_its_products(pretrain, shards, ca
         ("Memset (Unknown)", "other"),
     ],
 )
-def test_a_kernel_is_known_by_its_name(pretrain, name, kind):
-    assert importlib.import_module("profiling").kind_of(name) == kind
+def test_kernels_are_classified_by_name(pretrain, name, kind):
+    assert importlib.import_module("profiling").kernel_kind(name) == kind
 
 
-def test_a_side_that_fails_says_why_and_the_others_go_on(pretrain, shards, capsys, monkeypatch):
+def test_an_error_in_one_contender_is_reported_and_the_others_are_measured(pretrain, shards, capsys, monkeypatch):
     def out_of_memory(*_, **__):
-        raise torch.OutOfMemoryError("too little memory")
+        raise torch.OutOfMemoryError("not enough memory")
 
-    monkeypatch.setattr(pretrain, "peer_side", out_of_memory)
-    pretrain.main(f"--data {shards} --settings tiny:2x16 --dropout 0 --steps 1 --ours plain --forward".split())
+    monkeypatch.setattr(pretrain, "build_peer", out_of_memory)
+    flags = f"--data {shards} --shapes tiny:2x16 --dropout 0 --steps 1 --forward"
+    pretrain.main(f"{flags} --modes eager".split())
     printed = capsys.readouterr().out
-    assert "failed: OutOfMemoryError: too little memory" in printed
+    assert "failed: OutOfMemoryError: not enough memory" in printed
     assert "tokens/s" in printed
-    with pytest.raises(SystemExit) as left:
-        pretrain.main(f"--data {shards} --settings tiny:2x16 --dropout 0 --steps 1 --ours --forward".split())
-    assert left.value.code == 1
-    assert "no side could be measured" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_info:
+        pretrain.main(f"{flags} --modes".split())
+    assert exit_info.value.code == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("flags", "message"),
     [
-        ("--settings tiny:0x16", "batch_size is 0"),
-        ("--settings tiny:2x1024", "512 positions"),
+        ("--shapes tiny:0x16", "batch_size is 0"),
+        ("--shapes tiny:2x1024", "512 positions"),
         ("--dropout 1.5", "dropout is 1.5"),
         ("--forward 0", "--forward is 0"),
-        ("--follow 5 --ours", "--follow needs a way"),
+        ("--compare-losses 5 --modes", "--compare-losses needs one of --modes"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(pretrain, shards, capsys, words, sentence):
-    with pytest.raises(SystemExit) as left:
-        pretrain.main(f"--data {shards} {words}".split())
-    assert left.value.code == 2
-    assert sentence in capsys.readouterr().err
+def test_impossible_flags_are_errors(pretrain, shards, capsys, flags, message):
+    with pytest.raises(SystemExit) as exit_info:
+        pretrain.main(f"--data {shards} {flags}".split())
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def test_the_peers_two_losses_are_one(pretrain, make_pair, make_batch, vocabulary):
-    pair = add_noise(pretrain.Pair(make_pair().config))
+def test_both_implementations_of_the_peer_have_the_same_loss(pretrain, make_pair, make_batch, vocabulary):
+    pair = add_noise(pretrain.TransformersPair(make_pair().config))
     input_ids = make_batch(rows=4, length=16, lengths=[16] * 4).input_ids  # [CLS], 14 tokens, [SEP]
-    eager, lean = (losses(pair, input_ids, 14, vocabulary) for losses in pretrain.PEERS.values())
-    assert eager["generator"].item() == pytest.approx(lean["generator"].item(), rel=1e-5)
-    assert eager["discriminator"].item() == pytest.approx(lean["discriminator"].item(), rel=0.5)  # other samples
+    eager, static = (losses(pair, input_ids, 14, vocabulary) for losses in pretrain.PEERS.values())
+    assert eager["generator"].item() == pytest.approx(static["generator"].item(), rel=1e-5)
+    assert eager["discriminator"].item() == pytest.approx(static["discriminator"].item(), rel=0.5)  # other samples
 
 
-def test_a_path_follows_itself(pretrain, shards, capsys):
-    pretrain.main(f"--data {shards} --settings tiny:4x16 --dropout 0 --follow 3 --ours plain --json".split())
-    [found] = json.loads(capsys.readouterr().out)["follow"]
-    assert found["generator_apart"] == found["discriminator_apart"] == 0
+def test_losses_of_a_mode_equal_themselves(run):
+    [report] = run("--shapes tiny:4x16 --dropout 0 --compare-losses 3 --modes eager")["losses"]
+    assert report["generator_difference"] == report["discriminator_difference"] == 0

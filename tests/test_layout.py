@@ -1,12 +1,12 @@
-"""The house: stages stand in the order the data flows, and imports only point back."""
+"""Packages are in the order of the data flow, and imports only point back along it."""
 
 import ast
 from pathlib import Path
 
 import electra
 
-HOUSE = Path(electra.__file__).parent
-STAGES = [
+ROOT = Path(electra.__file__).parent
+PACKAGES = [
     "data",
     "kernels",
     "model",
@@ -19,55 +19,50 @@ STAGES = [
     "export",
     "serve",
 ]
-FLOW = ["errors", "config", "random", "runfolder", "plotting", *STAGES]
-FLOW += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
+ORDER = ["errors", "config", "random", "runfolder", "plotting", *PACKAGES]
+ORDER += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
-def stage_of(module: str) -> str:
-    """The stage of a dotted name: electra.data.shards → text."""
-    return module.split(".")[1]
-
-
-def imported_stages(source: str) -> set[str]:
-    """The stages a source imports anywhere in it, so that a lazy import hides no arrow."""
-    found = set()
+def imported_parts(source: str) -> set[str]:
+    """The packages and top-level modules of electra that a source imports, also inside functions."""
+    modules = set()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                found |= {name.name for name in names}
+                modules |= {name.name for name in names}
             case ast.ImportFrom(module="electra", names=names):
-                found |= {f"electra.{name.name}" for name in names}
+                modules |= {f"electra.{name.name}" for name in names}
             case ast.ImportFrom(module=str(module)):
-                found.add(module)
-    return {stage_of(name) for name in found if name.startswith("electra.")}
+                modules.add(module)
+    return {module.split(".")[1] for module in modules if module.startswith("electra.")}
 
 
-def later_imports(stage: str, source: str) -> set[str]:
-    """The stages imported by `source` that stand behind `stage` in the flow."""
-    return {other for other in imported_stages(source) if other in FLOW and FLOW.index(other) > FLOW.index(stage)}
+def forward_imports(part: str, source: str) -> set[str]:
+    """The parts imported by `source` that come after `part`."""
+    return {other for other in imported_parts(source) if other in ORDER and ORDER.index(other) > ORDER.index(part)}
 
 
 def test_imports_point_back():
-    modules = [(path.relative_to(HOUSE), path.read_text()) for path in HOUSE.glob("**/*.py")]
-    assert len(modules) > 8
-    arrows = {str(path): later_imports(path.with_suffix("").parts[0], source) for path, source in modules}
-    assert {path: stages for path, stages in arrows.items() if stages} == {}
+    sources = {path.relative_to(ROOT): path.read_text() for path in ROOT.glob("**/*.py")}
+    assert len(sources) > 50
+    forward = {str(path): forward_imports(path.with_suffix("").parts[0], source) for path, source in sources.items()}
+    assert {path: parts for path, parts in forward.items() if parts} == {}
 
 
-def test_a_forward_import_is_seen_even_when_lazy():
-    lazy = "def late():\n    from electra.training.trainer import train\n"
-    assert later_imports("model", lazy) == {"training"}
-    assert later_imports("cli", lazy) == set()
-    assert later_imports("data", "from electra import model") == {"model"}
+def test_a_forward_import_inside_a_function_is_noticed():
+    source = "def train():\n    from electra.training.trainer import Trainer\n"
+    assert forward_imports("model", source) == {"training"}
+    assert forward_imports("cli", source) == set()
+    assert forward_imports("data", "from electra import model") == {"model"}
 
 
-def test_every_stage_stands_in_the_flow_and_says_what_it_does():
-    stages = {path.parent.name for path in HOUSE.glob("*/__init__.py")}
-    assert stages == set(STAGES)
-    for stage in stages:
-        assert ast.get_docstring(ast.parse((HOUSE / stage / "__init__.py").read_text()))
+def test_every_package_has_a_place_in_the_order_and_a_docstring():
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages == set(PACKAGES)
+    for package in packages:
+        assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
 
 
-def test_modules_stay_small():
-    long = {path.name: lines for path in HOUSE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 450}
+def test_modules_have_at_most_450_lines():
+    long = {path.name: lines for path in ROOT.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 450}
     assert long == {}

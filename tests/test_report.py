@@ -323,7 +323,6 @@ def test_unfinished_and_damaged_runs_are_skipped_with_a_reason(runs, damage, rea
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "missing runs"),
         (["gone"], "no run can be reported; gone: no such folder"),
         (["."], "no run can be reported; .: not a run: it has no metrics.jsonl"),
         (["gone", "--glue", "nowhere"], "there is no table.json in nowhere"),

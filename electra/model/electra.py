@@ -19,9 +19,7 @@ CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 
 
 class MaskedLanguageModel(nn.Module):
-    """An encoder with an output distribution over the vocabulary.
-
-    The generator is one; so is the model in the discriminator's place for Replace MLM."""
+    """An encoder that predicts tokens: the generator, and the model that Replace MLM trains on corrupted text."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -50,6 +48,33 @@ class MaskedLanguageModel(nn.Module):
     def log_probabilities(self, predictions: TokenPredictions, input_ids: Tensor) -> Tensor:
         """Log-probabilities [..., V] of the original tokens, where the model's input is `input_ids` [...]."""
         return predictions.logits.float().log_softmax(-1)
+
+
+class CopyMaskedLanguageModel(MaskedLanguageModel):
+    """A masked language model with a copy mechanism for unchanged input tokens (All-Tokens MLM)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__(config)
+        self.gate = CopyGate(config)
+
+    def log_probabilities(self, predictions: TokenPredictions, input_ids: Tensor) -> Tensor:
+        log_probs = super().log_probabilities(predictions, input_ids)
+        is_input = input_ids[..., None] == torch.arange(log_probs.shape[-1], device=log_probs.device)
+        return self.gate(predictions.hidden, log_probs, is_input)
+
+    def log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Log-probabilities [B, M] of `labels`, where the model's input is `input_ids` [B, M], from `hidden` [B, M, D].
+
+        Computed in chunks, again in the backward pass, so that only one chunk's vocabulary logits are in memory.
+        """
+        columns = (hidden.flatten(0, 1), input_ids.flatten(), labels.flatten())
+        chunks = zip(*(column.split(CHUNK_SIZE) for column in columns), strict=True)
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        return torch.cat([recomputed(self.chunk_log_likelihood, *chunk) for chunk in chunks]).view_as(labels)
+
+    def chunk_log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        log_probs = self.predict(hidden).logits.float().log_softmax(1).gather(1, labels[:, None])  # [N, 1]
+        return self.gate(hidden, log_probs, (input_ids == labels)[:, None]).squeeze(1)
 
 
 class Generator(MaskedLanguageModel):
@@ -112,35 +137,8 @@ class Discriminator(nn.Module):
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, L], positive where a token looks replaced."""
+        """Logits [B, L]: positive for replaced tokens."""
         return self.head(self.encoder(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens))
-
-
-class CopyMaskedLanguageModel(MaskedLanguageModel):
-    """A masked language model with a copy gate: it may also predict the token it reads (All-Tokens MLM)."""
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__(config)
-        self.gate = CopyGate(config)
-
-    def log_probabilities(self, predictions: TokenPredictions, input_ids: Tensor) -> Tensor:
-        log_probs = super().log_probabilities(predictions, input_ids)
-        is_input = input_ids[..., None] == torch.arange(log_probs.shape[-1], device=log_probs.device)
-        return self.gate(predictions.hidden, log_probs, is_input)
-
-    def log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Log-probabilities [B, M] of `labels` where `input_ids` [B, M] is read, from `hidden` [B, M, D].
-
-        In chunks that the backward pass recomputes, so that vocabulary logits exist for one chunk at a time.
-        """
-        columns = (hidden.flatten(0, 1), input_ids.flatten(), labels.flatten())
-        chunks = zip(*(column.split(CHUNK_SIZE) for column in columns), strict=True)
-        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
-        return torch.cat([recomputed(self.chunk_log_likelihood, *chunk) for chunk in chunks]).view_as(labels)
-
-    def chunk_log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
-        log_probs = self.predict(hidden).logits.float().log_softmax(1).gather(1, labels[:, None])  # [N, 1]
-        return self.gate(hidden, log_probs, (input_ids == labels)[:, None]).squeeze(1)
 
 
 DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
@@ -195,9 +193,6 @@ class Electra(nn.Module):
         if self.generator is not None and self.discriminator is not None:
             SHARING[config.sharing](self.generator, self.discriminator)
 
-    def pair(self) -> tuple[Generator, Discriminator]:
-        return self.require_generator(), self.require_discriminator()
-
     def require_generator(self) -> Generator:
         if self.generator is None:
             raise ConfigError(
@@ -215,15 +210,15 @@ class Electra(nn.Module):
         return self.discriminator
 
     def require_mlm(self) -> MaskedLanguageModel:
-        """The masked language model in the discriminator's place (Replace MLM)."""
+        """The masked language model of Replace MLM, which is trained instead of a discriminator."""
         if not isinstance(self.discriminator, MaskedLanguageModel):
             raise ConfigError(
-                "this model has no MLM head on its discriminator; build it with ElectraConfig(head='mlm')"
+                "this model has no masked language model for corrupted text; build it with ElectraConfig(head='mlm')"
             )
         return self.discriminator
 
     def require_copy_mlm(self) -> CopyMaskedLanguageModel:
-        """The masked language model with a copy gate in the discriminator's place (All-Tokens MLM)."""
+        """The masked language model of All-Tokens MLM, which is trained instead of a discriminator."""
         if not isinstance(self.discriminator, CopyMaskedLanguageModel):
             raise ConfigError("this model has no copy gate; build it with ElectraConfig(head='copy_mlm')")
         return self.discriminator

@@ -63,7 +63,7 @@ def load_model(folder: Path) -> Electra:
 
 
 def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
-    """A model with the given weights, which were read from `path`."""
+    """A model with `weights`, which were read from `path`."""
     with torch.device("meta"):
         electra = Electra(config)
     expected = dict(electra.named_parameters())

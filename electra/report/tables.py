@@ -132,19 +132,24 @@ def plot_runs(folder: Path, runs: dict[str, Run]) -> list[str]:
     plots = {
         name: metric_panels(name, runs) for name in PLOTS if any(name in run.final_metrics for run in runs.values())
     }
-    if scores := {label: run for label, run in runs.items() if run.glue}:
-        plots["glue"] = [
-            Panel(
-                {label: [(getattr(run, cost), run.glue.mean)] for label, run in scores.items() if run.glue},
-                xlabel,
-                "GLUE mean",
-            )
-            for cost, xlabel in COSTS.items()
-        ]
+    if any(run.glue for run in runs.values()):
+        plots["glue"] = glue_panels(runs)
     return [
         f"{name}.png"
         for name, panels in plots.items()
         if plot_panels(folder / f"{name}.png", panels, columns=len(COSTS), panel_height=4.5)
+    ]
+
+
+def glue_panels(runs: dict[str, Run]) -> list[Panel]:
+    """The GLUE means against each cost."""
+    return [
+        Panel(
+            {label: [(getattr(run, cost), run.glue.mean)] for label, run in runs.items() if run.glue},
+            xlabel,
+            "GLUE mean",
+        )
+        for cost, xlabel in COSTS.items()
     ]
 
 
