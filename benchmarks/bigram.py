@@ -20,7 +20,7 @@ from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards, open_shards
 from electra.objectives.evaluation import SEED, auc, unigram_samples
 from electra.objectives.objectives import ObjectiveContext
-from electra.pretraining.task import unigram_frequencies
+from electra.pretraining.initialize import unigram_frequencies
 
 SMOOTHING = (0.5, 2.0, 10.0, 50.0, 200.0)  # pairs' worth of unigram that each first token is given
 

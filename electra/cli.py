@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> None:
     with exit_on_interrupt():
         config_class = command.load_config_class()
     with flags_in_errors(config_class):
-        config: Any = parse(f"electra {command.name}", config_class, arguments[1:])
+        config: Any = parse(f"electra {arguments[0]}", config_class, arguments[1:])
         with exit_on_interrupt():
             function = command.load_function()
         result = function(config)

@@ -23,7 +23,6 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT  # the shell's convention
 class Command:
     """One command; its modules are imported when they are needed."""
 
-    name: str
     config: str  # "module:class"; the module should not import torch, so that a wrong flag is reported fast
     function: str  # "module:function"
     help: str
@@ -42,55 +41,35 @@ def import_object(reference: str) -> Any:
 
 
 COMMANDS = {
-    command.name: command
-    for command in (
-        Command("demo", "demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
-        Command(
-            "tokenizer",
-            "data.tokenizer:TokenizerConfig",
-            "data.tokenizer:train_tokenizer",
-            "train a WordPiece vocabulary",
-        ),
-        Command("shard", "data.prepare:ShardConfig", "data.prepare:shard", "tokenize text into shards"),
-        Command("inspect", "data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),
-        Command(
-            "pretrain",
-            "pretraining.config:PretrainConfig",
-            "pretraining.command:pretrain",
-            "pre-train a generator and a discriminator",
-        ),
-        Command(
-            "finetune",
-            "finetuning.config:FinetuneConfig",
-            "finetuning.command:finetune",
-            "fine-tune an encoder on a task",
-        ),
-        Command("glue", "finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
-        Command(
-            "evaluate",
-            "finetuning.config:EvaluateConfig",
-            "finetuning.predict:evaluate",
-            "evaluate a fine-tuned model on a file",
-        ),
-        Command(
-            "predict",
-            "finetuning.config:PredictConfig",
-            "finetuning.predict:predict",
-            "predict labels for a file with a fine-tuned model",
-        ),
-        Command("detect", "serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
-        Command("fill", "serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
-        Command("embed", "serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
-        Command("doctor", "doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
-        Command(
-            "flops", "report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"
-        ),
-        Command("report", "report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
-        Command("export", "export.config:ExportConfig", "export.command:export", "export a model to Hugging Face"),
-        Command(
-            "import", "export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"
-        ),
-    )
+    "demo": Command("demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
+    "tokenizer": Command(
+        "data.tokenizer:TokenizerConfig", "data.tokenizer:train_tokenizer", "train a WordPiece vocabulary"
+    ),
+    "shard": Command("data.prepare:ShardConfig", "data.prepare:shard", "tokenize text into shards"),
+    "inspect": Command("data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),
+    "pretrain": Command(
+        "pretraining.config:PretrainConfig", "pretraining.command:pretrain", "pre-train a generator and a discriminator"
+    ),
+    "finetune": Command(
+        "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
+    ),
+    "glue": Command("finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
+    "evaluate": Command(
+        "finetuning.config:EvaluateConfig", "finetuning.predict:evaluate", "evaluate a fine-tuned model on a file"
+    ),
+    "predict": Command(
+        "finetuning.config:PredictConfig",
+        "finetuning.predict:predict",
+        "predict labels for a file with a fine-tuned model",
+    ),
+    "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
+    "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
+    "embed": Command("serve.config:EmbedConfig", "serve.inference:embed", "compute the embedding of a text"),
+    "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
+    "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
+    "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
+    "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face"),
+    "import": Command("export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"),
 }
 
 
@@ -117,5 +96,7 @@ def exit_on_interrupt() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not ignored, as in background jobs
         signal.signal(signal.SIGINT, interrupt)
-    yield
-    signal.signal(signal.SIGINT, before)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -144,7 +144,7 @@ def test_only_existing_parts_are_evaluated(run_config, finished_run):
 
     generator = {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy"}
     rtd = {f"rtd_{name}" for name in ("loss", "accuracy", "precision", "recall", "auc")}
-    unigram_rtd = {name.replace("rtd", "frozen") for name in rtd}
+    unigram_rtd = {f"unigram_{name}" for name in rtd}
     assert metrics(finished_run, "validation")[-1].keys() - {"kind", "step"} == {"loss"} | generator | rtd | unigram_rtd
     assert evaluated(objective="electra-15", generator="uniform") == {"loss"} | unigram_rtd
     assert evaluated(objective="mlm") == {"loss"} | generator

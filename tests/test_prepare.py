@@ -126,6 +126,7 @@ def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch
     assert content(text.parent / "shards") == content(text.parent / "whole")
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
     draw, kills = random.Random(0), 0
     (tmp_path / "text").mkdir()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import islice
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -235,7 +236,7 @@ class BatchLoader:
                 )
         self.position = Position(**{field.name: state[field.name] for field in fields(Position)})
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from `self.position` on, which advances with each batch taken."""
         for position, tokens, spans in prefetch(self.read_chunks(self.position)):
             for batch in self.build_batches(position, tokens, spans):
@@ -344,12 +345,13 @@ def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
         while not is_stopped.is_set():
             try:
                 queue.put(entry, timeout=0.1)
-                return True
+                return not is_stopped.is_set()
             except Full:
                 continue
         return False
 
-    threading.Thread(target=produce, daemon=True).start()
+    thread = threading.Thread(target=produce, daemon=True)
+    thread.start()
     try:
         while True:
             item, error = queue.get()
@@ -359,6 +361,9 @@ def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
             yield item
     finally:
         is_stopped.set()
+        with suppress(Empty):
+            queue.get_nowait()  # `put` may be waiting
+        thread.join()  # a daemon thread inside of torch would abort the process when it exits
 
 
 def validation_batches(

@@ -11,7 +11,7 @@ One row in ten has segment A only, one in twenty is shortened, and rows are padd
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,8 @@ class LoaderConfig:
             raise ConfigError(f"is {self.length}; it must be at least 5: [CLS] A [SEP] B [SEP]", field="length")
         if self.batch_size < 1:
             raise ConfigError(f"is {self.batch_size}; it must be at least 1", field="batch_size")
+        if self.packing not in get_args(Packing):
+            raise ConfigError(f"is {self.packing!r}; choose from {', '.join(get_args(Packing))}", field="packing")
 
 
 @dataclass(frozen=True)

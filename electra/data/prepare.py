@@ -217,7 +217,7 @@ def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
 
 @contextmanager
 def clean_up_on_failure(output: Path) -> Iterator[None]:
-    """On an error in a first run, remove its files if no shard is finished, or else add to the message how to resume."""
+    """On an error in a first run, remove its files if no shard is finished; if some are, tell how to resume."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,7 @@
 """`electra pretrain`: train a generator and a discriminator on shards, phase by phase."""
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -68,7 +69,8 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
         task = PretrainingTask(phase, shards, device)  # raises before anything is written if the shards are unusable
         if not checkpoint_folders(config.output):
             write_json(config.output / CONFIG, record)
-        result = train_phase(task, checkpoint, weights)
+        with closing(task):
+            result = train_phase(task, checkpoint, weights)
         checkpoint = Path(result.checkpoint)
         if result.signal:
             break

@@ -11,9 +11,9 @@ from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.objectives.masking import mask_slots
 from electra.pretraining.config import PretrainConfig
+from electra.pretraining.held_out import held_out_loader
 from electra.pretraining.initialize import generator_source, has_head_for
 from electra.pretraining.phases import Phase, initializes_discriminator
-from electra.pretraining.task import held_out_loader
 from electra.training.hardware import choose_precision, device_memory, measure_flops
 from electra.training.logging import format_duration
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder
 from electra.training.checkpoint import model_folder
 
 TABLES = ("token", "position", "segment")
+UNIGRAM_TOKENS = 50_000_000
 
 
 def build_pair(config: PretrainConfig, shards: Shards) -> ElectraConfig:
@@ -194,6 +196,15 @@ def load_previous_phase(model: Electra, checkpoint: Path, init: InitConfig) -> N
     if is_new and init.discriminator_from_generator:
         assert model.discriminator is not None
         model.discriminator.encoder.load_state_dict(model.require_generator().encoder.state_dict())
+
+
+def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
+    """Relative frequencies of the first tokens of the training text, special tokens excluded: [V]."""
+    counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
+    for tokens in shards.tokens("train"):
+        counts += np.bincount(tokens[: max(0, UNIGRAM_TOKENS - counts.sum())], minlength=len(counts))
+    counts[list(shards.tokenizer.vocabulary.unmaskable())] = 0
+    return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 
 
 @torch.no_grad()

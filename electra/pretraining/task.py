@@ -1,17 +1,13 @@
 """The training task of one phase: model, batches, objective and evaluation, for the trainer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from electra.data.loader import Batch, BatchLoader, Position, validation_batches
-from electra.data.packing import LoaderConfig
+from electra.data.loader import Batch, BatchLoader, Position
 from electra.data.shards import TOKENIZER, Shards
-from electra.data.tokenizer import Vocabulary
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
@@ -20,13 +16,15 @@ from electra.model.storage import write_model
 from electra.objectives.evaluation import evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
-from electra.pretraining.config import PretrainConfig
-from electra.pretraining.initialize import copy_first_segment, set_sinusoidal_positions, set_unigram_output_bias
+from electra.pretraining.held_out import held_out_batches, write_samples
+from electra.pretraining.initialize import (
+    copy_first_segment,
+    set_sinusoidal_positions,
+    set_unigram_output_bias,
+    unigram_frequencies,
+)
 from electra.pretraining.phases import Phase
-from electra.pretraining.samples import write_samples
 from electra.training.hardware import choose_precision, peak_flops, uses_compile
-
-UNIGRAM_TOKENS = 50_000_000
 
 
 class PretrainingTask:
@@ -42,10 +40,10 @@ class PretrainingTask:
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
         self.loader = self.build_loader()
-        self.batches: Iterator[Batch] | None = None
+        self.batches = iter(self.loader)
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
-        self.context = objective_context(config, shards.tokenizer.vocabulary, self.unigram)
+        self.context = self.build_context()
         if self.captures_graph and self.objective.has_parallel_models and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
 
@@ -75,9 +73,26 @@ class PretrainingTask:
             with_cu_seqlens="varlen" in backends,
         )
 
+    def build_context(self) -> ObjectiveContext:
+        """What the objective is called with besides models and batches."""
+        config, vocabulary = self.config, self.shards.tokenizer.vocabulary
+        uniform = torch.ones_like(self.unigram)  # [V]
+        uniform[list(vocabulary.unmaskable())] = 0
+        frequencies = {"model": None, "uniform": uniform / uniform.sum(), "unigram": self.unigram}
+        return ObjectiveContext(
+            vocabulary=vocabulary,
+            masking=config.masking,
+            objective=config.objective,
+            seed=config.seed,
+            frequencies=frequencies[config.objective.generator],
+        )
+
     def next_batch(self) -> Batch:
-        self.batches = self.batches or iter(self.loader)
         return next(self.batches)
+
+    def close(self) -> None:
+        """Stop the thread that reads batches ahead."""
+        self.batches.close()
 
     def losses(self, batch: Batch) -> Losses:
         self.master_weights.sync()
@@ -123,50 +138,3 @@ class PretrainingTask:
             self.loader.load_state_dict(state)
         else:  # rows may have another length: start an epoch
             self.loader.position = Position(step=state["step"], epoch=state["epoch"] + 1)
-
-
-def objective_context(config: PretrainConfig, vocabulary: Vocabulary, unigram: Tensor) -> ObjectiveContext:
-    """What the objective is called with besides models and batches."""
-    frequencies = {"model": None, "uniform": uniform_frequencies(vocabulary, unigram.device), "unigram": unigram}
-    return ObjectiveContext(
-        vocabulary=vocabulary,
-        masking=config.masking,
-        objective=config.objective,
-        seed=config.seed,
-        frequencies=frequencies[config.objective.generator],
-    )
-
-
-def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
-    """Relative frequencies of the tokens of the training text, special tokens excluded: [V]."""
-    counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
-    for tokens in shards.tokens("train"):
-        counts += np.bincount(tokens[: max(0, UNIGRAM_TOKENS - counts.sum())], minlength=len(counts))
-    counts[list(shards.tokenizer.vocabulary.unmaskable())] = 0
-    return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
-
-
-def uniform_frequencies(vocabulary: Vocabulary, device: torch.device) -> Tensor:
-    """Equal frequencies of all tokens that may be masked: [V]."""
-    frequencies = torch.ones(vocabulary.size, device=device)
-    frequencies[list(vocabulary.unmaskable())] = 0
-    return frequencies / frequencies.sum()
-
-
-def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
-    """`config.evaluation_rows` rows, evenly spread over the validation split."""
-    loader, whole_words = held_out_loader(config), config.masking.whole_word_masking
-    batches = list(validation_batches(shards, loader, whole_word_masking=whole_words, device=device))
-    count = min(len(batches), max_held_out_rows(config) // loader.batch_size)
-    return [batches[index * len(batches) // count] for index in range(count)]
-
-
-def held_out_loader(config: PretrainConfig) -> LoaderConfig:
-    """How held-out rows are packed, the same for all runs: packed, at most 128 tokens."""
-    return LoaderConfig(length=min(128, config.loader.length), batch_size=min(32, config.evaluation_rows))
-
-
-def max_held_out_rows(config: PretrainConfig) -> int:
-    """The number of rows to evaluate on if there are enough: `config.evaluation_rows` rounded up to whole batches."""
-    rows = held_out_loader(config).batch_size
-    return -(-config.evaluation_rows // rows) * rows

@@ -14,8 +14,8 @@ from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE
 from electra.finetuning.jobs import is_finetuning_output
 from electra.model.storage import read_model_config
 from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
+from electra.pretraining.held_out import held_out_loader, max_held_out_rows
 from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
-from electra.pretraining.task import held_out_loader, max_held_out_rows
 from electra.report.flops import count_parameters
 from electra.runfolder import CONFIG, checkpoint_folders, read_json
 from electra.training.checkpoint import STATE

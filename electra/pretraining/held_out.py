@@ -1,4 +1,4 @@
-"""samples.md: held-out sentences with generator samples and the discriminator's predictions."""
+"""Held-out rows to evaluate on, and samples.md: some of them with samples and the discriminator's predictions."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,14 +6,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from electra.data.loader import Batch
+from electra.data.loader import Batch, validation_batches
+from electra.data.packing import LoaderConfig
+from electra.data.shards import Shards
 from electra.data.tokenizer import TextTokenizer
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.objectives.evaluation import SEED, Samples
 from electra.objectives.objectives import ObjectiveContext, corrupt, predict_masked, sample
+from electra.pretraining.config import PretrainConfig
 
 MAX_SENTENCES, MAX_TOKENS = 4, 40
 SAMPLES = "samples.md"
+
+
+def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
+    """`config.evaluation_rows` rows, evenly spread over the validation split."""
+    loader, whole_words = held_out_loader(config), config.masking.whole_word_masking
+    batches = list(validation_batches(shards, loader, whole_word_masking=whole_words, device=device))
+    count = min(len(batches), max_held_out_rows(config) // loader.batch_size)
+    return [batches[index * len(batches) // count] for index in range(count)]
+
+
+def held_out_loader(config: PretrainConfig) -> LoaderConfig:
+    """How held-out rows are packed, the same for all runs: packed, at most 128 tokens."""
+    return LoaderConfig(length=min(128, config.loader.length), batch_size=min(32, config.evaluation_rows))
+
+
+def max_held_out_rows(config: PretrainConfig) -> int:
+    """The number of rows to evaluate on if there are enough: `config.evaluation_rows` rounded up to whole batches."""
+    rows = held_out_loader(config).batch_size
+    return -(-config.evaluation_rows // rows) * rows
 
 
 @dataclass(frozen=True)
