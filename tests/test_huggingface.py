@@ -17,7 +17,7 @@ from transformers import (
     ElectraForPreTraining,
     ElectraModel,
 )
-from transformers_models import add_noise, random_model
+from transformers_models import add_noise, our_output, random_model
 
 from electra.errors import ConfigError
 from electra.export.command import export, import_model
@@ -48,7 +48,7 @@ def check_equal(theirs, ours, architecture: str, is_padded: bool = False, has_se
     input_ids, attention_mask, segment_ids = inputs(is_padded, has_segments)
     outputs = [
         theirs(input_ids, attention_mask=attention_mask, token_type_ids=segment_ids).logits,
-        ours(input_ids, attention_mask, segment_ids),
+        our_output(ours, input_ids, attention_mask, segment_ids),
     ]
     is_token = torch.ones_like(input_ids).bool() if attention_mask is None else attention_mask.bool()
     expected, actual = (output[is_token] for output in outputs)
@@ -160,7 +160,7 @@ def test_exported_models_of_every_sharing_have_the_same_outputs(tmp_path, caplog
     for part, model_class in (("discriminator", ElectraForPreTraining), ("generator", ElectraForMaskedLM)):
         export(ExportConfig(model=tmp_path / "ours", output=tmp_path / part, part=part))
         theirs = load_without_warnings(model_class, tmp_path / part, caplog)
-        expected = getattr(electra, part)(input_ids, attention_mask, segment_ids)
+        expected = our_output(getattr(electra, part), input_ids, attention_mask, segment_ids)
         actual = theirs(input_ids, attention_mask=attention_mask, token_type_ids=segment_ids).logits
         torch.testing.assert_close(actual[is_token], expected[is_token], atol=1e-6, rtol=0)
 

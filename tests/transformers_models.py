@@ -50,3 +50,9 @@ def add_noise(model):
         if hasattr(model, "classifier"):  # of a discriminator, whose logit of "original" is 0
             model.classifier.weight[0], model.classifier.bias[0] = 0, 0
     return model.eval()
+
+
+def our_output(model, *inputs) -> torch.Tensor:
+    """Hidden states of an encoder, or logits of a model with a head."""
+    output = model(*inputs)
+    return output if isinstance(output, torch.Tensor) else output.logits
