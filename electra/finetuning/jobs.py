@@ -97,12 +97,9 @@ def resolve_model(path: Path) -> Path:
 def best_model(output: Path) -> Path:
     """The model of the seed with the best main metric; `output` may also be a fine-tuned model."""
     models = seed_models(output)
-    return models[0] if len(models) == 1 else max(models, key=lambda model: main_metric(model.parent))
-
-
-def main_metric(folder: Path) -> float:
-    """The main metric of a finished job."""
-    return read_result(folder / RESULT).main_metric
+    if len(models) == 1:
+        return models[0]
+    return max(models, key=lambda model: read_result(model.parent / RESULT).main_metric)
 
 
 def seed_models(output: Path) -> list[Path]:

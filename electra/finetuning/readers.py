@@ -27,8 +27,6 @@ BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a table."""
-
     line: int  # where it starts in its file, from 1
     values: dict[str, Any]  # by column; strings in .csv and .tsv, any JSON value elsewhere
 
@@ -40,29 +38,21 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
     there are columns, and none of their names. `skip_malformed` skips lines with a wrong number of fields.
     """
     file = require_format(path, FORMATS, "tables")
-    is_empty = True
+    name, is_empty = str(path), True
     with open_file(file) as (stream, disk):
-        for row in parse_rows(file, stream, disk, columns, skip_malformed):
+        if file.format == ".parquet":
+            rows = parquet_rows(file, stream, disk)
+        elif file.format == ".jsonl":
+            rows = json_rows(name, decode_lines(name, stream))
+        else:
+            lines = decode_lines(name, stream)
+            records = csv_records(name, lines) if file.format == ".csv" else tsv_records(lines)
+            rows = table_rows(name, records, columns, skip_malformed)
+        for row in rows:
             is_empty = False
             yield row
     if is_empty:
         raise DataError(f"no rows in {path}; it needs at least one, after the header in .csv and .tsv")
-
-
-def parse_rows(
-    file: TextFile, stream: BinaryIO, disk: BinaryIO, columns: Sequence[str], skip_malformed: bool
-) -> Iterator[Row]:
-    """The rows of an opened file, by its format."""
-    name = str(file.path)
-    match file.format:
-        case ".parquet":
-            return parquet_rows(file, stream, disk)
-        case ".jsonl":
-            return json_rows(name, decode_lines(name, stream))
-        case ".csv":
-            return table_rows(name, csv_records(name, decode_lines(name, stream)), columns, skip_malformed)
-        case _:
-            return table_rows(name, tsv_records(decode_lines(name, stream)), columns, skip_malformed)
 
 
 def decode_lines(name: str, stream: BinaryIO) -> Iterator[str]:
@@ -79,27 +69,17 @@ def decode_lines(name: str, stream: BinaryIO) -> Iterator[str]:
 def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     """The fields of each record of a .csv file, and the line it starts on."""
     csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the default of 128 kB is soon exceeded by one unclosed quotation mark
-    line = 1
+    start, header = next(((number, text) for number, text in enumerate(lines, start=1) if text.strip()), (1, ""))
+    line = start
     try:
-        blank, header = split_first_line(lines)
-        reader = csv.reader(chain(blank, [header], lines), delimiter=detect_delimiter(header), strict=True)
+        reader = csv.reader(chain([header], lines), delimiter=detect_delimiter(header), strict=True)
         for fields in reader:
             if fields:
                 yield line, fields
-            line = reader.line_num + 1
+            line = start + reader.line_num
     except csv.Error as error:
         advice = "quote fields that contain the delimiter, a line end or a quotation mark, and double quotation marks"
         raise DataError(f"{name}, line {line}: {error}; {advice}") from None
-
-
-def split_first_line(lines: Iterator[str]) -> tuple[list[str], str]:
-    """The blank lines at the start, and the first line that is not blank."""
-    blank: list[str] = []
-    for line in lines:
-        if line.strip():
-            return blank, line
-        blank.append(line)
-    return blank, ""
 
 
 def detect_delimiter(header: str) -> str:
@@ -138,7 +118,6 @@ def table_rows(
 
 
 def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
-    """The objects of a .jsonl file."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -153,7 +132,6 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
 
 
 def parquet_rows(file: TextFile, stream: BinaryIO, disk: BinaryIO) -> Iterator[Row]:
-    """The rows of a .parquet file."""
     with open_parquet(file, stream, disk) as table:
         check_unique(str(file.path), table.schema_arrow.names)
         batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1024))
@@ -203,7 +181,6 @@ class LabelType:
 
 
 def parse_class(cell: Any) -> str:
-    """The class name in a cell."""
     if isinstance(cell, list):
         raise DataError("the label is a list; a row has one class, unless the kind of task is multi-label")
     name = cell_text(cell)
@@ -226,7 +203,6 @@ def cell_text(cell: Any) -> str:
 
 
 def parse_score(cell: Any) -> float:
-    """The score in a cell."""
     score = parse_number(cell)
     if score is None or not abs(score) <= MAX_SCORE:  # comparisons with NaN are False
         raise DataError(f"the score is {cell!r}; it must be a finite number")
@@ -242,7 +218,6 @@ def parse_number(cell: Any) -> float | None:
 
 
 def encode_class(name: str, class_ids: Mapping[str, int]) -> int:
-    """The id of a class."""
     if name not in class_ids:
         known = ", ".join(list(class_ids)[:MAX_CLASSES]) + (", …" if len(class_ids) > MAX_CLASSES else "")
         raise DataError(f"unknown label {name!r}; the labels of the training rows are {known}")
@@ -257,7 +232,6 @@ def encode_classes(names: tuple[str, ...], class_ids: Mapping[str, int]) -> NDAr
 
 
 def infer_classes(names: list[str]) -> dict[str, Any]:
-    """Classes and metrics of a classification task."""
     labels = sort_labels(set(names))
     if len(labels) < 2:
         raise DataError(f"every label is {labels[0]!r}; there must be at least two classes")
@@ -273,7 +247,6 @@ def infer_classes(names: list[str]) -> dict[str, Any]:
 
 
 def infer_multi_label_classes(rows: list[tuple[str, ...]]) -> dict[str, Any]:
-    """Classes and metrics of a multi-label task."""
     labels = sort_labels({name for names in rows for name in names})
     if not labels:
         raise DataError("no row has a label; there must be at least one")
