@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import wait
+from timing import synchronize
 
 from electra.config import build
 from electra.data.tokenizer import load_tokenizer
@@ -119,10 +119,10 @@ def peer_step(config: FinetuneConfig, task: Task, steps: int) -> float:
     while True:
         for batch in loader:
             if taken == 10:
-                wait(peer.device)
+                synchronize(peer.device)
                 began = time.perf_counter()
             if taken == steps + 10:
-                wait(peer.device)
+                synchronize(peer.device)
                 return (time.perf_counter() - began) / steps
             peer.update(batch, optimizer, schedule)
             taken += 1

@@ -1,41 +1,33 @@
-"""Kernels on a GPU: each one beside PyTorch's operations, and a training step with each one switched off alone.
+"""Speed of the kernels on a GPU: each against PyTorch's operations, or a training step without each (--ablate).
 
     python benchmarks/kernels.py [--rows 1024] [--length 128] [--width 256] [--heads 4] [--feedforward 1024]
         [--dropout 0] [--json]
-    python benchmarks/kernels.py --ablate [--data shards/] [--size small] [--tokens 65536]
-        [--settings classic:128 modern:128 classic:512 modern:512] [--json]
+    python benchmarks/kernels.py --ablate [--shapes small:128x128 base:128x512] [--styles classic modern] [--data shards/]
 
-Single kernels: both sides compute the same from the same inputs in bf16, as CUDA graphs, so that launches do not count;
-with dropout each side draws its own noise. --ablate: the step of `electra pretrain`, compiled and captured, on shards
-of generated words unless --data names others; every row is compiled anew, which takes most of a minute.
+Kernel and PyTorch compute the same from the same bf16 inputs, captured as CUDA graphs, so launch times do not count.
+--ablate times a step of joint pre-training with all kernels, without each one that applies, and with none of them; each
+is compiled again, which takes most of a minute.
 """
 
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
-from made_shards import made_shards
-from timing import clear, median_seconds
 from torch import Tensor
 from torch.nn import functional
 
-from electra.config import construct
-from electra.data.shards import open_shards
 from electra.kernels import dispatch
+from electra.kernels.dispatch import HAS_TRITON
 from electra.kernels.reference import apply_rope
 from electra.model.attention import make_rope
-from electra.pretraining.command import plan
-from electra.pretraining.config import PretrainConfig, recipe_settings
-from electra.pretraining.task import PretrainingTask
-from electra.training.logging import RunningAverages
-from electra.training.trainer import Trainer
 
-if dispatch.HAS_TRITON:
+if HAS_TRITON:
     import triton
 
     from electra.kernels.attention import MAX_LENGTH, short_attention
@@ -44,18 +36,21 @@ if dispatch.HAS_TRITON:
     from electra.kernels.mlm_head import mlm_loss_and_sample
 
 Function = Callable[..., Tensor]
-EPSILON, NO_WINDOW, VOCABULARY, EMBEDDING_WIDTH, MASK_FRACTION = 1e-12, -1, 30522, 128, 0.15
-WARMUP_STEPS, TIMED_STEPS = 10, 50
-ABLATIONS = {  # style and length of rows: what is switched off
-    "classic:128": ["short_attention", "classic_layer", "linear_gelu", "mlm_head", "weight_gradient_stream", "all"],
-    "modern:128": ["short_attention", "modern_layer", "mlm_head", "weight_gradient_stream", "all"],
-    "classic:512": ["varlen_attention", "classic_layer"],
-    "modern:512": ["varlen_attention", "geglu"],
+ALL = "all"
+EPSILON, NO_WINDOW, VOCAB_SIZE, EMBEDDING_WIDTH, MASK_FRACTION = 1e-12, -1, 30522, 128, 0.15
+DOCUMENT_START = 0.004  # probability: a document has 250 tokens on average
+APPLICABLE = {  # kernels used by a style at rows of up to 128 tokens, and at longer rows
+    ("classic", "short"): ("short_attention", "classic_layer", "linear_gelu", "mlm_head", "weight_gradient_stream"),
+    ("classic", "long"): ("varlen_attention", "classic_layer", "linear_gelu", "mlm_head", "weight_gradient_stream"),
+    ("modern", "short"): ("short_attention", "modern_layer", "geglu", "mlm_head", "weight_gradient_stream"),
+    ("modern", "long"): ("varlen_attention", "geglu", "mlm_head"),
 }
 
 
 @dataclass(frozen=True)
 class Sizes:
+    """Sizes of the kernels' inputs."""
+
     rows: int
     length: int
     width: int
@@ -66,29 +61,29 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, the same in PyTorch's operations, and their inputs."""
+    """A kernel, the same function in PyTorch, and inputs."""
 
     name: str
-    ours: Function
-    torchs: Function
+    kernel: Function
+    pytorch: Function
     inputs: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Microseconds of the forward pass, and of forward and backward together."""
+class Times:
+    """Microseconds of the forward pass, and of forward and backward pass together."""
 
     name: str
-    forward: float
-    both: float
-    torch_forward: float
-    torch_both: float
+    kernel_forward: float
+    kernel_both: float
+    pytorch_forward: float
+    pytorch_both: float
 
     def __str__(self) -> str:
-        backward, torch_backward = self.both - self.forward, self.torch_both - self.torch_forward
+        backward, pytorch_backward = self.kernel_both - self.kernel_forward, self.pytorch_both - self.pytorch_forward
         return (
-            f"{self.name:20} forward {self.forward:8.1f} µs ({self.torch_forward / self.forward:5.2f}× as fast as "
-            f"PyTorch)   backward {backward:8.1f} µs ({torch_backward / backward:5.2f}×)"
+            f"{self.name:24} forward {self.kernel_forward:8.1f} µs ({self.pytorch_forward / self.kernel_forward:5.2f}× "
+            f"as fast as PyTorch)   backward {backward:8.1f} µs ({pytorch_backward / backward:5.2f}×)"
         )
 
 
@@ -97,18 +92,18 @@ def random_input(*shape: int) -> Tensor:
 
 
 def attention_case(sizes: Sizes, has_rope: bool) -> Case:
-    """Attention within documents of about 250 tokens; with rotary positions, or else with dropout."""
+    """Attention within documents: with rotary positions (modern style), or with dropout (classic)."""
     K, dropout = sizes.width // sizes.heads, 0.0 if has_rope else sizes.dropout
-    document_ids = (torch.rand(sizes.rows, sizes.length, device="cuda") < 0.004).cumsum(1).int()
+    document_ids = (torch.rand(sizes.rows, sizes.length, device="cuda") < DOCUMENT_START).cumsum(1).int()
+    mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]  # [B, 1, L, L]
     rope = make_rope(sizes.length, K, 1e4, torch.device("cuda"))
-    mask = (document_ids[:, :, None] == document_ids[:, None, :])[:, None]
-    kernel_rope = rope.squeeze(2).contiguous() if has_rope else None
+    flat_rope = rope.squeeze(2).contiguous() if has_rope else None
     seed = torch.ones((), device="cuda", dtype=torch.int32) if dropout else None
 
-    def ours(qkv: Tensor) -> Tensor:
-        return short_attention(qkv, document_ids, kernel_rope, seed, NO_WINDOW, dropout)
+    def kernel(qkv: Tensor) -> Tensor:
+        return short_attention(qkv, document_ids, flat_rope, seed, NO_WINDOW, dropout)
 
-    def torchs(qkv: Tensor) -> Tensor:
+    def pytorch(qkv: Tensor) -> Tensor:
         query, key, value = qkv.unbind(2)
         if has_rope:
             query, key = apply_rope(query, rope), apply_rope(key, rope)
@@ -116,68 +111,74 @@ def attention_case(sizes: Sizes, has_rope: bool) -> Case:
         return functional.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout).transpose(1, 2)
 
     qkv = random_input(sizes.rows, sizes.length, 3, sizes.heads, K)
-    return Case("attention with RoPE" if has_rope else "attention", ours, torchs, (qkv,))
+    return Case("attention with RoPE" if has_rope else "attention", kernel, pytorch, (qkv,))
 
 
 def layer_case(sizes: Sizes) -> Case:
-    """A whole post-norm layer, one document a row."""
-    D, F, rate = sizes.width, sizes.feedforward, sizes.dropout
+    """A whole post-norm layer, one document per row."""
+    D, F, dropout = sizes.width, sizes.feedforward, sizes.dropout
     shapes = (3 * D, D), (3 * D,), (D, D), (D,), (D,), (D,), (F, D), (F,), (D, F), (D,), (D,), (D,)
     parameters = [random_input(*shape).detach() * 0.02 for shape in shapes]
     for index in (4, 10):  # weights of the norms
         parameters[index] = torch.ones(D, device="cuda", dtype=torch.bfloat16)
     for parameter in parameters:
         parameter.requires_grad_()
-    options = {"heads": sizes.heads, "is_short": True, "attention_dropout": rate, "dropout": rate, "epsilon": EPSILON}
 
-    def ours(hidden: Tensor, *weights: Tensor) -> Tensor:
-        return fused_classic_layer(hidden, list(weights), None, None, None, **options)
+    def kernel(hidden: Tensor, *weights: Tensor) -> Tensor:
+        return fused_classic_layer(
+            hidden, list(weights), None, None, None,
+            heads=sizes.heads, is_short=True, attention_dropout=dropout, dropout=dropout, epsilon=EPSILON,
+        )  # fmt: skip
 
-    def torchs(hidden: Tensor, *weights: Tensor) -> Tensor:
+    def pytorch(hidden: Tensor, *weights: Tensor) -> Tensor:
         qkv = functional.linear(hidden, *weights[:2]).unflatten(-1, (3, sizes.heads, -1))
         heads = [each.transpose(1, 2) for each in qkv.unbind(2)]
-        mixed = functional.scaled_dot_product_attention(*heads, dropout_p=rate).transpose(1, 2).flatten(2)
-        attended = functional.dropout(functional.linear(mixed, *weights[2:4]), rate)
+        mixed = functional.scaled_dot_product_attention(*heads, dropout_p=dropout).transpose(1, 2).flatten(2)
+        attended = functional.dropout(functional.linear(mixed, *weights[2:4]), dropout)
         between = functional.layer_norm(hidden + attended, (D,), *weights[4:6], EPSILON)
-        activated = functional.gelu(functional.linear(between, *weights[6:8]))
-        down = functional.dropout(functional.linear(activated, *weights[8:10]), rate)
-        return functional.layer_norm(between + down, (D,), *weights[10:], EPSILON)
+        wide = functional.gelu(functional.linear(between, *weights[6:8]))
+        narrow = functional.dropout(functional.linear(wide, *weights[8:10]), dropout)
+        return functional.layer_norm(between + narrow, (D,), *weights[10:], EPSILON)
 
-    return Case("classic layer", ours, torchs, (random_input(sizes.rows, sizes.length, D), *parameters))
+    return Case("classic layer", kernel, pytorch, (random_input(sizes.rows, sizes.length, D), *parameters))
 
 
 def gelu_cases(sizes: Sizes) -> list[Case]:
     N, F = sizes.rows * sizes.length, sizes.feedforward
-    inputs = random_input(N, F), random_input(F)
-    biased = Case("bias + GELU", bias_gelu, lambda x, bias: functional.gelu(x + bias), inputs)
-    gated = Case("GeGLU", geglu, lambda x: functional.gelu(x[:, :F]) * x[:, F:], (random_input(N, 2 * F),))
-    return [biased, gated]
+
+    def pytorch_geglu(x: Tensor) -> Tensor:
+        return functional.gelu(x[:, :F]) * x[:, F:]
+
+    return [
+        Case(
+            "bias + GELU", bias_gelu, lambda x, bias: functional.gelu(x + bias), (random_input(N, F), random_input(F))
+        ),
+        Case("GEGLU", geglu, pytorch_geglu, (random_input(N, 2 * F),)),
+    ]
 
 
 def mlm_head_case(sizes: Sizes) -> Case:
-    """Losses at the masked positions; both sides also draw samples."""
-    M = int(MASK_FRACTION * sizes.length)
-    labels = torch.randint(VOCABULARY, (sizes.rows, M), device="cuda")
+    """MLM loss and samples at the masked positions."""
+    masked = int(MASK_FRACTION * sizes.length)
+    labels = torch.randint(VOCAB_SIZE, (sizes.rows, masked), device="cuda")
     keys = [torch.randint(2**31, (sizes.rows, 2), device="cuda") for _ in range(2)]
 
-    def torchs(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+    def kernel(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+        return mlm_loss_and_sample(states, table, bias, labels, *keys)[0]
+
+    def pytorch(states: Tensor, table: Tensor, bias: Tensor) -> Tensor:
         logits = functional.linear(states, table, bias)
         with torch.no_grad():
-            (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
+            (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)  # the sample
         losses = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
         return losses.view_as(labels)
 
-    inputs = random_input(sizes.rows, M, EMBEDDING_WIDTH), random_input(VOCABULARY, EMBEDDING_WIDTH)
-    return Case(
-        "MLM loss and sample",
-        lambda *tensors: mlm_loss_and_sample(*tensors, labels, *keys)[0],
-        torchs,
-        (*inputs, random_input(VOCABULARY)),
-    )
+    inputs = random_input(sizes.rows, masked, EMBEDDING_WIDTH), random_input(VOCAB_SIZE, EMBEDDING_WIDTH)
+    return Case("MLM loss and sample", kernel, pytorch, (*inputs, random_input(VOCAB_SIZE)))
 
 
 def cases(sizes: Sizes) -> Iterator[Case]:
-    """One at a time: the inputs of a case are freed before the next is built."""
+    """One at a time, so that the memory of one is free for the next."""
     yield layer_case(sizes)
     yield attention_case(sizes, has_rope=False)
     yield attention_case(sizes, has_rope=True)
@@ -185,94 +186,100 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     yield mlm_head_case(sizes)
 
 
-def time_case(case: Case) -> Timing:
-    grad_out = torch.randn_like(case.ours(*case.inputs))
+def measure(case: Case) -> Times:
+    grad_out = torch.randn_like(case.kernel(*case.inputs))
 
     def microseconds(function: Callable[[], object]) -> float:
         return 1000 * triton.testing.do_bench_cudagraph(function, rep=50, return_mode="median")
 
-    def times(function: Function) -> tuple[float, float]:
+    def forward_and_both(function: Function) -> tuple[float, float]:
         with torch.no_grad():
             forward = microseconds(lambda: function(*case.inputs))
         return forward, microseconds(lambda: torch.autograd.grad(function(*case.inputs), case.inputs, grad_out))
 
-    return Timing(case.name, *times(case.ours), *times(case.torchs))
+    return Times(case.name, *forward_and_both(case.kernel), *forward_and_both(case.pytorch))
 
 
-def step_milliseconds(shards: Path, size: str, tokens: int, style: str, length: int, kernels: str = "auto") -> float:
-    """The median time of a step of `electra pretrain` with rows of `length` tokens."""
-    device = torch.device("cuda")
-    settings = {"size": size, "style": style, "length": length, "batch_size": tokens // length, "kernels": kernels}
-    settings |= {"data": shards, "output": shards / "unused", "steps": 10_000, "evaluation_rows": 32}
-    settings |= {} if style == "classic" else {"sinusoidal_positions": False}
-    config, opened = construct(PretrainConfig, recipe_settings("fast", size) | settings), open_shards(shards)
-    [phase] = plan(config, opened)
-    task = PretrainingTask(phase, opened, device)
-    budget, graphs = phase.stage_budget, task.captures_graph
-    trainer = Trainer(task, config.optimizer, config.trainer, budget, config.output, seed=config.seed,
-                      cuda_graphs=graphs, stop_at=phase.stage_end)  # fmt: skip
-    trainer.run_step = trainer.graphed_step() if graphs else trainer.compute_step
+def ablate(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a training step by shape and style: with all kernels, without each, and with none."""
+    from pretrain import WARMUP_STEPS, Environment, build_electra, parse_shape
+    from synthetic_shards import write_synthetic_shards
+    from timing import mean_seconds, median_seconds, reset
 
-    def step() -> None:
-        trainer.averages = RunningAverages()
-        trainer.step()
+    from electra.data.shards import open_shards
 
-    for _ in range(WARMUP_STEPS):
-        step()
-    return 1000 * median_seconds(step, TIMED_STEPS, device)
+    def step_milliseconds(shape: str, style: str, *without: str, kernels: str = "auto") -> float:
+        with dispatch.without_kernels(*without):
+            settings = {"style": style, "kernels": kernels}
+            contender = build_electra(parse_shape(shape), environment, arguments.mode, **settings)
+            mean_seconds(contender.step, 1 + WARMUP_STEPS, environment.device)
+            seconds = median_seconds(contender.step, arguments.steps, environment.device)
+            del contender
+            reset(environment.device)
+        return 1000 * seconds
 
-
-def ablate(shards: Path, size: str, tokens: int, settings: list[str]) -> Iterator[dict[str, object]]:
-    """Step times with all kernels, without each one, and without all."""
-    for setting in settings:
-        style, length = setting.split(":")
-        baseline = None
-        for name in [None, *ABLATIONS[setting]]:
-            clear(torch.device("cuda"))
-            with ExitStack() as stack:
-                if name not in (None, "all"):
-                    stack.enter_context(dispatch.without_kernels(name))
-                mode = "off" if name == "all" else "auto"
-                milliseconds = step_milliseconds(shards, size, tokens, style, int(length), mode)
-            baseline = baseline or milliseconds
-            yield {
-                "setting": setting,
-                "without": name,
-                "milliseconds": milliseconds,
-                "ratio": milliseconds / baseline,
-            }
+    with tempfile.TemporaryDirectory() as folder:
+        shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
+        environment = Environment(shards, torch.device("cuda"), peak_flops=1.0)
+        for shape, style in product(arguments.shapes, arguments.styles):
+            rows = "short" if parse_shape(shape).length <= MAX_LENGTH else "long"
+            fields = {"shape": shape, "style": style}
+            yield fields | {"kernels": ALL, "milliseconds": step_milliseconds(shape, style)}
+            for name in APPLICABLE[style, rows]:
+                yield fields | {"kernels": f"without {name}", "milliseconds": step_milliseconds(shape, style, name)}
+            yield fields | {"kernels": "none", "milliseconds": step_milliseconds(shape, style, kernels="off")}
 
 
-def main() -> None:
+def print_markdown(rows: Iterable[dict[str, Any]]) -> None:
+    """A table of step times and their ratio to the step with all kernels."""
+    print("| shape | style | kernels | step, ms | ratio |\n|---|---|---|---|---|")
+    baseline = 0.0
+    for row in rows:
+        baseline = row["milliseconds"] if row["kernels"] == ALL else baseline
+        cells = [row["shape"], row["style"], row["kernels"], f"{row['milliseconds']:.2f}"]
+        print(f"| {' | '.join(cells)} | {row['milliseconds'] / baseline:.2f} |", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row, at most 128")
+    parser.add_argument("--length", type=int, default=128, help="at most 128")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--feedforward", type=int, default=1024)
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--ablate", action="store_true", help="time training steps without each kernel instead")
-    parser.add_argument("--data", type=Path, help="shards for --ablate")
-    parser.add_argument("--size", default="small", help="size of the models for --ablate")
-    parser.add_argument("--tokens", type=int, default=65536, help="tokens of a batch for --ablate")
-    parser.add_argument("--settings", nargs="+", choices=ABLATIONS, default=list(ABLATIONS), help="for --ablate")
+    parser.add_argument("--ablate", action="store_true", help="time a training step without each kernel")
+    parser.add_argument("--shapes", nargs="+", default=["small:128x128", "base:128x512"], help="of --ablate")
+    parser.add_argument("--styles", nargs="+", choices=["classic", "modern"], default=["classic"], help="of --ablate")
+    parser.add_argument("--mode", choices=["eager", "compiled"], default="compiled", help="of --ablate")
+    parser.add_argument("--data", type=Path, help="shards for --ablate (default: synthetic text)")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps of --ablate")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    if not (dispatch.HAS_TRITON and torch.cuda.is_available()):
+    if not (HAS_TRITON and torch.cuda.is_available()):
         parser.error("the kernels need an NVIDIA GPU, Triton and a C compiler")
     if arguments.length > MAX_LENGTH:
-        parser.error(f"--length is {arguments.length}; the kernels take rows of at most {MAX_LENGTH} tokens")
-    print(torch.cuda.get_device_name())
+        parser.error(f"--length is {arguments.length}; these kernels support at most {MAX_LENGTH} tokens per row")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
     if arguments.ablate:
-        with tempfile.TemporaryDirectory() as folder:
-            shards = arguments.data or made_shards(Path(folder))
-            for row in ablate(shards, arguments.size, arguments.tokens, arguments.settings):
-                line = "{setting:12} without {without!s:24} {milliseconds:7.2f} ms  {ratio:.2f}×"
-                print(json.dumps(row) if arguments.json else line.format(**row), flush=True)
+        rows = ablate(arguments)
+        if arguments.json:
+            print(json.dumps(list(rows)))
+        else:
+            print(torch.cuda.get_device_name(), end="\n\n")
+            print_markdown(rows)
         return
-    sizes = Sizes(**{name: getattr(arguments, name) for name in Sizes.__dataclass_fields__})
-    for timing in map(time_case, cases(sizes)):
-        print(json.dumps(asdict(timing)) if arguments.json else timing, flush=True)
+    names = ("rows", "length", "width", "heads", "feedforward", "dropout")
+    sizes = Sizes(**{name: getattr(arguments, name) for name in names})
+    times = [measure(case) for case in cases(sizes)]
+    if arguments.json:
+        print(json.dumps({"sizes": asdict(sizes), "microseconds": [asdict(each) for each in times]}, indent=2))
+    else:
+        print(torch.cuda.get_device_name(), *times, sep="\n")
 
 
 if __name__ == "__main__":
