@@ -122,7 +122,7 @@ def test_gradients_are_the_same_without_any_single_kernel(style, without):
     with dispatch.without_kernels(without):
         results = gradients()
     for ours, theirs in zip(results, expected, strict=True):
-        assert (ours - theirs).norm() < 0.03 * theirs.norm() + 1e-4
+        assert (ours - theirs).norm() < 0.05 * theirs.norm() + 1e-4
 
 
 def test_dropout_of_short_attention_keeps_the_mean_and_depends_on_the_seed():

@@ -1,7 +1,7 @@
 """Chooses the kernel for each operation: a Triton or library kernel where it applies, plain PyTorch elsewhere.
 
-Besides cuda_graph, master_weights and side_stream this is the only module of the folder that other code needs. Triton
-kernels run on a GPU in half precision; with TRITON_INTERPRET=1 they also run on a CPU, slowly, for tests.
+Other code imports this module, cuda_graph, master_weights, side_stream and plain functions of reference, but never a
+Triton module. Triton kernels run on a GPU in half precision; with TRITON_INTERPRET=1 also on a CPU, slowly, for tests.
 """
 
 import os
