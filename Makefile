@@ -1,19 +1,25 @@
-# make test: environment, installation, formatter check, linter, types, tests, kernels in Triton's interpreter.
-# PYTHON and VENV may be set.
+# Targets install what they need into VENV. PYTHON, VENV and WORKERS (test processes) may be set.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: install format check test demo clean
+.PHONY: install format check test test-slow demo clean
 
-install: $(VENV)/installed
+install: $(VENV)/dev-installed
 
-$(VENV)/installed: pyproject.toml
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "electra needs Python 3.11 or newer, this is %d.%d; choose another: make PYTHON=python3.12 test" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+
+$(VENV)/demo-installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[plot]'
 	@touch $@
+
+$(VENV)/dev-installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $(VENV)/demo-installed $@
 
 format: install
 	$(BIN)/ruff format .
@@ -24,11 +30,16 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Everything that guards correctness; the Triton kernels run in Triton's interpreter.
 test: check
-	$(BIN)/python -m pytest -n $(WORKERS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/test_kernels.py
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py
 
-demo: install
+# What is long by nature: kill loops, the demo, benchmark scripts.
+test-slow: install
+	$(PYTEST) -m slow
+
+demo: $(VENV)/demo-installed
 	$(BIN)/electra demo
 
 clean:

@@ -66,14 +66,13 @@ def settings(config_class: type) -> dict[str, Setting]:
 
 def plain_setting(config_class: type, field: Field[Any], annotation: Any) -> Setting:
     """The setting of a field that holds a plain value."""
-    owner = next(part for part in config_class.__mro__ if field.name in inspect.get_annotations(part))
     return Setting(
         name=flat_name(field.name, annotation),
         path=(field.name,),
         value_type=annotation.__origin__ if get_origin(annotation) is Annotated else annotation,
         default=default_value(field),
-        help=field_docstrings(owner).get(field.name, ""),
-        config_class=owner,
+        help=field_docstrings(config_class).get(field.name, ""),
+        config_class=config_class,
         is_positional=POSITIONAL in getattr(annotation, "__metadata__", ()),
     )
 

@@ -18,13 +18,14 @@ from electra.finetuning.glue import (
     PUBLISHED,
     SUBMISSION_FILES,
     glue,
-    jobs_config_for,
+    make_row,
+    make_task_jobs,
     missing_files,
     select_tasks,
     submission_name,
     write_submission,
 )
-from electra.finetuning.job import read_result
+from electra.finetuning.job import Result, read_result
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 
@@ -84,11 +85,12 @@ def test_a_table_of_wnli_alone_has_no_mean(glue_config, tmp_path):
     assert json.loads((tmp_path / "out/table.json").read_text())["mean"] is None
 
 
-def test_tasks_with_one_seed_have_no_ensemble(glue_config):
+def test_large_tasks_may_have_fewer_seeds_and_no_ensemble(glue_config, tmp_path):
     config = glue_config(ensemble=True, large_seeds=1)
-    sst2, rte = (jobs_config_for(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
-    assert (sst2.seeds, sst2.ensemble) == (1, False)
-    assert (rte.seeds, rte.ensemble) == (2, True)
+    sst2, rte = (make_task_jobs(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
+    assert (len(sst2), len(rte)) == (1, 2)
+    result = Result("sst2", 1, {"dev": {"accuracy": 0.5}}, steps=1, seconds=1.0, rows={}, truncated={})
+    assert make_row(sst2, [result], with_ensemble=True).ensemble == {}
 
 
 def test_published_means_are_those_of_the_paper():

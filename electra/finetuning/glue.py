@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import DataError
-from electra.finetuning.config import GlueConfig, JobsConfig
+from electra.finetuning.config import GlueConfig
 from electra.finetuning.job import MODEL, Job, Result
 from electra.finetuning.jobs import (
     best_model,
@@ -71,11 +71,17 @@ def with_diagnostics(task: Task, data: str) -> Task:
     return task
 
 
-def jobs_config_for(task: Task, config: GlueConfig) -> JobsConfig:
-    """Seeds and ensemble of one task."""
-    if config.large_seeds is None or task.name not in LARGE_TASKS:
-        return config.jobs
-    return replace(config.jobs, seeds=config.large_seeds, ensemble=config.jobs.ensemble and config.large_seeds > 1)
+def make_task_jobs(task: Task, config: GlueConfig) -> list[Job]:
+    """The jobs of one task."""
+    large_seeds = config.large_seeds if task.name in LARGE_TASKS else None
+    return make_jobs(
+        model=config.model,
+        task=task,
+        tuning=config.tuning,
+        hardware=config.hardware,
+        seeds=large_seeds or config.jobs.seeds,
+        folder=config.output / task.name,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,32 +140,26 @@ def markdown_table(cells: list[list[str]]) -> str:
 
 def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune on every task with every seed, and tabulate the results."""
-    tasks = select_tasks(config)
-    jobs_by_task = [
-        make_jobs(
-            model=config.model,
-            task=task,
-            tuning=config.tuning,
-            hardware=config.hardware,
-            seeds=jobs_config_for(task, config).seeds,
-            folder=config.output / task.name,
-        )
-        for task in tasks
-    ]
+    jobs_by_task = [make_task_jobs(task, config) for task in select_tasks(config)]
     results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
-    rows = [
-        make_row(jobs, [next(results) for _ in jobs], jobs_config_for(task, config).ensemble)
-        for task, jobs in zip(tasks, jobs_by_task, strict=True)
-    ]
-    rows += earlier_rows(config.output, tasks)
+    rows = [make_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
+    rows += earlier_rows(config.output, [row.task for row in rows])
     if not config.keep_models:
         for jobs in jobs_by_task:
             remove_all_but_best_model(jobs)
     notes = [*describe_rows(rows), *describe_missing_tasks(rows)]
     if config.submission is not None:
         notes.append(submit(config.submission, jobs_by_task, config.jobs.ensemble))
+    table = make_table(config, rows, notes)
+    write_file(config.output / "table.md", f"{table}\n")
+    write_json(config.output / TABLE, asdict(table))
+    return table
+
+
+def make_table(config: GlueConfig, rows: list[GlueRow], notes: list[str]) -> GlueTable:
+    """The table of rows, with the means of their medians."""
     medians = {row.task: row.median for row in rows if row.task != EXCLUDED_FROM_MEAN}
-    table = GlueTable(
+    return GlueTable(
         model=str(config.model),
         output=str(config.output),
         rows=rows,
@@ -168,12 +168,9 @@ def glue(config: GlueConfig) -> GlueTable:
         published=PUBLISHED,
         notes=notes,
     )
-    write_file(config.output / "table.md", f"{table}\n")
-    write_json(config.output / TABLE, asdict(table))
-    return table
 
 
-def make_row(jobs: list[Job], results: list[Result], has_ensemble: bool) -> GlueRow:
+def make_row(jobs: list[Job], results: list[Result], with_ensemble: bool) -> GlueRow:
     """The row of a task."""
     task = jobs[0].task
     medians, deviations = summarize_seeds(results)
@@ -186,17 +183,16 @@ def make_row(jobs: list[Job], results: list[Result], has_ensemble: bool) -> Glue
         seeds=len(results),
         seconds=sum(result.seconds for result in results),
         metrics=medians,
-        ensemble=ensemble_metrics(jobs) if has_ensemble else {},
+        ensemble=ensemble_metrics(jobs) if with_ensemble and len(jobs) > 1 else {},
         truncated=results[0].truncated,
     )
 
 
-def earlier_rows(output: Path, tasks: list[Task]) -> list[GlueRow]:
+def earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
     """The rows of other tasks in an earlier table of the same folder."""
     if not (output / TABLE).exists():
         return []
-    names = [task.name for task in tasks]
-    return [GlueRow(**row) for row in read_json(output / TABLE)["rows"] if row["task"] not in names]
+    return [GlueRow(**row) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
 
 
 def remove_all_but_best_model(jobs: list[Job]) -> None:

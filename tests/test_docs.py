@@ -1,0 +1,128 @@
+"""Commands, flags, Python code, links and references to the source in the documentation are valid."""
+
+import ast
+import re
+import shlex
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import electra
+from electra.cli import find_command, parse
+from electra.commands import COMMANDS, Command
+from electra.config import settings
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = {  # the log has commands of past versions
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "electra/kernels/README.md")
+    if path.name != "log.md"
+}
+TEXT = "\n".join(PAGES.values())
+COMMAND_LINES = sorted(set(re.findall(r"^    electra (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
+SCRIPTS = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+SCRIPT_LINES = sorted(set(re.findall(r"^    python benchmarks/(\S+) (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
+
+
+def test_the_readme_fits_on_a_page():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_commands_are_parsed(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/config.json").write_text('{"pretraining": {"data": "shards"}}')  # a run that can be resumed
+    name, *flags = shlex.split(line)
+    parse(name, find_command(name).load_config_class(), flags)
+
+
+def test_every_command_is_documented():
+    assert {line.split()[0] for line in COMMAND_LINES} >= COMMANDS.keys() - {"demo"}  # that one is `make demo`
+
+
+@pytest.mark.parametrize(("script", "arguments"), SCRIPT_LINES)
+def test_benchmark_scripts_have_the_flags(script, arguments):
+    """The scripts' parsers are inside their main functions, so this reads their source."""
+    for flag in re.findall(r"--[\w-]+", arguments):
+        field = flag.removeprefix("--").replace("-", "_")
+        assert f'"{flag}"' in SCRIPTS[script] or re.search(rf"^    {field}: ", SCRIPTS[script], re.MULTILINE), flag
+
+
+def test_flags_in_the_text_exist():
+    flags = {"--config", "--help"}
+    for command in COMMANDS.values():
+        for setting in settings(command.load_config_class()).values():
+            flags |= {setting.flag, setting.flag.replace("--", "--no-", 1)}
+    flags |= {flag for source in SCRIPTS.values() for flag in re.findall(r'"(--[\w-]+)"', source)}
+    text = re.sub(r"^    .*$", "", TEXT, flags=re.MULTILINE)  # command lines have tests of their own
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+    assert mentioned - flags == set()
+    assert len(mentioned) > 30
+
+
+def test_python_blocks_run(finished_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished_run, "runs/x")
+    electra.export_model(model="runs/x", output="hf/mine")
+    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(block, {})
+
+
+def test_calls_in_the_text_have_valid_arguments(monkeypatch):
+    monkeypatch.setattr(Command, "load_function", lambda command: lambda config: config)
+    calls = re.findall(r"`(electra\.\w+\([^`]*=[^`]*\))`", TEXT)
+    assert calls
+    for call in calls:
+        assert type(eval(call, {"electra": electra})).__name__.endswith("Config")
+
+
+def test_extras_and_make_targets_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [(first, others)] = re.findall(r"pip install '\.\[(\w+)\]' .* other extras: (.*)", README)
+    assert {first, *others.split(", "), "dev"} == set(extras)
+    targets = re.findall(r"^    make ([\w-]+)", README, re.MULTILINE)
+    assert {"test", "demo"} <= set(targets)
+    for target in targets:
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_point_to_files(page):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGES[page]):
+        if not link.startswith("https://"):
+            assert ((ROOT / page).parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_references_to_the_source_exist(page):
+    """`model/heads.py`, `model/heads.py: GeneratorHead` or `model/heads.py`: `GeneratorHead`, `CopyGate`."""
+    for path, inside, after in re.findall(r"`([\w/]+\.py)(?:: ([\w., ]+))?`(?:: ((?:`\w+`(?:, )?)+))?", PAGES[page]):
+        [source] = [file for file in (ROOT / path, ROOT / "electra" / path) if file.exists()] or pytest.fail(path)
+        missing = set(re.findall(r"[\w.]+", f"{inside} {after}")) - names_in(source)
+        assert not missing, f"{path} has no {', '.join(missing)}"
+
+
+def names_in(source: Path) -> set[str]:
+    """The names that a module defines, and Class.name for what is in its classes."""
+    names = set()
+    for node in ast.parse(source.read_text()).body:
+        defined = defined_names(node)
+        names |= defined
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{name}" for part in node.body for name in defined_names(part)}
+    return names
+
+
+def defined_names(node: ast.stmt) -> set[str]:
+    match node:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return {name}
+        case ast.Assign(targets=targets):
+            return {target.id for target in targets if isinstance(target, ast.Name)}
+    return set()
