@@ -1,19 +1,18 @@
-"""Fine-tuning, ours against a plain loop over transformers' model: its seconds or, with --scores, its dev scores.
+"""Fine-tuning in electra and in a plain loop over transformers' model: speed or, with --scores, dev scores.
 
     python benchmarks/finetune.py --data glue/ --vocab vocab.txt [--model hf-folder] [--tasks cola rte] [--json]
     python benchmarks/finetune.py --data glue/ --model hf-folder --scores --seeds 5 [--tasks cola rte] [--json]
 
-Both have the same weights, rows, batch, epochs, precision and dropout (the model's own); clipping and AdamW as in both
-defaults. Ours is `electra finetune`, run to its end. The loop is what people write: rows tokenised beforehand, a
-DataLoader that shuffles and pads to the longest row, autocast, fused AdamW, a linear schedule.
+Both have the same weights, rows, batch size, epochs, precision and dropout. electra is `electra finetune`. The peer is
+the usual loop: rows tokenized beforehand, a DataLoader that shuffles and pads to the longest row of the batch,
+autocast, gradient clipping, fused AdamW and a linear schedule.
 
-Speed is of one seed: the loop's time a step is measured over `--peer-steps` steps after ten to warm up, times the steps
-that ours took. Tokenising and loading count for neither. Without --model both start from the same fresh ELECTRA-Small:
-speed does not depend on weights.
+Speed: seconds of training of one seed; for the peer, the time of a step over `--peer-steps` steps times the number of
+steps of electra. Loading and tokenizing do not count. Without --model both start from the same random ELECTRA-Small,
+because speed does not depend on the weights.
 
-Scores are the medians over seeds of the task's first metric on its dev rows, with the standard deviation: does the
-exported folder give the same ones to those who never heard of us? The loop then has our learning rate for the size, a
-share of it for each layer, warm-up and epochs, goes to its end, and keeps transformers' own head (a hidden layer more).
+Scores: median and standard deviation over seeds of the task's first metric on its dev rows. The peer uses electra's
+learning rate, layer-wise decay, warm-up and epochs, and transformers' own classification head (with one more layer).
 """
 
 import argparse
@@ -47,25 +46,25 @@ from electra.model.storage import save_model
 from electra.runfolder import read_json
 
 
-def fresh_model(vocab: Path, folder: Path, size: str) -> Path:
-    """A Hugging Face folder of a pair that was never trained."""
+def random_model(vocab: Path, folder: Path, size: str) -> Path:
+    """A Hugging Face folder of an untrained model."""
     tokenizer = load_tokenizer(vocab)
     tokenizer.save(folder / "tokenizer")
     torch.manual_seed(0)
     electra = Electra(ModelConfig(size=size).electra_config(tokenizer.vocabulary.size, tokenizer.vocabulary.pad_id))
-    save_model(electra, folder / "fresh", folder / "tokenizer")
-    export(ExportConfig(model=folder / "fresh", output=folder / "huggingface"))
+    save_model(electra, folder / "model", folder / "tokenizer")
+    export(ExportConfig(model=folder / "model", output=folder / "huggingface"))
     return folder / "huggingface"
 
 
-def settings_of(model: Path, task: str, data: str, folder: Path, device: str, seeds: int = 1) -> FinetuneConfig:
-    """How both sides fine-tune; what is not named is ours by default."""
+def finetune_config(model: Path, task: str, data: str, folder: Path, device: str, seeds: int) -> FinetuneConfig:
+    """The settings of both contenders: the defaults of `electra finetune`."""
     settings = {"model": model, "task": task, "data": data, "output": folder / task, "device": device, "seeds": seeds}
     return build(FinetuneConfig, **settings)
 
 
 class Peer:
-    """transformers' model with a new head for a task, and what a plain loop needs around it."""
+    """Transformers' model with a new head, in a plain training loop."""
 
     def __init__(self, config: FinetuneConfig, task: Task) -> None:
         from transformers import AutoTokenizer, ElectraForSequenceClassification
@@ -76,7 +75,7 @@ class Peer:
         self.model = model.to(self.device).train()
 
     def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
-        """BatchLoader of examples, tokenised beforehand, padded to the longest row."""
+        """Batches of tokenized examples, padded to the longest row."""
         from transformers import DataCollatorWithPadding
 
         encoded = self.tokenizer(
@@ -86,63 +85,60 @@ class Peer:
         rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
         return torch.utils.data.DataLoader(rows, collate_fn=DataCollatorWithPadding(self.tokenizer), **settings)
 
-    def said(self, batch: Any) -> Any:
-        """Logits and loss of a batch."""
+    def forward(self, batch: Any) -> Any:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model(**batch.to(self.device))
 
-    def update(self, batch: Any, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-        """One step of the loop."""
-        self.said(batch).loss.backward()
+    def step(self, batch: Any, optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+        self.forward(batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
 
 
-def our_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
-    """Seconds of training, seconds altogether, and steps of one seed."""
-    began = time.perf_counter()
+def electra_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
+    """Seconds of training, total seconds, and steps of one seed."""
+    start = time.perf_counter()
     finetune(config)
     result = read_json(config.output / "seed-1" / RESULT)
-    return result["seconds"], time.perf_counter() - began, result["steps"]
+    return result["seconds"], time.perf_counter() - start, result["steps"]
 
 
-def peer_step(config: FinetuneConfig, task: Task, steps: int) -> float:
-    """Seconds a step of the plain loop."""
+def peer_step_seconds(config: FinetuneConfig, task: Task, steps: int) -> float:
+    """Seconds per step of the peer, after ten warm-up steps."""
     peer, examples = Peer(config, task), read_examples(task, "train")
-    kept = range(min(len(examples), config.tuning.batch_size * (steps + 20)))
-    loader = peer.loader(examples.select(kept), batch_size=config.tuning.batch_size, shuffle=True, drop_last=True)
+    rows = range(min(len(examples), config.tuning.batch_size * (steps + 20)))
+    loader = peer.loader(examples.select(rows), batch_size=config.tuning.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(peer.model.parameters(), lr=3e-4, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 10_000))
-    taken, began = 0, 0.0
+    count, start = 0, 0.0
     while True:
         for batch in loader:
-            if taken == 10:
+            if count == 10:
                 synchronize(peer.device)
-                began = time.perf_counter()
-            if taken == steps + 10:
+                start = time.perf_counter()
+            if count == steps + 10:
                 synchronize(peer.device)
-                return (time.perf_counter() - began) / steps
-            peer.update(batch, optimizer, schedule)
-            taken += 1
+                return (time.perf_counter() - start) / steps
+            peer.step(batch, optimizer, schedule)
+            count += 1
 
 
-def speed(config: FinetuneConfig, task: Task, peer_steps: int) -> dict[str, Any]:
-    """Seconds that both sides take for a seed of a task."""
-    ours, altogether, steps = our_seconds(config)
-    peer = steps * peer_step(config, task, peer_steps)
-    return {"steps": steps, "ours": ours, "altogether": altogether, "peer": peer, "ratio": peer / ours}
+def compare_speed(config: FinetuneConfig, task: Task, peer_steps: int) -> dict[str, Any]:
+    """Seconds of both contenders for one seed of a task."""
+    seconds, total, steps = electra_seconds(config)
+    peer = steps * peer_step_seconds(config, task, peer_steps)
+    return {"steps": steps, "electra": seconds, "electra_total": total, "peer": peer, "speedup": peer / seconds}
 
 
-def told_speed(found: dict[str, Any]) -> str:
-    """The same in words."""
-    ours = f"ours {found['ours']:7.1f} s ({found['altogether']:.1f} s with loading and measuring)"
-    return f"{found['steps']:>7,} steps   {ours}   transformers {found['peer']:7.1f} s   {found['ratio']:5.2f}×"
+def format_speed(speed: dict[str, Any]) -> str:
+    electra = f"electra {speed['electra']:7.1f} s ({speed['electra_total']:.1f} s with loading and evaluation)"
+    return f"{speed['steps']:>7,} steps   {electra}   transformers {speed['peer']:7.1f} s   {speed['speedup']:5.2f}×"
 
 
 def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
-    """The first metric on the dev rows when the plain loop has seen the training rows as often as the task wants."""
+    """The dev score of the peer, trained for the task's epochs."""
     from transformers import get_linear_schedule_with_warmup
 
     torch.manual_seed(seed)
@@ -160,12 +156,12 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
     for _ in range(epochs):
         for batch in loader:
-            peer.update(batch, optimizer, schedule)
-    return measured(peer, read_examples(task, "dev"))
+            peer.step(batch, optimizer, schedule)
+    return evaluate(peer, read_examples(task, "dev"))
 
 
 def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict[str, Any]]:
-    """Parameters with the rates of their layers: the head at the full one, each layer at a share of the one above."""
+    """Parameter groups by layer: the head at the full rate, each layer at `decay` times the rate of the layer above."""
     layers, groups = model.config.num_hidden_layers, {}
     for name, parameter in model.named_parameters():
         layer = re.match(r"electra\.encoder\.layer\.(\d+)\.", name)
@@ -175,67 +171,70 @@ def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict
 
 
 @torch.no_grad()
-def measured(peer: Peer, examples: Examples) -> float:
-    """The task's first metric of what the loop's model says of examples."""
+def evaluate(peer: Peer, examples: Examples) -> float:
+    """The task's first metric."""
     peer.model.eval()
     loader = peer.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
-    logits = torch.cat([peer.said(batch).logits.float().cpu() for batch in loader]).numpy()
-    answers = OUTPUT_TYPES[peer.task.kind].predict(logits, peer.task)
-    return METRICS[peer.task.metrics[0]](answers, examples.labels)
+    logits = torch.cat([peer.forward(batch).logits.float().cpu() for batch in loader]).numpy()
+    predictions = OUTPUT_TYPES[peer.task.kind].predict(logits, peer.task)
+    return METRICS[peer.task.metrics[0]](predictions, examples.labels)
 
 
-def scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
-    """The dev scores of both sides, seed by seed."""
+def compare_scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
+    """Dev scores of both contenders."""
     metric = task.metrics[0]
-    ours, peers = [seed["dev"][metric] for seed in finetune(config).seeds], []
+    scores, peers = [seed["dev"][metric] for seed in finetune(config).seeds], []
     for seed in range(1, config.jobs.seeds + 1):
         peers.append(peer_score(config, task, seed))
         print(f"{task.name}, seed {seed}: transformers {metric} {100 * peers[-1]:.1f}", file=sys.stderr, flush=True)
-    return {"metric": metric, "ours": over_seeds(ours), "peer": over_seeds(peers)}
+    return {"metric": metric, "electra": summarize(scores), "peer": summarize(peers)}
 
 
-def over_seeds(found: list[float]) -> dict[str, Any]:
-    """Median, standard deviation and each seed."""
-    return {"median": median(found), "spread": standard_deviation(found), "seeds": found}
+def summarize(scores: list[float]) -> dict[str, Any]:
+    return {"median": median(scores), "spread": standard_deviation(scores), "seeds": scores}
 
 
-def told_scores(found: dict[str, Any]) -> str:
-    """The same in words."""
-    sides = {"ours": found["ours"], "transformers": found["peer"]}
-    told = [f"{name} {100 * side['median']:6.2f} ± {100 * side['spread']:.2f}" for name, side in sides.items()]
-    return f"  {found['metric']:<9}{'   '.join(told)}   (medians of {len(found['ours']['seeds'])} seeds)"
+def format_scores(scores: dict[str, Any]) -> str:
+    contenders = {"electra": scores["electra"], "transformers": scores["peer"]}
+    parts = [f"{name} {100 * each['median']:6.2f} ± {100 * each['spread']:.2f}" for name, each in contenders.items()]
+    return f"  {scores['metric']:<9}{'   '.join(parts)}   (medians of {len(scores['electra']['seeds'])} seeds)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="the folder of GLUE")
-    parser.add_argument("--vocab", type=Path, help="vocabulary of the fresh model")
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder of ELECTRA, in place of a fresh one")
-    parser.add_argument("--size", default="small", help="size of the fresh model")
+    parser.add_argument("--data", required=True, help="folder of GLUE")
+    parser.add_argument("--vocab", type=Path, help="vocabulary of the random model")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder of ELECTRA (default: a random model)")
+    parser.add_argument("--size", default="small", help="size of the random model")
     parser.add_argument("--tasks", nargs="+", default=list(GLUE_6))
-    parser.add_argument("--peer-steps", type=int, default=150, help="steps of the loop that are timed")
-    parser.add_argument("--scores", action="store_true", help="run both sides to the end, and compare dev scores")
+    parser.add_argument("--peer-steps", type=int, default=150, help="timed steps of the peer")
+    parser.add_argument("--scores", action="store_true", help="compare dev scores instead of speed")
     parser.add_argument("--seeds", type=int, default=5, help="of --scores")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.model is None and arguments.vocab is None:
-        parser.error("give --vocab for a fresh model, or --model")
+        parser.error("give --model, or --vocab for a random model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = arguments.model or fresh_model(arguments.vocab, folder, arguments.size)
-        for task in arguments.tasks:
-            config = settings_of(
-                model, task, arguments.data, folder, device, arguments.seeds if arguments.scores else 1
+    results = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = arguments.model or random_model(arguments.vocab, folder, arguments.size)
+        for name in arguments.tasks:
+            seeds = arguments.seeds if arguments.scores else 1
+            config, task = (
+                finetune_config(model, name, arguments.data, folder, device, seeds),
+                glue_task(name, arguments.data),
             )
-            rows = glue_task(task, arguments.data)
-            found[task] = scores(config, rows) if arguments.scores else speed(config, rows, arguments.peer_steps)
+            if arguments.scores:
+                results[name] = compare_scores(config, task)
+                line = format_scores(results[name])
+            else:
+                results[name] = compare_speed(config, task, arguments.peer_steps)
+                line = format_speed(results[name])
             if not arguments.json:
-                told = told_scores(found[task]) if arguments.scores else told_speed(found[task])
-                print(f"{task:<6}{told}", flush=True)
+                print(f"{name:<6}{line}", flush=True)
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/kernels.py [--rows 1024] [--length 128] [--width 256] [--heads 4] [--feedforward 1024]
         [--dropout 0] [--json]
-    python benchmarks/kernels.py --ablate [--shapes small:128x128 base:128x512] [--styles classic modern] [--data shards/]
+    python benchmarks/kernels.py --ablate [--shapes small:128x128 base:128x512] [--styles classic modern]
+        [--data shards/] [--steps 30] [--json]
 
 Kernel and PyTorch compute the same from the same bf16 inputs, captured as CUDA graphs, so launch times do not count.
 --ablate times a step of joint pre-training with all kernels, without each one that applies, and with none of them; each

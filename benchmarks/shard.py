@@ -1,9 +1,9 @@
-"""How fast text becomes shards, against the bare tokenizer and a script of the usual kind, and in how much memory.
+"""Speed and memory of `electra shard`, compared with the bare tokenizer and a `datasets.map` script.
 
     python benchmarks/shard.py --corpus FOLDER --vocab vocab.txt [--megabytes 160] [--json]
 
-Each side runs as a process of its own on the same text and cores, in turn; the best of its rounds counts. Seconds are
-from start to end of the process, except for the bare tokenizer, which has its text in memory and throws its ids away.
+Each contender runs as a process on the same text and cores; the best of its rounds counts. The time is that of the
+whole process, except for the bare tokenizer, which encodes text in memory and discards the ids.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ library = load_tokenizer(Path(sys.argv[2])).library
 documents = Path(sys.argv[1]).read_text(encoding="utf-8").split("\\n\\n")
 
 def seconds(documents, batch):
-    began = time.perf_counter()
+    begin = time.perf_counter()
     for start in range(0, len(documents), batch):
         library.encode_batch_fast(documents[start : start + batch], add_special_tokens=False)
-    return time.perf_counter() - began
+    return time.perf_counter() - begin
 
 sample = documents[: len(documents) // 8]
 best = min((64, 256, 1000, 4000), key=lambda batch: seconds(sample, batch))
@@ -49,7 +49,7 @@ from transformers import AutoTokenizer
 text, vocabulary, cores, cache = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(vocabulary, model_max_length=10**9)
 
-def tokenise(rows):
+def tokenize(rows):
     return tokenizer(rows["text"], return_special_tokens_mask=True)
 
 def group_texts(rows, length=128):
@@ -59,7 +59,7 @@ def group_texts(rows, length=128):
 
 if __name__ == "__main__":
     rows = load_dataset("text", data_files=text, sample_by="paragraph", split="train", cache_dir=cache)
-    tokens = rows.map(tokenise, batched=True, num_proc=int(cores), remove_columns=["text"])
+    tokens = rows.map(tokenize, batched=True, num_proc=int(cores), remove_columns=["text"])
     grouped = tokens.map(group_texts, batched=True, num_proc=int(cores))
     assert len(grouped)
 """
@@ -70,17 +70,17 @@ class Settings:
     """Compare `electra shard` with the bare tokenizer and with `datasets.map`."""
 
     corpus: str
-    """Text to take the sample from."""
+    """Text corpus, as in electra shard."""
     vocab: Path
-    """A vocab.txt or a folder with a tokenizer."""
+    """vocab.txt or folder of a tokenizer."""
     megabytes: int = 160
-    """Text to run on; memory is also measured on four times as much."""
+    """Size of the text; memory is also measured with four times as much."""
     cores: int = 2
-    """Cores for every side."""
+    """Cores for each contender."""
     rounds: int = 2
-    """How often each side runs."""
+    """Runs of each contender."""
     json: bool = False
-    """Print JSON."""
+    """Print the result as JSON."""
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,19 @@ class Result:
 
 
 def main(settings: Settings) -> Result:
-    """Run every side in turn."""
     with tempfile.TemporaryDirectory() as scratch:
         text, large, script = (Path(scratch) / name for name in ("text.txt", "large.txt", "map_script.py"))
         size = write_sample(settings.corpus, text, settings.megabytes)
         write_sample(settings.corpus, large, 4 * settings.megabytes)
         script.write_text(MAP)
-        four_times = watched(shard_command(settings, large, f"{scratch}/large"))
+        four_times = run_process(shard_command(settings, large, f"{scratch}/large"))
         ours, bare, maps = [], [], []
-        for turn in range(settings.rounds):
-            ours.append(watched(shard_command(settings, text, f"{scratch}/{turn}")))
-            output = watched([sys.executable, "-c", BARE, str(text), str(settings.vocab)], settings.cores).output
+        for number in range(settings.rounds):
+            ours.append(run_process(shard_command(settings, text, f"{scratch}/{number}")))
+            output = run_process([sys.executable, "-c", BARE, str(text), str(settings.vocab)], settings.cores).output
             bare.append(json.loads(output))
-            arguments = [str(text), f"{scratch}/large/tokenizer", str(settings.cores), f"{scratch}/cache{turn}"]
-            maps.append(watched([sys.executable, str(script), *arguments]))
+            arguments = [str(text), f"{scratch}/large/tokenizer", str(settings.cores), f"{scratch}/cache{number}"]
+            maps.append(run_process([sys.executable, str(script), *arguments]))
         fastest = min(bare, key=lambda run: run["seconds"])
         return Result(
             megabytes=size,
@@ -146,7 +145,7 @@ def main(settings: Settings) -> Result:
 
 
 def write_sample(corpus: str, path: Path, megabytes: int) -> float:
-    """Documents of the corpus, over and over if need be, up to a size; gives the size in MB."""
+    """Write documents of the corpus, repeated if necessary, up to a size; returns the size in MB."""
     size = 0
     with open(path, "wb") as file:
         while size < megabytes * 1e6:
@@ -158,51 +157,48 @@ def write_sample(corpus: str, path: Path, megabytes: int) -> float:
 
 
 def shard_command(settings: Settings, text: Path, output: str) -> list[str]:
-    """`electra shard` with its defaults."""
     flags = ["--corpus", str(text), "--tokenizer", str(settings.vocab), "--output", output]
     return [sys.executable, "-m", "electra", "shard", *flags, "--workers", str(settings.cores)]
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What a process took."""
-
+class ProcessResult:
     seconds: float
-    memory: float  # MB at its peak, with all its children
+    memory: float  # peak MB, including child processes
     output: str
 
 
-def watched(command: list[str], threads: int = 1) -> Watched:
-    """Run a command, looking at the memory of its processes all the while."""
+def run_process(command: list[str], threads: int = 1) -> ProcessResult:
+    """Run a command and sample the memory of its processes."""
     environment = os.environ | {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
-    began, peak = time.perf_counter(), 0.0
+    start, peak = time.perf_counter(), 0.0
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         while process.poll() is None:
-            peak = max(peak, sum(map(resident, family(process.pid))))
+            peak = max(peak, sum(map(resident_megabytes, process_tree(process.pid))))
             time.sleep(0.05)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         output, errors = process.communicate()
     if process.returncode:
         sys.exit(errors)
-    return Watched(seconds, peak, output)
+    return ProcessResult(seconds, peak, output)
 
 
-def family(process: int) -> Iterator[int]:
+def process_tree(process: int) -> Iterator[int]:
     """A process and all its descendants."""
     yield process
     for task in Path(f"/proc/{process}/task").glob("*/children"):
         try:
             children = task.read_text().split()
-        except OSError:  # it has just ended
+        except OSError:  # the process has ended
             continue
         for child in children:
-            yield from family(int(child))
+            yield from process_tree(int(child))
 
 
-def resident(process: int) -> float:
-    """The MB a process holds, with its share of what it holds with others."""
+def resident_megabytes(process: int) -> float:
+    """Proportional set size of a process in MB."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -211,6 +207,6 @@ def resident(process: int) -> float:
 
 
 if __name__ == "__main__":
-    given = parse("benchmarks/shard.py", Settings, sys.argv[1:])
-    found = main(given)
-    print(json.dumps(asdict(found)) if given.json else found)
+    settings = parse("benchmarks/shard.py", Settings, sys.argv[1:])
+    result = main(settings)
+    print(json.dumps(asdict(result)) if settings.json else result)

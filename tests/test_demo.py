@@ -8,7 +8,7 @@ from electra.cli import main
 from electra.demo import is_prose, unused_folder
 
 
-def test_the_quick_demo_exports_a_model_that_transformers_loads(tmp_path, capsys):
+def test_the_quick_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real_plots):
     main(["demo", "--quick", "--minutes", "0.05", "--output", str(tmp_path / "demo"), "--json"])
     result = json.loads(capsys.readouterr().out)
     assert result["documents"] > 500

@@ -38,13 +38,15 @@ def test_flops_of_a_training_step_equal_torchs_count(pair):
     rows, length, masked = 3, 16, 5
     with torch.device("meta"):
         electra = Electra(pair)
-        text = torch.zeros(rows, length, dtype=torch.long)
-        at = torch.zeros(rows, masked, dtype=torch.long)
+        input_ids = torch.zeros(rows, length, dtype=torch.long)
+        positions = torch.zeros(rows, masked, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        verdicts = electra.discriminator(text).sum() if electra.discriminator else 0
-        (electra.generator(text, positions=at).logits.sum() + verdicts).backward()
-    counted = sum(map(total_flops, itemize(pair, length, masked).values()))
-    assert TRAINING_FACTOR * rows * counted == counter.get_total_flops()
+        output = electra.generator(input_ids, positions=positions).logits.sum()
+        if electra.discriminator is not None:
+            output = output + electra.discriminator(input_ids).sum()
+        output.backward()
+    forward = sum(map(total_flops, itemize(pair, length, masked).values()))
+    assert TRAINING_FACTOR * rows * forward == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("objective", ["rtd", "electra-15", "replace-mlm", "frozen-rtd"])

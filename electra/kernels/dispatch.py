@@ -1,6 +1,6 @@
 """Chooses the kernel for each operation: a Triton or library kernel where it applies, plain PyTorch elsewhere.
 
-Other code imports this module, cuda_graph, master_weights, side_stream and the plain functions of reference, but never a
+Other code imports this module, cuda_graph, master_weights, side_stream and plain functions of reference, but never a
 Triton module. Triton kernels run on a GPU in half precision; with TRITON_INTERPRET=1 also on a CPU, slowly, for tests.
 """
 
