@@ -42,7 +42,8 @@ def imported_modules(source: str, modules: set[str]) -> set[str]:
             case ast.Import(names=aliases):
                 names |= {alias.name for alias in aliases}
             case ast.ImportFrom(module=str(module), names=aliases):
-                members = {f"{module}.{alias.name}" for alias in aliases}
+                # the package, of which only its version may be imported everywhere, is always imported first
+                members = {f"{module}.{alias.name}" for alias in aliases} - {"electra.__version__"}
                 names |= members & modules
                 names |= {module} if members - modules else set()
     return names & modules
@@ -71,6 +72,7 @@ def train():
     modules = {"electra", "electra.runfolder", "electra.plotting", "electra.model.config"}
     modules |= {"electra.training", "electra.training.trainer"}
     assert imported_modules(source, modules) == modules - {"electra.training"}
+    assert imported_modules("from electra import __version__", modules) == set()
 
 
 def test_every_module_has_a_place_in_the_order():
