@@ -52,7 +52,7 @@ from electra.model.flops import training_flops
 from electra.objectives.masking import mask_slots
 from electra.pretraining.command import plan
 from electra.pretraining.config import PretrainConfig, recipe_settings
-from electra.pretraining.initialize import build_pair
+from electra.pretraining.initialize import pair_config
 from electra.pretraining.task import PretrainingTask
 from electra.training.logging import RunningAverages
 from electra.training.trainer import Trainer
@@ -135,7 +135,7 @@ def build_peer(shape: Shape, environment: Environment, mode: str) -> Contender:
     """Transformers' models in a plain training loop."""
     config, shards, device = run_config(shape, environment.shards, "eager"), environment.shards, environment.device
     torch.manual_seed(config.seed)
-    pair = TransformersPair(build_pair(config, shards)).to(device).train()
+    pair = TransformersPair(pair_config(config, shards)).to(device).train()
     decay, count = config.optimizer.weight_decay, mask_slots(config.loader.length, config.masking)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.optimizer.learning_rate, weight_decay=decay, fused=True)
     compute_losses = torch.compile(PEERS[mode]) if mode == "compiled" else PEERS[mode]
@@ -219,7 +219,7 @@ def step_flops(shape: Shape, shards: Shards) -> float:
     """FLOPs of a step with vocabulary logits at masked positions only."""
     config = run_config(shape, shards, "eager")
     length = config.loader.length
-    return shape.rows * training_flops(build_pair(config, shards), length, mask_slots(length, config.masking))
+    return shape.rows * training_flops(pair_config(config, shards), length, mask_slots(length, config.masking))
 
 
 def contenders(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Contender]]]:

@@ -303,6 +303,7 @@ def test_an_encoder_has_the_settings_of_the_smallest_size_of_its_width(width, si
             "starts with mlm, .* --init .*source must be a masked language",
         ),
         ({"objective": "frozen-rtd", "sharing": "none", "init_generator": "fresh"}, "needs a trained generator"),
+        ({"objective": "mlm", "init_generator": "fresh"}, "--objective mlm trains one model"),
         ({"init": None, "init_generator": "fresh"}, "--init-generator fresh needs --init"),
         ({"init_generator": Path("frsh")}, "--init-generator: there is no folder frsh"),
         ({"length": 64}, "64"),

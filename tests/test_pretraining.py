@@ -28,7 +28,7 @@ from electra.plotting import total_loss
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, PretrainConfig, recipe_settings
 from electra.pretraining.held_out import held_out_batches
-from electra.pretraining.initialize import build_pair, unigram_frequencies
+from electra.pretraining.initialize import pair_config, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import model_folder
@@ -200,7 +200,7 @@ def test_a_dry_run_estimates_a_run_and_writes_nothing(run_config, shards):
     config = run_config(dry_run=True)
     estimate = pretrain(config)
     assert (estimate.steps, estimate.tokens) == (20, 20 * 8 * 16)
-    model = Electra(build_pair(config, open_shards(shards)))
+    model = Electra(pair_config(config, open_shards(shards)))
     assert estimate.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not config.output.exists()
 

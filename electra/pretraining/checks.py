@@ -94,6 +94,8 @@ def check_init(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
         flags = " and ".join(f"--{name.replace('_', '-')} {getattr(config.model, name)}" for name in overrides)
         raise ConfigError(f"{flags} cannot be combined with --init {init.model}, which has a size; leave them out")
     heads = [OBJECTIVES[name].head for name in objectives]
+    if init.generator is not None and not any(heads):
+        raise ConfigError(f"--objective {objectives[0]} trains one model, which is --init; leave out --init-generator")
     if any(heads) and not heads[0] and not is_lone_generator(init):
         raise ConfigError(
             f"--phases starts with {objectives[0]}, which trains only a generator: --init {init.model} must be a "
@@ -125,20 +127,20 @@ def check_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) ->
     trunk = config.init.branch_from
     assert trunk is not None
     checkpoint = model_folder(trunk)
-    trunk_model = comparable(read_model_config(checkpoint))
+    trunk_model = comparable_model(read_model_config(checkpoint))
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
     shards.check_tokenizer(load_model_tokenizer(checkpoint))
     optimizer = config.optimizer.name
     before = trunk_model | {"optimizer": run_settings(checkpoint).get("optimizer", optimizer)}
-    now = comparable(model) | {"optimizer": optimizer}
+    now = comparable_model(model) | {"optimizer": optimizer}
     names = ["parts"] if before["parts"] != now["parts"] else [name for name in before if before[name] != now[name]]
     if names:
         changes = [f"{name} was {before[name]} and is now {now[name]}" for name in names]
         raise ConfigError(f"--branch-from {trunk} has other settings: {join_names(changes)}; leave out these flags")
 
 
-def comparable(pair: ElectraConfig) -> dict[str, Any]:
+def comparable_model(pair: ElectraConfig) -> dict[str, Any]:
     """What the models of a trunk and its branch must have in common, by setting."""
     parts = ["generator with baseline" if pair.has_baseline else "generator"] if pair.generator else []
     parts += [f"discriminator with {pair.head} head"] if pair.discriminator else []

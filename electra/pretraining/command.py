@@ -14,9 +14,9 @@ from electra.pretraining.config import PretrainConfig
 from electra.pretraining.describe import Estimate, estimate_run, summary, warnings
 from electra.pretraining.initialize import (
     InitialWeights,
-    build_pair,
     has_trained_segments,
     load_previous_phase,
+    pair_config,
     read_initial_weights,
 )
 from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
@@ -48,7 +48,7 @@ def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
     is_new = not config.has_checkpoint()
     if is_new:
         check_settings(config)
-    phases = plan_phases(config, build_pair(config, shards))
+    phases = plan_phases(config, pair_config(config, shards))
     check_phases(phases)
     if is_new and config.init.branch_from is not None:
         check_trunk(config, phases[0].model, shards)

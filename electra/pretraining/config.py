@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from electra.config import convert, field_paths, flat_defaults
+from electra.config import convert, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
@@ -217,9 +217,9 @@ def resumed_settings(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
         return {}
-    names = field_paths(PretrainConfig).keys() - {"output", "resume", "dry_run", "json"}
     stored = read_json(run / CONFIG).get("pretraining", {})
-    return convert(PretrainConfig, {name: value for name, value in stored.items() if name in names})
+    of_command = ("output", "resume", "dry_run", "json")
+    return convert(PretrainConfig, {name: value for name, value in stored.items() if name not in of_command})
 
 
 def init_settings(given: dict[str, Any]) -> dict[str, Any]:

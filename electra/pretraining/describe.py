@@ -17,7 +17,7 @@ from electra.pretraining.phases import Phase, initializes_discriminator
 from electra.training.hardware import choose_precision, device_memory, measure_flops
 from electra.training.logging import format_duration
 
-HEADS = {
+MODEL_NAMES = {
     "rtd": "discriminator",
     "mlm": "masked language model",
     "copy_mlm": "masked language model with copy mechanism",
@@ -47,7 +47,7 @@ def describe_model(config: PretrainConfig, model: ElectraConfig) -> str:
     """The parts of a model and what they share."""
     parts = []
     if model.discriminator is not None:
-        parts.append(describe_encoder(HEADS[model.head], model.discriminator))
+        parts.append(describe_encoder(MODEL_NAMES[model.head], model.discriminator))
     if model.generator is not None:
         parts.append(describe_encoder("generator" if parts else "masked language model", model.generator))
     elif config.objective.generator != "model":
@@ -74,7 +74,7 @@ def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:
     init = config.init
     assert init.model is not None
     head = "" if has_head_for(init.model, model) else " with a new head"
-    name = HEADS[model.head] if model.discriminator else "masked language model"
+    name = MODEL_NAMES[model.head] if model.discriminator else "masked language model"
     text = f"{name} initialised from {init.model}{head}"
     if model.generator is None or model.discriminator is None:
         return text

@@ -31,7 +31,7 @@ TABLES = ("token", "position", "segment")
 UNIGRAM_TOKENS = 50_000_000
 
 
-def build_pair(config: PretrainConfig, shards: Shards) -> ElectraConfig:
+def pair_config(config: PretrainConfig, shards: Shards) -> ElectraConfig:
     """The generator and discriminator of a run: new ones, those of --init, or those it was started with."""
     vocabulary = shards.tokenizer.vocabulary
     if config.init.model is None:
@@ -39,10 +39,10 @@ def build_pair(config: PretrainConfig, shards: Shards) -> ElectraConfig:
     if config.has_checkpoint():
         return read_model_config(config.output)  # the --init folder may be gone
     check_tokenizers(config.init, shards)
-    return initial_pair(config.init, config.model, vocabulary.size)
+    return initial_pair_config(config.init, config.model, vocabulary.size)
 
 
-def initial_pair(init: InitConfig, model: ModelConfig, vocab_size: int) -> ElectraConfig:
+def initial_pair_config(init: InitConfig, model: ModelConfig, vocab_size: int) -> ElectraConfig:
     """The pair with the encoders of the --init folders; the generator is new if there is none."""
     assert init.model is not None
     discriminator = with_dropout(main_encoder(read_encoder_configs(model_folder(init.model))), model)
