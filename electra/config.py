@@ -50,7 +50,7 @@ class Setting:
 @cache
 def settings(config_class: type) -> dict[str, Setting]:
     """All settings of a config class by their flat names."""
-    found: dict[str, Setting] = {}
+    by_name: dict[str, Setting] = {}
     for field in fields(config_class):
         annotation = annotations(config_class)[field.name]
         nested_class = nested_config(annotation)
@@ -59,9 +59,9 @@ def settings(config_class: type) -> dict[str, Setting]:
         else:
             declared = nested_settings(field, nested_class)
         for setting in declared:
-            assert setting.name not in found, f"{config_class.__name__} declares {setting.name} twice"
-            found[setting.name] = setting
-    return found
+            assert setting.name not in by_name, f"{config_class.__name__} declares {setting.name} twice"
+            by_name[setting.name] = setting
+    return by_name
 
 
 def plain_setting(config_class: type, field: Field[Any], annotation: Any) -> Setting:

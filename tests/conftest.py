@@ -1,4 +1,4 @@
-"""What many tests share: one thread each, so that two workers fit two cores, and small pairs and batches."""
+"""Shared fixtures: small models, batches, shards, and finished runs that are trained once per session."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is no wrong result
+hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("calm")
 
 save_figure = plotting.save_figure
@@ -79,17 +79,17 @@ def make_pair():
 
 @pytest.fixture
 def make_batch():
-    """Build a batch of random text: [CLS] words [SEP], then padding where `lengths` says so."""
+    """Build a batch of random text: [CLS] words [SEP], then padding after `lengths` tokens."""
 
     def build(rows: int = 4, length: int = 16, lengths: list[int] | None = None, step: int = 0) -> Batch:
         generator = torch.Generator().manual_seed(1)
         input_ids = torch.randint(5, VOCABULARY.size, (rows, length), generator=generator)
         ends = torch.tensor(lengths or [length] * rows)[:, None]
-        place = torch.arange(length)
-        input_ids = torch.where(place == 0, VOCABULARY.cls_id, input_ids)
-        input_ids = torch.where(place == ends - 1, VOCABULARY.sep_id, input_ids)
-        input_ids = torch.where(place >= ends, VOCABULARY.pad_id, input_ids)
-        attention_mask = None if lengths is None else place < ends
+        position = torch.arange(length)
+        input_ids = torch.where(position == 0, VOCABULARY.cls_id, input_ids)
+        input_ids = torch.where(position == ends - 1, VOCABULARY.sep_id, input_ids)
+        input_ids = torch.where(position >= ends, VOCABULARY.pad_id, input_ids)
+        attention_mask = None if lengths is None else position < ends
         return Batch(input_ids, torch.tensor(step), torch.arange(rows), attention_mask)
 
     return build

@@ -1,7 +1,10 @@
-"""Packages are in the order of the data flow, and imports only point back along it."""
+"""Packages are in the order of the data flow, imports only point back along it, and modules stay small."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 import electra
 
@@ -23,46 +26,80 @@ ORDER = ["errors", "config", "random", "runfolder", "plotting", *PACKAGES]
 ORDER += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
-def imported_parts(source: str) -> set[str]:
-    """The packages and top-level modules of electra that a source imports, also inside functions."""
-    modules = set()
+def module_name(path: Path) -> str:
+    """electra/model/config.py → electra.model.config; electra/model/__init__.py → electra.model."""
+    return ".".join(("electra", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+SOURCES = {module_name(path): path.read_text() for path in ROOT.rglob("*.py")}
+
+
+def imported_modules(source: str, modules: set[str]) -> set[str]:
+    """Those of `modules` that a source imports, also inside functions."""
+    names = set()
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Import(names=names):
-                modules |= {name.name for name in names}
-            case ast.ImportFrom(module="electra", names=names):
-                modules |= {f"electra.{name.name}" for name in names}
-            case ast.ImportFrom(module=str(module)):
-                modules.add(module)
-    return {module.split(".")[1] for module in modules if module.startswith("electra.")}
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(module), names=aliases):
+                # the package, of which only its version may be imported everywhere, is always imported first
+                members = {f"{module}.{alias.name}" for alias in aliases} - {"electra.__version__"}
+                names |= members & modules
+                names |= {module} if members - modules else set()
+    return names & modules
 
 
-def forward_imports(part: str, source: str) -> set[str]:
-    """The parts imported by `source` that come after `part`."""
-    return {other for other in imported_parts(source) if other in ORDER and ORDER.index(other) > ORDER.index(part)}
+IMPORTS = {module: imported_modules(source, set(SOURCES)) for module, source in SOURCES.items()}
+
+
+def rank(module: str) -> int:
+    """The position of a module's package, or of a top-level module, in the order."""
+    return ORDER.index(module.split(".")[1] if "." in module else "__init__")
+
+
+def forward_imports(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
+    return {(module, other) for module, others in imports.items() for other in others if rank(other) > rank(module)}
+
+
+def test_imports_are_recognised_in_all_their_forms():
+    source = """
+import torch, electra.runfolder
+from electra import plotting, load
+from electra.model.config import EncoderConfig
+def train():
+    from electra.training import trainer
+"""
+    modules = {"electra", "electra.runfolder", "electra.plotting", "electra.model.config"}
+    modules |= {"electra.training", "electra.training.trainer"}
+    assert imported_modules(source, modules) == modules - {"electra.training"}
+    assert imported_modules("from electra import __version__", modules) == set()
+
+
+def test_every_module_has_a_place_in_the_order():
+    assert {path.parent.name for path in ROOT.glob("*/__init__.py")} == set(PACKAGES)
+    assert {path.parent for path in ROOT.rglob("*.py")} == {ROOT, *(ROOT / package for package in PACKAGES)}
+    assert {path.stem for path in ROOT.glob("*.py")} == set(ORDER) - set(PACKAGES)
 
 
 def test_imports_point_back():
-    sources = {path.relative_to(ROOT): path.read_text() for path in ROOT.glob("**/*.py")}
-    assert len(sources) > 50
-    forward = {str(path): forward_imports(path.with_suffix("").parts[0], source) for path, source in sources.items()}
-    assert {path: parts for path, parts in forward.items() if parts} == {}
+    assert forward_imports(IMPORTS) == set()
+    imports = {"electra.model.encoder": {"electra.data.loader", "electra.training.trainer"}}
+    assert forward_imports(imports) == {("electra.model.encoder", "electra.training.trainer")}
 
 
-def test_a_forward_import_inside_a_function_is_noticed():
-    source = "def train():\n    from electra.training.trainer import Trainer\n"
-    assert forward_imports("model", source) == {"training"}
-    assert forward_imports("cli", source) == set()
-    assert forward_imports("data", "from electra import model") == {"model"}
+def test_modules_do_not_import_each_other_in_a_cycle():
+    TopologicalSorter(IMPORTS).prepare()
+    with pytest.raises(CycleError):
+        TopologicalSorter({"heads": {"encoder"}, "encoder": {"config"}, "config": {"heads"}}).prepare()
 
 
-def test_every_package_has_a_place_in_the_order_and_a_docstring():
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages == set(PACKAGES)
-    for package in packages:
-        assert ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
+def test_a_module_imports_at_most_15_others():
+    assert {module: len(others) for module, others in IMPORTS.items() if len(others) > 15} == {}
 
 
 def test_modules_have_at_most_450_lines():
-    long = {path.name: lines for path in ROOT.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 450}
-    assert long == {}
+    assert {module: lines for module, text in SOURCES.items() if (lines := len(text.splitlines())) > 450} == {}
+
+
+def test_modules_and_packages_have_a_docstring():
+    assert [module for module, source in SOURCES.items() if not ast.get_docstring(ast.parse(source))] == []

@@ -15,6 +15,7 @@ from electra.cli import main
 from electra.doctor import EXTRAS, describe_extra
 from electra.errors import ConfigError, DataError
 from electra.serve.inference import Detection
+from electra.training import hardware
 from electra.training.hardware import git_commit
 
 
@@ -193,7 +194,7 @@ def test_the_recorded_commit_is_not_that_of_another_repository(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
     assert git_commit() != other
-    monkeypatch.setattr(electra, "__file__", str(tmp_path / "electra/__init__.py"))
+    monkeypatch.setattr(hardware, "__file__", str(tmp_path / "electra/training/hardware.py"))
     assert git_commit() is None
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "electra"\n')
     assert git_commit() == other

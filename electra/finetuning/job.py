@@ -19,11 +19,9 @@ from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretra
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
-from electra.model.config import check_length
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.plotting import MetricPanels, plot_confusion, plot_metrics
-from electra.pretraining.phases import longest_row
 from electra.runfolder import (
     CHECKPOINTS,
     checkpoint_folders,
@@ -105,11 +103,11 @@ class FinetuningTask:
         self.job, self.task, self.tuning = job, job.task, job.tuning
         self.device = choose_device(job.hardware.device)
         dispatch.set_kernels(job.hardware.kernels)
-        pretrained = load_pretrained(job.model, self.tuning.dropout)
-        self.encoder, self.pretrained_folder = pretrained.encoder.config, pretrained.folder
-        check_length(self.tuning.length, self.encoder)
-        self.tokenizer = load_model_tokenizer(pretrained.folder, self.encoder.vocab_size)
-        model = build_task_model(pretrained, self.task.num_labels, self.tuning.pooling, seed=job.seed)
+        self.pretrained = load_pretrained(job.model, self.tuning.dropout)
+        self.encoder = self.pretrained.encoder.config
+        self.encoder.check_length(self.tuning.length)
+        self.tokenizer = load_model_tokenizer(self.pretrained.folder, self.encoder.vocab_size)
+        model = build_task_model(self.pretrained, self.task.num_labels, self.tuning.pooling, seed=job.seed)
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
         self.master = MasterWeights(self.model, choose_precision(job.hardware.precision, self.device))
@@ -138,7 +136,7 @@ class FinetuningTask:
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
         ]
-        trained_length = longest_row(self.pretrained_folder)
+        trained_length = self.pretrained.trained_length
         if trained_length is not None and trained_length < tuning.length and not encoder.is_modern():
             lines.append(
                 f"warning: pre-trained on rows of {trained_length} tokens; the position embeddings of later ones are "
@@ -207,7 +205,7 @@ class FinetuningTask:
         return {}
 
     def write_model(self, folder: Path) -> None:
-        save_finetuned(self.model, self.task, self.tuning.length, folder, self.pretrained_folder)
+        save_finetuned(self.model, self.task, self.tuning.length, folder, self.pretrained.folder)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}

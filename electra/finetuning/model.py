@@ -24,6 +24,7 @@ from electra.huggingface.folders import read_part
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, linear, norm
 from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
+from electra.pretraining.phases import longest_row
 from electra.runfolder import CONFIG, read_json, write_json
 from electra.training.checkpoint import model_folder
 
@@ -120,6 +121,7 @@ class Pretrained:
     head: Tensors  # weights of the loaded model's head, if any
     pooling: Pooling  # pooling of that head
     folder: Path
+    trained_length: int | None  # tokens of the longest rows of its pre-training, if known
     seed_offset: int = 0  # a model that was fine-tuned before gets other random numbers for its new head
 
 
@@ -140,7 +142,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     pooling: Any = settings.get("pooling" if is_finetuned else "classifier_pooling") or "cls"
     seed_offset = crc32((folder / CONFIG).read_bytes()) if is_finetuned else 0
-    return Pretrained(encoder, head, pooling, folder, seed_offset)
+    return Pretrained(encoder, head, pooling, folder, longest_row(folder), seed_offset)
 
 
 def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:

@@ -23,7 +23,6 @@ from electra.finetuning.metrics import Metrics, confusion_matrix
 from electra.finetuning.model import OUTPUT_TYPES, load_finetuned
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
-from electra.model.config import check_length
 from electra.model.storage import load_model_tokenizer
 from electra.runfolder import CONFIG, open_atomic, read_json
 from electra.training.hardware import choose_device, choose_precision
@@ -88,7 +87,7 @@ class Predictor:
         self.task = loaded[0][1]
         encoder = self.models[0].encoder.config
         self.length: int = config.length or read_json(self.folders[0] / CONFIG)["length"]
-        check_length(self.length, encoder)
+        encoder.check_length(self.length)
         self.batch_size, self.pad_id = config.batch_size, encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], encoder.vocab_size)
         self.rows = self.truncated = 0  # so far

@@ -98,6 +98,14 @@ class EncoderConfig:
     def is_modern(self) -> bool:
         return self.style == "modern"
 
+    def check_length(self, length: int) -> None:
+        """Check that rows fit the positions."""
+        if length > self.positions:
+            raise ConfigError(
+                f"a row of {length} tokens is longer than the model's {self.positions} positions; "
+                f"use --length {self.positions}, or pre-train a model with --positions {length}"
+            )
+
     def is_global(self, layer: int) -> bool:
         """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
@@ -180,15 +188,6 @@ def convert_settings(settings: dict[str, Any], config_class: type[Config]) -> Co
         return msgspec.convert(settings, config_class)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
-
-
-def check_length(length: int, config: EncoderConfig) -> None:
-    """Check that rows fit the model's positions."""
-    if length > config.positions:
-        raise ConfigError(
-            f"a row of {length} tokens is longer than the model's {config.positions} positions; "
-            f"use --length {config.positions}, or pre-train a model with --positions {length}"
-        )
 
 
 HEAD_WIDTH = 64  # in every size of the paper, generators included

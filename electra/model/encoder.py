@@ -22,7 +22,7 @@ from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBackend, AttentionBias
 from electra.kernels.reference import gather_positions
 from electra.model.attention import limit_to_window, make_attention_bias, make_rope
-from electra.model.config import EncoderConfig, check_length
+from electra.model.config import EncoderConfig
 
 
 class Norm(nn.LayerNorm):
@@ -279,7 +279,7 @@ class Encoder(nn.Module):
         attend only to tokens with their `document_ids`. None means no padding, segment A, one document a row.
         `cu_seqlens` are the boundaries of the documents (`electra.data.loader.compute_cu_seqlens`); in a compiled graph
         long rows need them to avoid a mask [B, 1, L, L]."""
-        check_length(input_ids.shape[1], self.config)
+        self.config.check_length(input_ids.shape[1])
         hidden = self.embedding_norm(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
         biases = self.attention_biases(input_ids, attention_mask, document_ids, cu_seqlens)
         is_fused = self.can_fuse_modern_layers(hidden, biases)

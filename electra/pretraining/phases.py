@@ -9,7 +9,7 @@ from typing import Any
 
 from electra.config import replace_fields
 from electra.errors import ConfigError
-from electra.model.config import ElectraConfig, check_length
+from electra.model.config import ElectraConfig
 from electra.model.flops import training_flops
 from electra.objectives.config import GeneratorName, ObjectiveName
 from electra.objectives.masking import mask_slots
@@ -132,7 +132,7 @@ def phase_models(configs: list[PretrainConfig], pair: ElectraConfig) -> list[Ele
     objectives = [config.objective for config in configs]
     pair = pair_for_objectives(pair, [objective.name for objective in objectives])
     for encoder in filter(None, (pair.generator, pair.discriminator)):
-        check_length(max(config.loader.length for config in configs), encoder)
+        encoder.check_length(max(config.loader.length for config in configs))
     return [model_for_objective(pair, objective.name, objective.generator) for objective in objectives]
 
 

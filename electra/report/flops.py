@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from electra.model.config import ElectraConfig, check_length
+from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
@@ -63,7 +63,7 @@ def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
     model = electra_config(config)
     for part in filter(None, (model.generator, model.discriminator)):
-        check_length(config.length, part)
+        part.check_length(config.length)
     parts, training_flops_per_row = count_parts(model, config)
     if config.inference:
         forward = sum(map(total_flops, parts.values()))

@@ -89,8 +89,8 @@ def comparison_notes(runs: dict[str, Run]) -> list[str]:
     notes = []
     if len({(run.loss_name(), run.changes) for run in runs.values()}) > 1:
         notes.append(
-            "loss is the sum of an objective's losses: compare it only between runs with the same objective, generator, "
-            "masking and loss weights"
+            "loss is the sum of an objective's losses: compare it only between runs with the same objective, "
+            "generator, masking and loss weights"
         )
     held_out = {name: run.held_out for name, run in runs.items()}
     tasks = {name: " ".join(sorted(run.glue.tasks)) for name, run in runs.items() if run.glue}

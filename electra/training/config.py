@@ -113,8 +113,8 @@ class HardwareConfig:
     precision: Precision = "auto"
     """auto: bf16 on a GPU that supports it, else fp32."""
     compile: Compile = "auto"
-    """Compile the training step with torch.compile and, on a GPU, capture it as a CUDA graph: the first steps take about
-    a minute, later ones less time. auto: on a GPU; on: also on a CPU; off: run eagerly."""
+    """Compile the training step with torch.compile and, on a GPU, capture it as a CUDA graph: the first steps take
+    about a minute, later ones less time. auto: on a GPU; on: also on a CPU; off: run eagerly."""
     kernels: Kernels = "auto"
     """auto: use our Triton kernels on a GPU in bf16; off: use PyTorch's operations only."""
     activation_checkpointing: bool = False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import electra
+from electra import __version__
 from electra.errors import ConfigError
 from electra.kernels.dispatch import HAS_TRITON
 from electra.training.config import Device, HardwareConfig, Precision
@@ -90,7 +90,7 @@ def environment() -> dict[str, str]:
     """Versions and hardware, recorded with each run."""
     device = choose_device("auto")
     return {
-        "electra": electra.__version__,
+        "electra": __version__,
         "commit": git_commit() or "not from a checkout",
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """The commit of this checkout of electra; None if it is installed, even if that is inside another repository."""
-    root = Path(electra.__file__).parent.parent
+    root = Path(__file__).parents[2]
     pyproject = root / "pyproject.toml"
     is_checkout = (root / ".git").exists() and pyproject.exists() and shutil.which("git")
     if not is_checkout or 'name = "electra"' not in pyproject.read_text(encoding="utf-8").splitlines():
