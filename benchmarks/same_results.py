@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-# imported once and inherited by every forked run; electra itself is imported by each run from its own checkout
+# imported once and inherited by every forked run; electra itself is imported by each run from its checkout
 LIBRARIES = (
     "torch",
     "torch._dynamo",
@@ -233,17 +233,17 @@ def results(case: Case, folder: Path) -> dict[str, str]:
         produced = folder / "data" / {"tokenizer": "vocab", "shard": "shards"}[case.command]
         paths = [*produced.glob("vocab.txt"), *produced.glob("*.safetensors")]
         return {path.name: checksums(path) for path in sorted(paths)}
-    found = {}
+    values = {}
     for path in sorted((folder / "runs" / case.name).rglob("metrics.jsonl")):
         for number, line in enumerate(path.read_text().splitlines()):
             record = json.loads(line)
             for name, value in record.items():
                 if isinstance(value, float) and not name.endswith(TIMINGS):
-                    found[f"{record.get('kind', '')} line {number}, {OLD_METRICS.get(name, name)}"] = repr(value)
+                    values[f"{record.get('kind', '')} line {number}, {OLD_METRICS.get(name, name)}"] = repr(value)
     models = sorted((folder / "runs" / case.name).rglob("model.safetensors"))
-    assert found, f"{case.name}: no metrics in {folder}"
+    assert values, f"{case.name}: no metrics in {folder}"
     assert models, f"{case.name}: no weights in {folder}"
-    return found | {"weights": checksums(models[-1])}
+    return values | {"weights": checksums(models[-1])}
 
 
 def checksums(path: Path) -> str:

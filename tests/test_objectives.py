@@ -291,9 +291,9 @@ def test_the_generator_runs_on_a_side_stream_until_its_sample_is_taken(
         lambda *_: stream.calls.append("discriminator"), prepend=True
     )
     electra.generator.side_stream = stream
-    found = (torch.compile(losses, backend="eager") if is_compiled else losses)(electra, batch, context)
+    on_stream = (torch.compile(losses, backend="eager") if is_compiled else losses)(electra, batch, context)
     assert stream.calls == ["enter", "join", "discriminator"]
-    torch.testing.assert_close([loss.sum for loss in found.values()], [loss.sum for loss in expected.values()])
+    torch.testing.assert_close([loss.sum for loss in on_stream.values()], [loss.sum for loss in expected.values()])
     with torch.no_grad():
         losses(electra, batch, context)
     assert stream.calls[3:] == ["discriminator"]  # evaluation stays on the main stream

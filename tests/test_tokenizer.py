@@ -1,6 +1,7 @@
 """Tokenizers: trained deterministically, loaded from three kinds of files, equal to those of `transformers`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -160,3 +161,16 @@ def test_a_folder_that_is_not_empty_is_not_changed(tmp_path):
     with pytest.raises(ConfigError, match="is not empty; choose another --output"):
         train_tokenizer(build(TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
     assert (tmp_path / "vocab/vocab.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask_id": 60}, "mask_id is 60"),
+        ({"pad_id": -1}, "pad_id is -1"),
+        ({"is_continuation": (True, False)}, "is_continuation has 2 entries"),
+    ],
+)
+def test_a_vocabulary_checks_its_ids(vocabulary, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(vocabulary, **fields)

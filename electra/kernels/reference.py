@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _global_forward_hooks
 
-from electra.random import BLOCK, gumbel, scramble
+from electra.random import sample_logits, scramble
 
 
 def dropout_scale(seed: Tensor | None, index: Tensor, dropout: float) -> Tensor | float:
@@ -134,16 +134,7 @@ def modern_layer(
 def mlm_loss_and_sample(
     states: Tensor, table: Tensor, bias: Tensor, labels: Tensor, block_keys: Tensor, token_keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of `labels` [B, M] and a Gumbel-max sample [B, M] of the logits of `states` [B, M, E].
-
-    The sample is drawn in two steps, a block of the vocabulary and a token in it: the same distribution with a
-    hundredth of the noise."""
+    """Cross-entropy of `labels` [B, M] and a Gumbel-max sample [B, M] of the logits of `states` [B, M, E]."""
     logits = functional.linear(states, table.to(states.dtype), bias.to(states.dtype)).float()  # [B, M, V]
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    M, padding = labels.shape[1], -logits.shape[2] % BLOCK
-    blocks = functional.pad(logits.detach(), (0, padding), value=float("-inf")).unflatten(2, (-1, BLOCK))
-    block_noise = gumbel(block_keys, M * blocks.shape[2]).unflatten(1, (M, -1))  # [B, M, V / BLOCK]
-    block = (blocks.logsumexp(3) + block_noise).argmax(2)  # [B, M]
-    within = blocks.gather(2, block[:, :, None, None].expand(-1, -1, 1, BLOCK)).squeeze(2)  # [B, M, BLOCK]
-    token = (within + gumbel(token_keys, M * BLOCK).unflatten(1, (M, BLOCK))).argmax(2)
-    return losses, block * BLOCK + token
+    return losses, sample_logits(logits, block_keys, token_keys)
