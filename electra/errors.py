@@ -8,7 +8,6 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
-
 import operator
 from collections.abc import Callable, Collection
 from typing import Any
