@@ -8,6 +8,9 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ConfigError(ValueError):
     """A setting with a value that is not allowed."""
@@ -23,3 +26,10 @@ class DataError(ValueError):
 
 class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of an error about an unknown name: the known name that is closest to it, or `otherwise`."""
+    by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
+    close = get_close_matches(name.strip("-"), by_word, n=1)
+    return f"did you mean {by_word[close[0]]}?" if close else otherwise
