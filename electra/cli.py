@@ -201,8 +201,8 @@ def parameter(setting: Setting, group: Group, values: dict[str, Any] | None) -> 
         required=values is not None and setting.name not in values,
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY
-    annotation = Annotated[setting.value_type, details]
-    return inspect.Parameter(parameter_name(setting), kind, default=default, annotation=annotation)
+    name = parameter_name(setting)
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[setting.value_type, details])
 
 
 def parameter_name(setting: Setting) -> str:

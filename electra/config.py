@@ -63,7 +63,7 @@ def field_settings(config_class: type, field: Field[Any]) -> list[Setting]:
     annotation = annotations(config_class)[field.name]
     default = field.default if field.default_factory is MISSING else field.default_factory()
     if nested_class := nested_config(annotation):
-        nested = settings(nested_class).values()
+        nested = list(settings(nested_class).values())
         if default is not MISSING:
             nested = [replace(each, default=attrgetter(each.path)(default)) for each in nested]
         return [replace(each, path=f"{field.name}.{each.path}") for each in nested]
@@ -81,7 +81,8 @@ def field_settings(config_class: type, field: Field[Any]) -> list[Setting]:
 
 def flat_fields(config: Any) -> dict[str, Any]:
     """The values of a config's settings by their flat names."""
-    return {name: attrgetter(setting.path)(config) for name, setting in settings(type(config)).items()}
+    config_class: type = type(config)
+    return {name: attrgetter(setting.path)(config) for name, setting in settings(config_class).items()}
 
 
 def flat_defaults(config_class: type) -> dict[str, Any]:

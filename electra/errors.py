@@ -8,6 +8,7 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
+import operator
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -26,6 +27,29 @@ class DataError(ValueError):
 
 class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
+
+
+def check_bounds(
+    config: object,
+    *names: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise a ConfigError for the first of these fields that is out of bounds; None is within them."""
+    bounds = (
+        ("at least", operator.ge, at_least),
+        ("above", operator.gt, above),
+        ("at most", operator.le, at_most),
+        ("below", operator.lt, below),
+    )
+    limits = [(words, compare, bound) for words, compare, bound in bounds if bound is not None]
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not all(compare(value, bound) for _, compare, bound in limits):
+            allowed = " and ".join(f"{words} {bound}" for words, _, bound in limits)
+            raise ConfigError(f"is {value}; it must be {allowed}", field=name)
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
