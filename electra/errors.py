@@ -9,8 +9,9 @@ A message states what was passed, what is allowed and what to do. It may name se
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class ConfigError(ValueError):
@@ -29,27 +30,34 @@ class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
 
 
-def check_bounds(
+def check_range(
     config: object,
-    *names: str,
+    *fields: str,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Raise a ConfigError for the first of these fields that is out of bounds; None is within them."""
-    bounds = (
-        ("at least", operator.ge, at_least),
-        ("above", operator.gt, above),
-        ("at most", operator.le, at_most),
-        ("below", operator.lt, below),
-    )
-    limits = [(words, compare, bound) for words, compare, bound in bounds if bound is not None]
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not all(compare(value, bound) for _, compare, bound in limits):
-            allowed = " and ".join(f"{words} {bound}" for words, _, bound in limits)
-            raise ConfigError(f"is {value}; it must be {allowed}", field=name)
+    """Raise a ConfigError if one of these fields of a config is outside of the range; None is allowed."""
+    comparisons: dict[str, tuple[float | None, Callable[[Any, Any], bool]]] = {
+        "at least": (at_least, operator.ge),
+        "above": (above, operator.gt),
+        "at most": (at_most, operator.le),
+        "below": (below, operator.lt),
+    }
+    bounds = {name: bound for name, bound in comparisons.items() if bound[0] is not None}
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and not all(is_inside(value, limit) for limit, is_inside in bounds.values()):
+            allowed = " and ".join(f"{name} {limit}" for name, (limit, _) in bounds.items())
+            raise ConfigError(f"is {value}; it must be {allowed}", field=field)
+
+
+def check_choice(config: object, field: str, choices: Collection[str]) -> None:
+    """Raise a ConfigError if a field of a config is none of `choices`."""
+    value = getattr(config, field)
+    if value not in choices:
+        raise ConfigError(f"is {value!r}; choose from {', '.join(choices)}", field=field)
 
 
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -30,6 +30,7 @@ def run(pretrain, shards, capsys):
     return run_json
 
 
+@pytest.mark.slow
 def test_both_contenders_have_the_same_parameters_and_first_losses(run):
     report = run("--shapes tiny:4x16 --dropout 0.1 --steps 2 --peers eager --modes eager --forward 1")
     peer, electra = report["measurements"]
@@ -40,6 +41,7 @@ def test_both_contenders_have_the_same_parameters_and_first_losses(run):
     assert report["forward"][0]["difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_profile_covers_the_whole_step_and_recognises_matmuls(run):
     report = run("--shapes tiny:4x64 --dropout 0 --steps 2 --peers --modes eager --forward --profile")
     [measurement] = report["measurements"]
@@ -75,6 +77,7 @@ def test_kernels_are_classified_by_name(pretrain, name, kind):
     assert importlib.import_module("profiling").kernel_kind(name) == kind
 
 
+@pytest.mark.slow
 def test_an_error_in_one_contender_is_reported_and_the_others_are_measured(pretrain, shards, capsys, monkeypatch):
     def out_of_memory(*_, **__):
         raise torch.OutOfMemoryError("not enough memory")
@@ -115,6 +118,7 @@ def test_both_implementations_of_the_peer_have_the_same_loss(pretrain, make_pair
     assert eager["discriminator"].item() == pytest.approx(static["discriminator"].item(), rel=0.5)  # other samples
 
 
+@pytest.mark.slow
 def test_losses_of_a_mode_equal_themselves(run):
     [report] = run("--shapes tiny:4x16 --dropout 0 --compare-losses 3 --modes eager")["losses"]
     assert report["generator_difference"] == report["discriminator_difference"] == 0

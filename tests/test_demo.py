@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from transformers import AutoModel, AutoTokenizer
 
 from electra.cli import main
 from electra.demo import is_prose, unused_folder
 
 
+@pytest.mark.slow
 def test_the_quick_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real_plots):
     main(["demo", "--quick", "--minutes", "0.05", "--output", str(tmp_path / "demo"), "--json"])
     result = json.loads(capsys.readouterr().out)

@@ -33,6 +33,7 @@ def run_benchmark(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_both_contenders_are_scored_for_every_seed(run_benchmark, shards, tmp_path):
     data, vocabulary = write_glue(tmp_path / "glue", rows=16), shards / "tokenizer" / "vocab.txt"
     flags = ["--data", data, "--vocab", vocabulary, "--size", "tiny", "--tasks", "stsb", "--scores", "--seeds", 2]
@@ -57,6 +58,7 @@ def test_the_peer_has_layer_wise_learning_rates():
     assert by_name["electra.embeddings_project.weight"] == pytest.approx(0.8**4)
 
 
+@pytest.mark.slow
 def test_models_are_compared_without_the_dev_file(run_benchmark, encoder_folder, tmp_path):
     data = write_glue(tmp_path / "glue", rows=60)
     (data / "STS-B" / "dev.tsv").unlink()

@@ -130,6 +130,21 @@ def test_encoder_equals_the_eager_one(kernels_off, style, bias, has_positions):
 
 
 @interpreted
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_fused_layers_equal_the_eager_ones_with_activation_checkpointing(kernels_off, style):
+    encoder = small_encoder(style)
+    encoder.activation_checkpointing = True
+    input_ids = torch.randint(5, 60, (2, 19))
+
+    def run() -> tuple[Tensor]:
+        states = encoder(input_ids)
+        weighted_sum(states).backward()
+        return (states,)
+
+    assert_same_with_kernels_off(kernels_off, encoder, run)
+
+
+@interpreted
 @pytest.mark.parametrize("has_positions", [False, True])
 @pytest.mark.parametrize("rates", [(0.2, 0.0), (0.0, 0.2), (0.2, 0.2)])
 def test_fused_classic_layer_has_the_dropout_noise_of_the_reference(rates, has_positions):

@@ -50,7 +50,7 @@ from electra.data.shards import (
 )
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.data.wordpiece import LibraryEncoder, create_encoder
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
     check_same_settings,
@@ -88,13 +88,8 @@ class ShardConfig:
     """Print the result as JSON."""
 
     def __post_init__(self):
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"is {self.validation_fraction}; it must be at least 0 and below 1", field="validation_fraction"
-            )
-        for name in ("shard_megabytes", "workers"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"is {value}; it must be above 0", field=name)
+        check_range(self, "validation_fraction", at_least=0, below=1)
+        check_range(self, "shard_megabytes", "workers", above=0)
 
     def command(self) -> str:
         """The command line with these settings."""

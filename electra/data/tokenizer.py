@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
-from electra.errors import ConfigError, DataError
-from electra.runfolder import read_json, write_file
+from electra.errors import ConfigError, DataError, check_range
+from electra.runfolder import read_json, write_file, write_folder
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUATION_PREFIX = "##"
@@ -214,13 +214,9 @@ class TokenizerConfig:
     """Print the result as JSON."""
 
     def __post_init__(self):
-        for name, minimum in (("unused_tokens", 0), ("min_frequency", 1)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
-        if not 0 < self.character_coverage <= 1:
-            raise ConfigError(
-                f"is {self.character_coverage}; it must be above 0 and at most 1", field="character_coverage"
-            )
+        check_range(self, "unused_tokens", at_least=0)
+        check_range(self, "min_frequency", at_least=1)
+        check_range(self, "character_coverage", above=0, at_most=1)
         if self.vocab_size <= len(self.fixed_tokens()):
             raise ConfigError(
                 f"is {self.vocab_size}; it must be greater than {len(self.fixed_tokens())}, the number of special and "
@@ -261,19 +257,16 @@ class TrainedTokenizer:
 
 def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
     """Train a tokenizer and write its folder; deterministic to the byte."""
-    if config.output.exists() and not config.output.is_dir():
-        raise ConfigError(f"is {config.output}, a file; it must be a folder", field="output")
-    if config.output.exists() and any(config.output.iterdir()):
-        raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to train again")
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
-    alphabet = select_alphabet(corpus, config)
     text = TrainingText(corpus)
-    untrained = config.create_tokenizer(config.fixed_tokens())
-    untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
-    ids = untrained.library.get_vocab(with_added_tokens=False)
-    tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
-    tokenizer.save(config.output)
+    with write_folder(config.output) as draft:
+        alphabet = select_alphabet(corpus, config)
+        untrained = config.create_tokenizer(config.fixed_tokens())
+        untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
+        ids = untrained.library.get_vocab(with_added_tokens=False)
+        tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
+        tokenizer.save(draft)
     return TrainedTokenizer(
         output=str(config.output),
         vocab_size=tokenizer.vocabulary.size,

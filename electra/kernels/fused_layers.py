@@ -374,8 +374,9 @@ def setup_modern_context(ctx, inputs, output) -> None:
 
 
 def backward_of_modern_layer(ctx, grad_total: Tensor, grad_down_out: Tensor, *_: Tensor):
-    parameters, rest = list(ctx.saved_tensors[: ctx.num_parameters]), ctx.saved_tensors[ctx.num_parameters :]
-    document_ids, rope, rows, total, *activations = rest
+    saved = list(ctx.saved_tensors)  # activation checkpointing allows reading them only once
+    parameters = saved[: ctx.num_parameters]
+    document_ids, rope, rows, total, *activations = saved[ctx.num_parameters :]
     grad_residual, *grads = modern_layer_backward(
         parameters, document_ids, rope, rows, total, activations, *ctx.options, grad_total, grad_down_out
     )

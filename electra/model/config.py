@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_choice, check_range
 
 Style = Literal["classic", "modern"]
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
@@ -73,24 +73,16 @@ class EncoderConfig:
             )
 
     def check_numbers(self) -> None:
-        for field in fields(self):
-            if field.type == "int" and field.name != "pad_id" and getattr(self, field.name) < 1:
-                raise ConfigError(f"is {getattr(self, field.name)}; it must be at least 1", field=field.name)
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and less than 1", field=name)
-        for name in ("init_std", "norm_epsilon"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be between 0 and 1", field=name)
-        for name in ("global_theta", "local_theta"):
-            if getattr(self, name) <= 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be greater than 1, usually 10000", field=name)
+        integers = [field.name for field in fields(self) if field.type == "int" and field.name != "pad_id"]
+        check_range(self, *integers, at_least=1)
+        check_range(self, "dropout", "attention_dropout", at_least=0, below=1)
+        check_range(self, "init_std", "norm_epsilon", above=0, below=1)
+        check_range(self, "global_theta", "local_theta", above=1)
         if not 0 <= self.pad_id < self.vocab_size:
             raise ConfigError(f"is {self.pad_id}; the vocabulary has {self.vocab_size:,} entries", field="pad_id")
 
     def check_style(self) -> None:
-        if self.style not in get_args(Style):
-            raise ConfigError(f"is {self.style!r}; choose from {', '.join(get_args(Style))}", field="style")
+        check_choice(self, "style", get_args(Style))
         for name in MODERN_FIELDS:
             if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
                 raise ConfigError(f"is {getattr(self, name)}, but only --style modern has it", field=name)
@@ -141,10 +133,8 @@ class ElectraConfig:
     """Whether the generator has a head that predicts its reward, the baseline of adversarial training."""
 
     def __post_init__(self) -> None:
-        if self.head not in get_args(Head):
-            raise ConfigError(f"is {self.head!r}; choose from {', '.join(get_args(Head))}", field="head")
-        if self.sharing not in get_args(Sharing):
-            raise ConfigError(f"is {self.sharing!r}; choose from {', '.join(get_args(Sharing))}", field="sharing")
+        check_choice(self, "head", get_args(Head))
+        check_choice(self, "sharing", get_args(Sharing))
         if self.generator is None or self.discriminator is None:
             if self.sharing != "none":
                 raise ConfigError(f"is {self.sharing}, which needs a generator and a discriminator", field="sharing")

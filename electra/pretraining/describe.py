@@ -122,7 +122,7 @@ def warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device
 
 def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:
     loader = held_out_loader(config)
-    rows = BatchLoader(shards, loader, split="validation").epoch(0).rows.num_rows
+    rows = BatchLoader(shards, loader, split="validation").epoch(0).num_rows
     used = rows // loader.batch_size * loader.batch_size or rows
     if rows < FEW_ROWS:
         problem = f"{shards.folder} has only {rows} held-out rows: metrics will be noisy"

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from electra.errors import check_bounds
+from electra.errors import check_range
 
 OptimizerName = Literal["adam", "adamw", "muon"]
 ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
@@ -46,10 +46,10 @@ class OptimizerConfig:
     """Clip the norm of all gradients to this value; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, "learning_rate", "epsilon", above=0)
-        check_bounds(self, "warmup", "weight_decay", "max_grad_norm", at_least=0)
-        check_bounds(self, "beta1", "beta2", "momentum", at_least=0, below=1)
-        check_bounds(self, "decay_fraction", at_least=0, at_most=1)
+        check_range(self, "learning_rate", "epsilon", above=0)
+        check_range(self, "warmup", "weight_decay", "max_grad_norm", at_least=0)
+        check_range(self, "beta1", "beta2", "momentum", at_least=0, below=1)
+        check_range(self, "decay_fraction", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class TrainerConfig:
     """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
 
     def __post_init__(self) -> None:
-        check_bounds(self, *(field.name for field in fields(self)), at_least=1)
+        check_range(self, *(field.name for field in fields(self)), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
