@@ -17,8 +17,11 @@ from electra.finetuning.glue import (
     GLUE_6,
     PUBLISHED,
     SUBMISSION_FILES,
+    describe_rows,
+    earlier_rows,
     glue,
     make_row,
+    make_table,
     make_task_jobs,
     missing_files,
     select_tasks,
@@ -141,6 +144,17 @@ def test_rows_of_earlier_tables_are_kept(glue_config, encoder_folder, tmp_path, 
     table = json.loads(capsys.readouterr().out)
     assert [row["task"] for row in table["rows"]] == ["cola", "rte"]
     assert table["notes"][-1] == "the mean excludes sst2, mrpc, stsb, qqp, mnli, qnli"
+
+
+def test_an_earlier_row_may_contain_nan(tmp_path):
+    """The correlation of constant predictions, which is null in table.json."""
+    metrics = {"dev": {"spearman": None}}
+    row = {"task": "stsb", "metric": "spearman", "median": None, "standard_deviation": None, "seeds": 2, "seconds": 1}
+    row |= {"metrics": metrics, "ensemble": metrics, "truncated": {}}
+    (tmp_path / "table.json").write_text(json.dumps({"rows": [row]}))
+    config = build(GlueConfig, model=tmp_path, data="glue", output=tmp_path)
+    rows = earlier_rows(tmp_path, ["rte"])
+    assert "nan" in str(make_table(config, rows, describe_rows(rows)))
 
 
 @pytest.mark.parametrize(

@@ -131,16 +131,16 @@ def test_finetuned_model_learns_and_exports_with_equal_logits(modern_folder, tmp
     assert next(iter(json.loads(tuned)["median"]["dev"].values())) > 0.9
     run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)
     theirs = ModernBertForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
-    ours, task = load_finetuned(tmp_path / "out/seed-1/model")
+    ours, finetuned = load_finetuned(tmp_path / "out/seed-1/model")
     input_ids, mask = (
         torch.tensor([[2, 5, 10, 11, 3, 0], [2, 6, 7, 3, 0, 0]]),
         torch.tensor([[1] * 5 + [0], [1] * 4 + [0] * 2]),
     )
     with torch.no_grad():
         expected = ours(input_ids, mask, torch.zeros_like(input_ids)).numpy()
-        expected = expected if task.labels else task.denormalize_scores(expected)
+        expected = expected if finetuned.task.labels else finetuned.task.denormalize_scores(expected)
         assert np.abs(theirs(input_ids, attention_mask=mask).logits.numpy() - expected).max() < 1e-5
-    assert list(theirs.config.id2label.values()) == list(task.labels or ("score",))
+    assert list(theirs.config.id2label.values()) == list(finetuned.task.labels or ("score",))
     assert theirs.config.classifier_pooling == pooling
 
 

@@ -159,7 +159,7 @@ def test_tasks_round_trip_through_json(name):
 
 def test_stored_tasks_are_checked():
     stored = asdict(GLUE_TASKS["cola"])
-    with pytest.raises(ConfigError, match="unknown kind of task 'tagging'; choose from classification"):
+    with pytest.raises(ConfigError, match="'tagging'"):
         Task.from_dict(stored | {"kind": "tagging"})
     with pytest.raises(ConfigError, match="unknown metric bleu; choose from accuracy"):
         Task.from_dict(stored | {"metrics": ["bleu"]})

@@ -103,8 +103,8 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
     if config.part != ExportConfig.part:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
     folder = best_model(config.model)
-    model, task = load_finetuned(folder)
-    encoder = model.encoder.config
+    model, finetuned = load_finetuned(folder)
+    encoder, task = finetuned.encoder, finetuned.task
     name = SEQUENCE_CLASSIFIERS[encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}

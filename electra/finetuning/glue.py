@@ -23,7 +23,7 @@ from electra.finetuning.jobs import (
     run_jobs,
     summarize_seeds,
 )
-from electra.finetuning.metrics import Metrics
+from electra.finetuning.metrics import Metrics, restore_nan
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
 from electra.runfolder import read_json, write_file, write_json
@@ -192,7 +192,7 @@ def earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
     """The rows of other tasks in an earlier table of the same folder."""
     if not (output / TABLE).exists():
         return []
-    return [GlueRow(**row) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
+    return [GlueRow(**restore_nan(row)) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
 
 
 def remove_all_but_best_model(jobs: list[Job]) -> None:

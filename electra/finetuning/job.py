@@ -1,6 +1,5 @@
 """One fine-tuning run: a pre-trained encoder, a task and a seed give a model and its metrics."""
 
-import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
-from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest
+from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, restore_nan
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels import dispatch
@@ -62,13 +61,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """A stored result; null stands for NaN."""
-    result = read_json(path)
-    result["metrics"] = {
-        split: {name: math.nan if value is None else value for name, value in metrics.items()}
-        for split, metrics in result["metrics"].items()
-    }
-    return Result(**result)
+    return Result(**restore_nan(read_json(path)))
 
 
 @dataclass(frozen=True, kw_only=True)

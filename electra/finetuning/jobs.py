@@ -30,7 +30,7 @@ from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, read_result
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import OUTPUT_TYPES
+from electra.finetuning.model import OUTPUT_TYPES, is_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
@@ -106,7 +106,7 @@ def seed_models(output: Path) -> list[Path]:
     """The models of all finished seeds; `output` may also be one seed's folder or a fine-tuned model."""
     if not output.is_dir():
         raise DataError(f"there is no folder {output}; --model must be the --output of electra finetune")
-    if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
+    if (output / CONFIG).exists() and is_finetuned(read_json(output / CONFIG)):
         return [output]
     folders = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
     finished = [folder for folder in folders if (folder / RESULT).exists()]

@@ -24,7 +24,7 @@ from electra.finetuning.model import OUTPUT_TYPES, load_finetuned
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
 from electra.model.storage import load_model_tokenizer
-from electra.runfolder import CONFIG, open_atomic, read_json
+from electra.runfolder import open_atomic
 from electra.training.hardware import choose_device, choose_precision
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -84,12 +84,12 @@ class Predictor:
         self.device = choose_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
         self.models = [model.to(self.device) for model, _ in loaded]
-        self.task = loaded[0][1]
-        encoder = self.models[0].encoder.config
-        self.length: int = config.length or read_json(self.folders[0] / CONFIG)["length"]
-        encoder.check_length(self.length)
-        self.batch_size, self.pad_id = config.batch_size, encoder.pad_id
-        self.tokenizer = load_model_tokenizer(self.folders[0], encoder.vocab_size)
+        _, first = loaded[0]
+        self.task = first.task
+        self.length = config.length or first.length
+        first.encoder.check_length(self.length)
+        self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
+        self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
 
     def stream_logits(self, path: Path, with_labels: bool) -> Iterator[tuple[Examples, NDArray]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
 from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_kind, read_rows
-from electra.model.config import check_fields
+from electra.model.config import check_fields, convert_settings
 
 HUB = "hub:"
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
@@ -76,8 +76,7 @@ class Task:
     def from_dict(cls, settings: Any) -> Task:
         """The inverse of `dataclasses.asdict`, also after storage as JSON."""
         check_fields(settings, cls)
-        fields: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in settings.items()}
-        return cls(**fields)
+        return convert_settings(settings, cls)
 
     @property
     def num_labels(self) -> int:
@@ -118,9 +117,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def select(self, indices: Iterable[int]) -> Examples:
-        """The examples at these indices."""
-        indices = np.array(list(indices), np.int64)
+    def select(self, indices: NDArray) -> Examples:
         return Examples(
             texts=[self.texts[index] for index in indices],
             texts_b=None if self.texts_b is None else [self.texts_b[index] for index in indices],
