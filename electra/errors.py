@@ -9,7 +9,8 @@ A message states what was passed, what is allowed and what to do. It may name se
 """
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
 from typing import Any
 
 
@@ -57,3 +58,10 @@ def check_choice(config: object, field: str, choices: Collection[str]) -> None:
     value = getattr(config, field)
     if value not in choices:
         raise ConfigError(f"is {value!r}; choose from {', '.join(choices)}", field=field)
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of an error about an unknown name: the known name that is closest to it, or `otherwise`."""
+    by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
+    close = get_close_matches(name.strip("-"), by_word, n=1)
+    return f"did you mean {by_word[close[0]]}?" if close else otherwise

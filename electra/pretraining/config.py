@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from electra.config import convert, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, check_range
 from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
@@ -128,8 +128,7 @@ class BudgetConfig:
         given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(f"give one of --steps, --tokens and --minutes, not {' and '.join(given) or 'none'}")
-        if getattr(self, given[0]) <= 0:
-            raise ConfigError(f"is {getattr(self, given[0])}; it must be above 0", field=given[0])
+        check_range(self, *BUDGETS, above=0)
 
     def part(self, begin: float, end: float, loader: LoaderConfig) -> Budget:
         """The trainer's budget from one fraction of this budget to another, for batches of `loader`."""
@@ -181,10 +180,8 @@ class PretrainConfig:
     hardware: HardwareConfig
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"is {self.seed}; it must be at least 0", field="seed")
-        if self.evaluation_rows < 1:
-            raise ConfigError(f"is {self.evaluation_rows}; it must be at least 1", field="evaluation_rows")
+        check_range(self, "seed", at_least=0)
+        check_range(self, "evaluation_rows", at_least=1)
         rows, count = self.loader.batch_size, self.trainer.micro_batches
         if rows % count:
             raise ConfigError(f"batch_size {rows} is not divisible by micro_batches {count}")

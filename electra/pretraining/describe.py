@@ -8,12 +8,11 @@ import torch
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.model.electra import Electra
 from electra.objectives.masking import mask_slots
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.held_out import held_out_loader
 from electra.pretraining.initialize import generator_source, has_head_for
-from electra.pretraining.phases import Phase, initializes_discriminator
+from electra.pretraining.phases import Phase, count_parameters, initializes_discriminator
 from electra.training.hardware import choose_precision, device_memory, measure_flops
 from electra.training.logging import format_duration
 
@@ -180,15 +179,14 @@ def estimate_run(config: PretrainConfig, phases: list[Phase], shards: Shards, de
 
 
 def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estimate:
-    config, hardware, loader = phase.config, phase.config.hardware, phase.config.loader
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Electra(phase.model).parameters())
-    flops_per_step = loader.batch_size * phase.flops_per_row()
+    hardware = phase.config.hardware
+    parameters = count_parameters(phase.model)
+    flops_per_step = phase.flops_per_step()
     speed = measure_flops(device, choose_precision(hardware.precision, device)) * EFFICIENCY[device.type]
     speed /= CHECKPOINTING_TIME if hardware.activation_checkpointing else 1
     steps = phase.budget.steps or max(1, int((phase.budget.seconds or 0) * speed / flops_per_step))
-    tokens = steps * loader.batch_size * loader.length
-    rows = loader.batch_size // config.trainer.micro_batches
+    tokens = steps * phase.tokens_per_step()
+    rows = phase.config.loader.batch_size // phase.config.trainer.micro_batches
     return Estimate(
         summary=[],
         parameters=parameters,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from electra.config import Positional
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_range
 from electra.model.config import SMALL, ModelConfig
 from electra.objectives.config import MaskCount, ObjectiveName
 from electra.pretraining.config import recipe_settings
@@ -46,9 +46,8 @@ class FlopsConfig:
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("length", 1), ("batch_size", 1), ("steps", 0)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
+        check_range(self, "length", "batch_size", at_least=1)
+        check_range(self, "steps", at_least=0)
         if self.as_published and self.model.style == "modern":
             raise ConfigError("--as-published counts like the paper, which has no modern style")
         if self.objective != "rtd" and (self.as_published or self.inference):

@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from electra.model.config import ElectraConfig
-from electra.model.electra import Electra
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
     Item,
@@ -18,7 +15,7 @@ from electra.model.flops import (
 from electra.objectives.config import MaskingConfig
 from electra.objectives.masking import mask_slots
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.phases import model_for_objective, pair_for_objectives
+from electra.pretraining.phases import count_parameters, model_for_objective, pair_for_objectives
 from electra.report.config import FlopsConfig
 
 
@@ -93,9 +90,3 @@ def attention_note(model: ElectraConfig) -> str | None:
                 "counted as global attention, which some kernels compute and mask, while others need fewer FLOPs"
             )
     return None
-
-
-def count_parameters(model: ElectraConfig) -> int:
-    """The number of parameters, shared ones counted once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Electra(model).parameters())
