@@ -39,7 +39,8 @@ class TextFile:
 
 def find_files(source: str) -> list[TextFile]:
     """The text files of a path, a folder (recursively) or a glob, sorted by path."""
-    path, details = Path(source), ""
+    path = Path(source)
+    details = ""
     if path.is_dir():
         candidates = list(walk_files(path))
         files = [file for candidate in candidates if (file := identify(candidate))]
