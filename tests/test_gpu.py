@@ -21,9 +21,8 @@ from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.tasks import custom_task
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias
-from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
-from electra.model.encoder import ClassicLayer, Encoder
+from electra.model.encoder import ClassicLayer, Encoder, make_attention_bias
 from electra.model.heads import RTDHead
 from electra.objectives.config import MaskingConfig
 from electra.objectives.losses import total

@@ -38,9 +38,7 @@ class Vocabulary:
     is_continuation: tuple[bool, ...] = ()  # for each id, whether the token continues a word (##…)
 
     def __post_init__(self) -> None:
-        for name in ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id"):
-            if not 0 <= getattr(self, name) < self.size:
-                raise ConfigError(f"{name} is {getattr(self, name)}; the vocabulary has {self.size:,} entries")
+        check_range(self, "pad_id", "unk_id", "cls_id", "sep_id", "mask_id", at_least=0, below=self.size)
         if len(self.is_continuation) not in (0, self.size):
             raise ConfigError(f"is_continuation has {len(self.is_continuation):,} entries; expected {self.size:,}")
 

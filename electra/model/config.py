@@ -60,8 +60,16 @@ class EncoderConfig:
     """Modern style: RoPE base of layers with local attention."""
 
     def __post_init__(self) -> None:
-        self.check_numbers()
-        self.check_style()
+        check_choice(self, "style", get_args(Style))
+        integers = [field.name for field in fields(self) if field.type == "int" and field.name != "pad_id"]
+        check_range(self, *integers, at_least=1)
+        check_range(self, "dropout", "attention_dropout", at_least=0, below=1)
+        check_range(self, "init_std", "norm_epsilon", above=0, below=1)
+        check_range(self, "global_theta", "local_theta", above=1)
+        check_range(self, "pad_id", at_least=0, below=self.vocab_size)
+        for name in MODERN_FIELDS:
+            if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
+                raise ConfigError(f"is {getattr(self, name)}, but only --style modern has it", field=name)
         if self.width % self.heads:
             closest = max(1, self.width // self.heads) * self.heads
             raise ConfigError(f"is {self.width}, not a multiple of {self.heads} heads; try {closest}", field="width")
@@ -71,21 +79,6 @@ class EncoderConfig:
                 "an even head width",
                 field="width",
             )
-
-    def check_numbers(self) -> None:
-        integers = [field.name for field in fields(self) if field.type == "int" and field.name != "pad_id"]
-        check_range(self, *integers, at_least=1)
-        check_range(self, "dropout", "attention_dropout", at_least=0, below=1)
-        check_range(self, "init_std", "norm_epsilon", above=0, below=1)
-        check_range(self, "global_theta", "local_theta", above=1)
-        if not 0 <= self.pad_id < self.vocab_size:
-            raise ConfigError(f"is {self.pad_id}; the vocabulary has {self.vocab_size:,} entries", field="pad_id")
-
-    def check_style(self) -> None:
-        check_choice(self, "style", get_args(Style))
-        for name in MODERN_FIELDS:
-            if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
-                raise ConfigError(f"is {getattr(self, name)}, but only --style modern has it", field=name)
 
     def is_modern(self) -> bool:
         return self.style == "modern"
