@@ -110,7 +110,6 @@ class ShardResult:
     shards: int
     documents: dict[str, int]  # by split
     tokens: dict[str, int]  # by split
-    megabytes: float
     seconds: float
     new_shards: int  # shards made by this run; the others existed
     replaced: int  # invalid UTF-8 characters
@@ -326,7 +325,6 @@ def summarize(config: ShardConfig, index: Index, new_shards: int, seconds: float
         shards=len(index.shards),
         documents=index.totals("documents"),
         tokens=index.totals("tokens"),
-        megabytes=index.total("text_bytes") / 1e6,
         seconds=seconds,
         new_shards=new_shards,
         replaced=index.total("replaced"),
