@@ -123,7 +123,8 @@ def write_corpus(path: Path, max_characters: int) -> int:
             paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
             if paragraphs:
                 file.write("\n".join(paragraphs) + "\n\n")
-                documents, characters = documents + 1, characters + sum(map(len, paragraphs))
+                documents += 1
+                characters += sum(map(len, paragraphs))
             if characters > max_characters:
                 break
     return documents
@@ -139,7 +140,6 @@ def documentation_texts() -> Iterator[str]:
 
 
 def docstrings(file: Path) -> Iterator[str]:
-    """The docstrings in a source file."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and old syntax

@@ -196,8 +196,8 @@ def read_zip(path) -> dict[str, str]:
 
 def test_classes_are_submitted_by_name_and_scores_within_their_range(tmp_path):
     scores = np.array([-0.2, 2.34567, 5.5], np.float32)
-    predictions = {"rte": [1, 0], "mnli_mismatched": np.array([2, 0, 1]), "cola": [1], "stsb": scores}
-    write_submission(tmp_path / "a.zip", predictions)
+    classes = {"rte": np.array([1, 0]), "mnli_mismatched": np.array([2, 0, 1]), "cola": np.array([1])}
+    write_submission(tmp_path / "a.zip", classes | {"stsb": scores})
     assert read_zip(tmp_path / "a.zip") == {
         "RTE.tsv": "index\tprediction\n0\tnot_entailment\n1\tentailment\n",
         "MNLI-mm.tsv": "index\tprediction\n0\tcontradiction\n1\tentailment\n2\tneutral\n",
@@ -207,11 +207,11 @@ def test_classes_are_submitted_by_name_and_scores_within_their_range(tmp_path):
 
 
 def test_a_submission_has_the_files_of_the_site_and_no_date(tmp_path):
-    predictions = {name: [0] for name in SUBMISSION_FILES}
+    predictions = {name: np.array([0]) for name in SUBMISSION_FILES}
     write_submission(tmp_path / "a.zip", predictions)
     names = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm QNLI RTE WNLI AX"
     assert list(read_zip(tmp_path / "a.zip")) == [f"{name}.tsv" for name in names.split()]
     assert missing_files(predictions) == []
-    assert missing_files({name: [0] for name in GLUE_TASKS}) == ["MNLI-mm.tsv"]
+    assert missing_files({name: np.array([0]) for name in GLUE_TASKS}) == ["MNLI-mm.tsv"]
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         assert {file.date_time for file in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}

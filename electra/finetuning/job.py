@@ -146,8 +146,8 @@ class FinetuningTask:
 
     def epoch_batches(self, epoch: int) -> Iterator[BatchIndices]:
         """The batches of one epoch, on the device."""
-        lengths, tuning = self.train.lengths.cpu().numpy(), self.tuning
-        batches = epoch_batches(lengths, tuning.batch_size, tuning.length, self.job.seed, epoch)
+        lengths = self.train.lengths.cpu().numpy()
+        batches = epoch_batches(lengths, self.tuning.batch_size, self.tuning.length, self.job.seed, epoch)
         return (batch.to(self.device) for batch in batches)
 
     def losses(self, batch: BatchIndices) -> Losses:
@@ -189,7 +189,6 @@ class FinetuningTask:
         return logits
 
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
-        """The task's metrics."""
         targets = features.labels.cpu().numpy()
         labels = targets if self.task.labels else self.task.denormalize_scores(targets)
         return self.task.evaluate(self.output_type.predict(logits, self.task), labels)
@@ -214,20 +213,21 @@ class FinetuningTask:
 
 def available_splits(task: Task) -> list[str]:
     """The splits that have data; train and dev are required."""
-    required = ("train", "dev")
     return [
-        split for split, file in task.splits.items() if split in required or file.startswith(HUB) or Path(file).exists()
+        split
+        for split, source in task.splits.items()
+        if split in ("train", "dev") or source.startswith(HUB) or Path(source).exists()
     ]
 
 
 def train(job: Job, quiet: bool) -> None:
     """Train from the last checkpoint or from the start, and write the result."""
-    task, tuning = FinetuningTask(job), job.tuning
+    task = FinetuningTask(job)
     trainer = Trainer(
         task,
-        tuning.optimizer_config(task.encoder),
-        tuning.trainer_config(task.steps_per_epoch),
-        Budget(steps=tuning.epochs_for(job.task) * task.steps_per_epoch),
+        job.tuning.optimizer_config(task.encoder),
+        job.tuning.trainer_config(task.steps_per_epoch),
+        Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,
         seed=job.seed,
         cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
@@ -247,7 +247,7 @@ def train(job: Job, quiet: bool) -> None:
 
 
 def write_result(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
-    """Write logits, model and plots and, as the mark of a finished job, the metrics."""
+    """Write logits, model and plots and, last, the result, which marks a job as finished."""
     task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})

@@ -148,11 +148,11 @@ def estimated_cost(job: Job) -> int:
 
 def run_unfinished(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, Result]]:
     """Run jobs and yield each with its result when it finishes."""
-    is_on_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
-    if len(jobs) <= 1 or (workers or (2 if is_on_gpu else 1)) == 1:
+    uses_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
+    if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):
         yield from ((job, job.run()) for job in jobs)
         return
-    with exit_on_sigterm(), share_gpu() if is_on_gpu else nullcontext(False) as has_mps:
+    with exit_on_sigterm(), share_gpu() if uses_gpu else nullcontext(False) as has_mps:
         count = min(workers or default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):

@@ -115,7 +115,7 @@ OUTPUT_TYPES: dict[TaskKind, OutputType] = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What fine-tuning starts from."""
+    """A model to fine-tune."""
 
     encoder: Encoder
     head: Tensors  # weights of the loaded model's head, if any
@@ -142,10 +142,10 @@ def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
     with torch.device("meta"):  # the stored weights are assigned below
         encoder = Encoder(config)
-    weights, head = (remove_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
+    weights = remove_prefix(tensors, "encoder.")
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return Pretrained(encoder, head, pooling, folder, longest_row(folder), seed_offset)
+    return Pretrained(encoder, remove_prefix(tensors, "head."), pooling, folder, longest_row(folder), seed_offset)
 
 
 def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:
@@ -153,18 +153,20 @@ def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def build_task_model(start: Pretrained, num_labels: int, pooling: Pooling | None = None, *, seed: int) -> TaskModel:
+def build_task_model(
+    pretrained: Pretrained, num_labels: int, pooling: Pooling | None = None, *, seed: int
+) -> TaskModel:
     """A model to fine-tune, with a randomly initialised output layer.
 
     As in `transformers`, a modern head keeps the loaded head's dense layer and norm, and its pooling unless given.
     """
-    torch.manual_seed(seed + start.seed_offset)
-    model = TaskModel(start.encoder, num_labels, pooling or start.pooling)
+    torch.manual_seed(seed + pretrained.seed_offset)
+    model = TaskModel(pretrained.encoder, num_labels, pooling or pretrained.pooling)
     parameters = dict(model.head.named_parameters())
     with torch.no_grad():
         for name in ("dense.weight", "norm.weight"):
-            if name in parameters and name in start.head:
-                parameters[name].copy_(start.head[name])
+            if name in parameters and name in pretrained.head:
+                parameters[name].copy_(pretrained.head[name])
     return model
 
 

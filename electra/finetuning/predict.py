@@ -32,7 +32,7 @@ CHUNK_SIZE = 4096  # rows in memory at a time
 
 @dataclass(frozen=True)
 class PredictResult:
-    """What was written."""
+    """The file of predictions."""
 
     output: str
     rows: int
@@ -173,7 +173,6 @@ def open_rows(path: Path) -> Iterator[RowWriter]:
 
 
 def json_writer(file: TextIO) -> RowWriter:
-    """Write rows as lines of JSON."""
     return lambda row: print(json.dumps(row, ensure_ascii=False, default=str), file=file)
 
 
@@ -212,8 +211,9 @@ WRITERS: dict[str, Callable[[TextIO], RowWriter]] = {
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Compute the task's metrics on a file with labels."""
-    predictor, path = Predictor(config.predictor), config.predictor.input
-    task, labels, logits = predictor.task, [], []
+    predictor = Predictor(config.predictor)
+    path, task = config.predictor.input, predictor.task
+    labels, logits = [], []
     for examples, chunk_logits in predictor.stream_logits(path, with_labels=True):
         if examples.labels is None:
             raise DataError(
@@ -221,7 +221,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             )
         labels.append(examples.labels)
         logits.append(chunk_logits)
-    truth, predicted = np.concatenate(labels), OUTPUT_TYPES[task.kind].predict(np.concatenate(logits), task)
+    truth = np.concatenate(labels)
+    predicted = OUTPUT_TYPES[task.kind].predict(np.concatenate(logits), task)
     has_matrix = task.kind == "classification"
     return EvaluateResult(
         model=", ".join(map(str, predictor.folders)),

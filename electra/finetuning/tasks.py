@@ -49,8 +49,6 @@ class Task:
     """Skip lines with a wrong number of fields, except in test splits."""
     dev_fraction: float = 0.0
     """Fraction of the training rows that is held out as the dev split, if there is no dev file."""
-    seed: int = 0
-    """Seed of the draw of held-out rows."""
     offset: float = 0.0
     """Regression targets are (score - offset) / scale."""
     scale: float = 1.0
@@ -66,10 +64,7 @@ class Task:
     """Test split → file of its predictions in a GLUE submission."""
 
     def __post_init__(self) -> None:
-        if self.kind not in list(LABEL_TYPES):
-            raise ConfigError(f"unknown kind of task {self.kind!r}; choose from {', '.join(LABEL_TYPES)}")
-        unknown = [name for name in self.metrics if name not in METRICS]
-        if unknown:
+        if unknown := [name for name in self.metrics if name not in METRICS]:
             raise ConfigError(f"unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
 
     @classmethod
@@ -96,7 +91,6 @@ class Task:
         return LABEL_TYPES[self.kind].decode(labels, self.labels)
 
     def evaluate(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
-        """The task's metrics of predictions."""
         return {name: METRICS[name](predicted, labels) for name in self.metrics}
 
     def find_column(self, name: str, present: Iterable[str]) -> str | None:
@@ -177,8 +171,8 @@ def with_class_name(task: Task, row: Row) -> Row:
 
 
 def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
-    """The examples in rows of a file."""
-    label_type, class_ids = LABEL_TYPES[task.kind], {name: index for index, name in enumerate(task.labels)}
+    label_type = LABEL_TYPES[task.kind]
+    class_ids = {name: index for index, name in enumerate(task.labels)}
     texts, texts_b, labels = [], [], []
     for row in rows:
         with errors_with_line(source, row.line):
@@ -204,7 +198,6 @@ def errors_with_line(source: str, line: int) -> Iterator[None]:
 
 
 def get_value(task: Task, name: str, row: Row) -> Any:
-    """The value of a row in a column."""
     column = task.find_column(name, row.values)
     if column is None:
         present = ", ".join(map(repr, row.values))
@@ -229,7 +222,7 @@ def split_indices(task: Task, split: str, rows: int) -> NDArray:
     if rows < 2:
         raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
     held_out = min(max(1, round(rows * task.dev_fraction)), rows - 1)
-    order = np.random.default_rng(task.seed).permutation(rows)
+    order = np.random.default_rng(0).permutation(rows)
     return np.sort(order[:held_out] if split == "dev" else order[held_out:])
 
 
@@ -371,7 +364,6 @@ def custom_task(
     text_b: str | None = None,
     label: str,
     kind: TaskKind | None = None,
-    seed: int = 0,
 ) -> Task:
     """A task from a user's files; its classes or scale, and its kind unless given, come from the labels in `train`.
 
@@ -382,9 +374,10 @@ def custom_task(
         raise ConfigError(f"dev is {dev} and dev_fraction is {dev_fraction}; set one of them")
     if len({text, text_b, label}) < 3:
         raise ConfigError(f"text, text_b and label are columns {text}, {text_b} and {label}; they must be different")
-    held_out = 0.0 if dev is not None else 0.1 if dev_fraction is None else dev_fraction
-    if dev is None and not 0 < held_out < 1:
-        raise ConfigError(f"dev_fraction is {held_out}; it must be above 0 and below 1")
+    if dev is None and dev_fraction is None:
+        dev_fraction = 0.1
+    if dev_fraction is not None and not 0 < dev_fraction < 1:
+        raise ConfigError(f"is {dev_fraction}; it must be above 0 and below 1", field="dev_fraction")
     task = Task(
         name=train.name.split(".")[0],
         kind=kind or "classification",
@@ -393,8 +386,7 @@ def custom_task(
         label=label,
         metrics=(),
         splits={"train": str(train), "dev": str(dev or train)},
-        dev_fraction=held_out,
-        seed=seed,
+        dev_fraction=dev_fraction or 0.0,
     )
     return infer_labels(task, kind)
 

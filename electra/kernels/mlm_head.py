@@ -104,7 +104,8 @@ def mlm_loss_and_sample_op(
     `states` are [B · M, E] and `table` [padded V, E]."""
     logits = torch.addmm(bias.to(states.dtype), states, table.T)
     losses, logsumexp = (torch.empty(labels.shape, device=logits.device) for _ in range(2))
-    samples, num_blocks = torch.empty_like(labels), triton.cdiv(vocab_size, BLOCK)
+    samples = torch.empty_like(labels)
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
     width = triton.next_power_of_2(triton.cdiv(num_blocks, VOCAB_BLOCKS) * VOCAB_BLOCKS)
     block_logsumexp = torch.empty(labels.numel(), width, device=logits.device)
     mlm_loss_and_sample_kernel[(labels.numel(),)](
@@ -127,7 +128,9 @@ def mlm_loss_backward_op(
     states: Tensor, table: Tensor, labels: Tensor, logits: Tensor, logsumexp: Tensor, grad_loss: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of states, table and bias from `grad_loss` [B, M]."""
-    (N, stride), grad_logits, side_stream = logits.shape, torch.empty_like(logits), WeightGradientStream()
+    N, stride = logits.shape
+    grad_logits = torch.empty_like(logits)
+    side_stream = WeightGradientStream()
     column_blocks = triton.cdiv(stride, BLOCK_COLUMNS)
     blocks, programs = split_rows(N, BLOCK_ROWS, column_blocks)
     partials = torch.empty(programs, stride, device=logits.device)
