@@ -141,6 +141,11 @@ class ElectraConfig:
                     field="sharing",
                 )
 
+    def encoders(self) -> dict[str, EncoderConfig]:
+        """The encoders by part: generator, discriminator, or the one it has."""
+        parts = {"generator": self.generator, "discriminator": self.discriminator}
+        return {part: encoder for part, encoder in parts.items() if encoder is not None}
+
     @classmethod
     def from_dict(cls, settings: Any) -> ElectraConfig:
         """The inverse of `dataclasses.asdict`."""

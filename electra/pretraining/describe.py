@@ -207,7 +207,7 @@ def activation_bytes(phase: Phase, device: torch.device) -> int:
     length, hardware = config.loader.length, config.hardware
     bytes_per_number = torch.finfo(choose_precision(hardware.precision, device)).bits // 8
     total = 0
-    for encoder in filter(None, (model.generator, model.discriminator)):
+    for encoder in model.encoders().values():
         width = encoder.width
         per_token = width if hardware.activation_checkpointing else 10 * width + 2 * encoder.feedforward
         total += bytes_per_number * length * encoder.layers * per_token

@@ -138,7 +138,7 @@ def phase_models(configs: list[PretrainConfig], pair: ElectraConfig) -> list[Ele
     """The model of each phase: the parts of the pair that its objective trains."""
     objectives = [config.objective for config in configs]
     pair = pair_for_objectives(pair, [objective.name for objective in objectives])
-    for encoder in filter(None, (pair.generator, pair.discriminator)):
+    for encoder in pair.encoders().values():
         encoder.check_length(max(config.loader.length for config in configs))
     return [model_for_objective(pair, objective.name, objective.generator) for objective in objectives]
 

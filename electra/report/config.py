@@ -55,11 +55,11 @@ class FlopsConfig:
             raise ConfigError(f"{flag} needs --objective rtd, not {self.objective}")
 
     @classmethod
-    def defaults_for(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The paper's settings for the size in `given`."""
-        settings = recipe_settings("faithful", given.get("size", ModelConfig.size))
+    def defaults_for(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The paper's settings for the size in `values`."""
+        settings = recipe_settings("faithful", values.get("size", ModelConfig.size))
         defaults = {name: settings[name] for name in ("length", "mask_fraction", "batch_size", "steps")}
-        return defaults | {"length": INFERENCE_LENGTH} if given.get("inference") else defaults
+        return defaults | {"length": INFERENCE_LENGTH} if values.get("inference") else defaults
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,8 +59,8 @@ def table_row(name: str, parameters: int, flops: int) -> str:
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
     model = electra_config(config)
-    for part in filter(None, (model.generator, model.discriminator)):
-        part.check_length(config.length)
+    for encoder in model.encoders().values():
+        encoder.check_length(config.length)
     parts, training_flops_per_row = count_parts(model, config)
     if config.inference:
         forward = sum(map(total_flops, parts.values()))

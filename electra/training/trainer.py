@@ -169,10 +169,10 @@ class Trainer:
         self.run_step = self.graphed_step() if self.cuda_graphs else self.compute_step
         with stop_signals(self.quiet) as signals, ProgressBar(self.quiet) as self.bar:
             if not self.is_finished():
-                self.bar.print(f"training from step {self.state.step:,}")
+                self.bar.print_line(f"training from step {self.state.step:,}")
             while not self.is_finished() and not signals:
                 self.step()
-                self.bar.update(self.progress())
+                self.bar.set_fraction(self.progress())
                 if self.screen_averages.seconds > self.screen_interval:
                     self.report()
                 if self.is_due(self.config.log_every):
@@ -370,7 +370,7 @@ class Trainer:
         self.logger.write("validation", self.state.step, self.metrics)
         if not self.is_finished():  # the result shows the last ones
             metrics = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
-            self.bar.print(f"step {self.state.step:,}, evaluation: {metrics}")
+            self.bar.print_line(f"step {self.state.step:,}, evaluation: {metrics}")
 
     def save(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
