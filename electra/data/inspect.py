@@ -88,7 +88,8 @@ def inspect(config: InspectConfig) -> InspectResult:
     shards = open_shards(config.shards)
     if config.verify and (names := shards.find_damaged()):
         raise damage_error(shards, names)
-    index, lengths = shards.index, document_lengths(shards)
+    index = shards.index
+    lengths = document_lengths(shards)
     plot, plot_error = try_plot(lengths, config)
     return InspectResult(
         folder=str(config.shards),
@@ -139,7 +140,7 @@ def decode_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
 
 
 def try_plot(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
-    """The path of the plot, or why there is none; raises only if --plot was given and cannot be written."""
+    """The path of the plot, or why there is none; raises only if --plot is set and cannot be written."""
     path = config.plot or config.shards / "document-lengths.png"
     try:
         is_written = plot_document_lengths(path, lengths)

@@ -95,7 +95,8 @@ def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -
     """
     is_start = torch.ones_like(document_ids, dtype=torch.bool)  # [B, L]
     is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    is_start, end = is_start.flatten(), document_ids.numel()
+    is_start = is_start.flatten()
+    end = document_ids.numel()
     if max_documents is None:
         return torch.nn.functional.pad(is_start.nonzero().squeeze(1), (0, 1), value=end).int()
     position = torch.arange(end, device=document_ids.device, dtype=torch.int32)
@@ -165,7 +166,7 @@ def create_epoch(
 class BatchLoader:
     """An endless, resumable iterator over one rank's batches, which are determined by its arguments.
 
-    `seed` determines the row order, `whole_word_masking` fills in `is_continuation`, `with_cu_seqlens` `cu_seqlens`.
+    `seed` determines the row order; `whole_word_masking` adds `is_continuation`, `with_cu_seqlens` adds `cu_seqlens`.
     """
 
     def __init__(
@@ -239,7 +240,8 @@ class BatchLoader:
         """The spans of this rank's rows of the next steps, over as many epochs as needed, and their width."""
         row_ids = self.rank * self.rows_per_rank + np.arange(self.rows_per_rank)
         rows = position.row + (np.arange(steps)[:, None] * self.config.batch_size + row_ids).ravel()
-        number, spans = position.epoch, []
+        spans = []
+        number = position.epoch
         while len(rows):
             epoch = self.epoch(number)
             is_inside = rows < epoch.num_rows
@@ -250,7 +252,8 @@ class BatchLoader:
 
     def advance(self, position: Position, steps: int) -> Position:
         """The position `steps` later."""
-        epoch, row = position.epoch, position.row + steps * self.config.batch_size
+        epoch = position.epoch
+        row = position.row + steps * self.config.batch_size
         while row >= (num_rows := self.epoch(epoch).num_rows):
             epoch, row = epoch + 1, row - num_rows
         return Position(position.step + steps, epoch, row)

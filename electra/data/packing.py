@@ -131,7 +131,8 @@ def random_generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
 
 def compute_document_starts(shards: Shards, split: Split) -> NDArray:
     """[N + 1] start of each document in the concatenated tokens of a split, and their total."""
-    ends, offset = [np.zeros(1, np.int64)], 0
+    ends = [np.zeros(1, np.int64)]
+    offset = 0
     for shard_ends in shards.document_ends(split):
         ends.append(shard_ends.astype(np.int64) + offset)
         offset += int(shard_ends[-1]) if len(shard_ends) else 0
@@ -162,7 +163,6 @@ class Permutation:
         return cls(size, tuple(map(int, keys)))
 
     def __call__(self, indices: NDArray) -> NDArray:
-        """The permuted indices."""
         permuted = self.feistel(indices.astype(np.uint64))
         while (is_outside := permuted >= self.size).any():  # cycle walking keeps it a bijection
             permuted[is_outside] = self.feistel(permuted[is_outside])

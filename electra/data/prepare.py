@@ -93,7 +93,8 @@ class ShardConfig:
 
     def command(self) -> str:
         """The command line with these settings."""
-        words, defaults = ["electra", "shard"], flat_defaults(ShardConfig)
+        words = ["electra", "shard"]
+        defaults = flat_defaults(ShardConfig)
         for name, value in flat_fields(self).items():
             if value != defaults.get(name) and name not in ("workers", "json"):
                 flag = "--" + name.replace("_", "-")
@@ -109,7 +110,6 @@ class ShardResult:
     shards: int
     documents: dict[str, int]  # by split
     tokens: dict[str, int]  # by split
-    megabytes: float
     seconds: float
     new_shards: int  # shards made by this run; the others existed
     replaced: int  # invalid UTF-8 characters
@@ -151,7 +151,8 @@ class EncodedShard:
 def shard(config: ShardConfig) -> ShardResult:
     """Make the shards that are missing or damaged, then the index."""
     start_time = monotonic()
-    tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config.source)
+    tokenizer = load_tokenizer(config.tokenizer)
+    corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
     texts = split_corpus(corpus, int(config.shard_megabytes * 1e6))
     first = next(texts)  # raises before anything is written if there is no text
@@ -172,7 +173,8 @@ def shard(config: ShardConfig) -> ShardResult:
 
 def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
     """The corpus in parts of at least `size` bytes, except for the last."""
-    number, blocks, num_bytes, position = 0, [], 0, 0
+    number = num_bytes = position = 0
+    blocks: list[Block] = []
     paths = (str(file.path) for file in corpus.files)
     offsets = dict(zip(paths, accumulate(corpus.file_sizes(), initial=0), strict=False))
     for block in corpus.blocks():
@@ -181,7 +183,9 @@ def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
         position = offsets.get(block.source, 0) + block.position
         if num_bytes >= size:
             yield ShardText(number, blocks, position)
-            number, blocks, num_bytes = number + 1, [], 0
+            number += 1
+            num_bytes = 0
+            blocks = []
     if blocks:
         yield ShardText(number, blocks, position)
 
@@ -250,7 +254,8 @@ def write_missing_shards(
     new: list[ShardInfo] = []
     encode = partial(encode_shard, config, tokenizer.fingerprint)
     missing = (text for text in texts if shard_name(text.number) not in finished)
-    workers, start_time = config.workers or len(os.sched_getaffinity(0)), monotonic()
+    workers = config.workers or len(os.sched_getaffinity(0))
+    start_time = monotonic()
     with create_progress_bar() as bar:
         task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
         for encoded in map_in_order(encode, missing, workers):
@@ -273,7 +278,8 @@ def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> Enco
     """Encode the text of one shard; runs in a worker."""
     encoder = load_encoder(config.output / TOKENIZER, fingerprint)
     encoder.uncovered.clear()
-    stats, dtype = ReadStats(), np.dtype(encoder.typecode)
+    stats = ReadStats()
+    dtype = np.dtype(encoder.typecode)
     documents = encode_documents(config, encoder, text, stats)
     encoded = [ids for split in SPLITS for ids in documents[split]]
     facts = {
@@ -319,7 +325,6 @@ def summarize(config: ShardConfig, index: Index, new_shards: int, seconds: float
         shards=len(index.shards),
         documents=index.totals("documents"),
         tokens=index.totals("tokens"),
-        megabytes=index.total("text_bytes") / 1e6,
         seconds=seconds,
         new_shards=new_shards,
         replaced=index.total("replaced"),

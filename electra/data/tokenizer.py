@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
 from electra.errors import ConfigError, DataError, check_range
-from electra.runfolder import read_json, write_file, write_folder
+from electra.runfolder import read_json, write_file, write_folder, write_json
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUATION_PREFIX = "##"
@@ -82,18 +82,12 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.file_contents().items():
-            write_file(folder / name, content)
-
-    def file_contents(self) -> dict[str, str]:
         special_tokens = {f"{role}_token": token for role, token in self.special_tokens}
         ids = self.library.get_vocab(with_added_tokens=True)
-        return {
-            "tokenizer.json": self.library.to_str(pretty=True) + "\n",
-            "vocab.txt": "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)),
-            "tokenizer_config.json": json.dumps(self.transformers_config() | special_tokens, indent=2) + "\n",
-            "special_tokens_map.json": json.dumps(special_tokens, indent=2) + "\n",
-        }
+        write_file(folder / "tokenizer.json", self.library.to_str(pretty=True) + "\n")
+        write_file(folder / "vocab.txt", "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)))
+        write_json(folder / "tokenizer_config.json", self.transformers_config() | special_tokens)
+        write_json(folder / "special_tokens_map.json", special_tokens)
 
     def transformers_config(self) -> dict[str, Any]:
         """The settings with which `transformers` builds an equal tokenizer."""
@@ -239,11 +233,9 @@ class TrainedTokenizer:
 
     output: str
     vocab_size: int
-    characters: int
     documents: int
     megabytes: float
     replaced: int  # invalid UTF-8 characters
-    fingerprint: str
 
     def __str__(self) -> str:
         replaced = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
@@ -268,11 +260,9 @@ def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
     return TrainedTokenizer(
         output=str(config.output),
         vocab_size=tokenizer.vocabulary.size,
-        characters=len(alphabet),
         documents=text.documents,
         megabytes=text.num_bytes / 1e6,
         replaced=text.stats.replaced,
-        fingerprint=tokenizer.fingerprint,
     )
 
 

@@ -102,7 +102,7 @@ class Embeddings(TokenEmbeddings):
 def disentangled_embeddings(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
     """Embeddings that add a difference, zero at first, to another model's: E = stopgrad(E_base) + E_Δ (DeBERTa-v3).
 
-    The gradients of this model's loss do not reach the base. For the same reason the LayerNorm is not shared."""
+    The base gets no gradient from this model's loss. For the same reason the LayerNorm is not shared."""
     embeddings = type(base)(config)
     for table in embeddings.tables():
         nn.init.zeros_(table.weight)
@@ -137,7 +137,7 @@ def make_attention_bias(
     if document_ids is None and backend == "sdpa":
         assert attention_mask is not None
         return AttentionBias(mask=attention_mask.bool()[:, None, None, :])
-    if attention_mask is not None:  # padding becomes a document of its own
+    if attention_mask is not None:  # padding becomes another document
         ids = torch.zeros_like(attention_mask, dtype=torch.int32) if document_ids is None else document_ids
         count = len(ids) if document_ids is None else None if cu_seqlens is None else len(cu_seqlens) - 1
         max_documents = None if count is None else count + len(ids)
@@ -298,7 +298,8 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.config, is_modern = config, config.is_modern()
+        self.config = config
+        is_modern = config.is_modern()
         has_projection = config.embedding_width != config.width
         self.embeddings = TokenEmbeddings(config) if is_modern else Embeddings(config)
         self.project = linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
@@ -348,7 +349,8 @@ class Encoder(nn.Module):
 
     def run_fused_modern_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
         """`run_layers` with fused layers, whose residual stream is in fp32."""
-        residual, dtype = hidden.float(), dispatch.compute_dtype(hidden)
+        dtype = dispatch.compute_dtype(hidden)
+        residual = hidden.float()
         pending: Tensor | None = None  # the last layer's feed-forward output, not yet added
         for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
             assert isinstance(layer, ModernLayer)
@@ -385,8 +387,8 @@ class Encoder(nn.Module):
 
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""
-        weight, head_width = next(self.layers.parameters()), self.config.width // self.config.heads
-        return dispatch.attention_backend(weight, length, head_width, has_cu_seqlens)
+        weight = next(self.layers.parameters())
+        return dispatch.attention_backend(weight, length, self.config.width // self.config.heads, has_cu_seqlens)
 
     def tied_projection(self) -> Tensor | None:
         """The projection [D, E] that the modern style's tied output table is multiplied with, if there is one."""
