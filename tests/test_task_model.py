@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel, ElectraModel
 from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
+from electra.finetuning.config import TaskConfig
 from electra.finetuning.model import (
     OUTPUT_TYPES,
     TaskModel,
@@ -19,7 +20,6 @@ from electra.finetuning.model import (
     load_pretrained,
     save_finetuned,
 )
-from electra.finetuning.tasks import custom_task
 
 
 def padded_pairs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -59,7 +59,7 @@ def test_dropout_defaults_to_that_of_pre_training(tmp_path, shards, dropout, exp
 def saved(encoder_folder, tmp_path):
     """A model folder of an untrained regression model, the model and its task."""
     rows = write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)
-    task = custom_task(train=rows, text="text", label="label")
+    task = TaskConfig(train=rows).make_task()
     pretrained = load_pretrained(encoder_folder)
     model = TaskModel(pretrained.encoder, task.num_labels).eval()
     (tmp_path / "model").mkdir()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from electra.errors import ConfigError, DataError
+from electra.finetuning.config import TaskConfig
 from electra.finetuning.tasks import (
     GLUE_TASKS,
     Examples,
     Task,
-    custom_task,
     glue_task,
     read_examples,
     stream_examples,
@@ -134,11 +134,11 @@ def test_custom_tasks_from_the_hub_keep_their_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"t": "one", "label": 3}\n{"t": "two", "label": 1}\n')
-    task = custom_task(train=Path(f"hub:{tmp_path}/data:default:train"), text="t", label="label")
+    task = TaskConfig(train=Path(f"hub:{tmp_path}/data:default:train"), text="t", label="label").make_task()
     assert task.labels == ("1", "3")
     assert len(read_examples(task, "train")) == len(read_examples(task, "dev")) == 1
     with pytest.raises(ConfigError, match=r"hub:imdb does not name a split"):
-        custom_task(train=Path("hub:imdb"), text="t", label="label")
+        TaskConfig(train=Path("hub:imdb"), text="t", label="label").make_task()
 
 
 def test_missing_tasks_files_and_splits_are_named(glue):
@@ -187,7 +187,7 @@ def make_task(tmp_path):
         rows = [json.dumps({"t": f"text {number}", "y": label}) for number, label in enumerate(labels)]
         content = labels if isinstance(labels, str) else "\n".join(rows)
         (tmp_path / name).write_bytes(content.encode())
-        return custom_task(train=tmp_path / name, **({"text": "t", "label": "y"} | settings))
+        return TaskConfig(train=tmp_path / name, **({"text": "t", "label": "y"} | settings)).make_task()
 
     return build
 
@@ -259,7 +259,7 @@ def test_with_a_dev_file_all_training_rows_are_used(make_task, tmp_path):
     task = make_task(["a", "b"], dev=tmp_path / "dev.csv")
     assert len(read_examples(task, "train")) == 2
     assert read_examples(task, "dev").texts == ["new"]
-    with pytest.raises(ConfigError, match=r"dev_fraction is 0.1; set one of them"):
+    with pytest.raises(ConfigError, match="--dev and --dev-fraction cannot be combined"):
         make_task(["a", "b"], dev=tmp_path / "dev.csv", dev_fraction=0.1)
     with pytest.raises(ConfigError, match=r"dev_fraction is 1.5; it must be above 0 and below 1"):
         make_task(["a", "b"], dev_fraction=1.5)

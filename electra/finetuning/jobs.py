@@ -79,7 +79,8 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     if any(folder.glob("seed-*")):
         before = read_json(folder / CONFIG)
         for part, values in settings.items():
-            check_same_settings(folder, before.get(part, {}), values, ignore=("name",))  # of the file in splits
+            # a custom task's name is that of its training file, which is compared as part of the splits
+            check_same_settings(folder, before.get(part, {}), values, ignore=("name",))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, settings)
 
@@ -147,7 +148,7 @@ def estimated_cost(job: Job) -> int:
 
 
 def run_unfinished(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, Result]]:
-    """Run jobs and yield each with its result when it finishes."""
+    """Run jobs, here or in worker processes, and yield each with its result when it finishes."""
     uses_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
     if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):
         yield from ((job, job.run()) for job in jobs)

@@ -47,8 +47,7 @@ class PredictResult:
 class EvaluateResult:
     """Metrics of a model, or an ensemble, on a file."""
 
-    model: str
-    models: int  # members of the ensemble
+    models: list[str]  # several form an ensemble
     task: str
     input: str
     rows: int
@@ -59,7 +58,7 @@ class EvaluateResult:
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
-        ensemble = f"; ensemble of {self.models} models" if self.models > 1 else ""
+        ensemble = f"; ensemble of {len(self.models)} models" if len(self.models) > 1 else ""
         lines = [f"{self.input}: {self.rows:,} rows{truncated}{ensemble}"]
         lines += [f"  {name:<14}{100 * value:6.2f}" for name, value in self.metrics.items()]
         if self.confusion_matrix and len(self.labels) <= 10:
@@ -225,8 +224,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     predicted = OUTPUT_TYPES[task.kind].predict(np.concatenate(logits), task)
     has_matrix = task.kind == "classification"
     return EvaluateResult(
-        model=", ".join(map(str, predictor.folders)),
-        models=len(predictor.folders),
+        models=[str(folder) for folder in predictor.folders],
         task=task.name,
         input=str(path),
         rows=predictor.rows,

@@ -355,42 +355,6 @@ def with_data(task: Task, data: str) -> Task:
     return replace(task, splits={split: str(file) for split, file in files.items()})
 
 
-def custom_task(
-    *,
-    train: Path,
-    dev: Path | None = None,
-    dev_fraction: float | None = None,
-    text: str,
-    text_b: str | None = None,
-    label: str,
-    kind: TaskKind | None = None,
-) -> Task:
-    """A task from a user's files; its classes or scale, and its kind unless given, come from the labels in `train`.
-
-    Without `dev`, the fraction `dev_fraction` (default 0.1) of the rows of `train` is held out. Classes are collected
-    before that, so that all rows of a rare class may be held out.
-    """
-    if dev is not None and dev_fraction is not None:
-        raise ConfigError(f"dev is {dev} and dev_fraction is {dev_fraction}; set one of them")
-    if len({text, text_b, label}) < 3:
-        raise ConfigError(f"text, text_b and label are columns {text}, {text_b} and {label}; they must be different")
-    if dev is None and dev_fraction is None:
-        dev_fraction = 0.1
-    if dev_fraction is not None and not 0 < dev_fraction < 1:
-        raise ConfigError(f"is {dev_fraction}; it must be above 0 and below 1", field="dev_fraction")
-    task = Task(
-        name=train.name.split(".")[0],
-        kind=kind or "classification",
-        text=text,
-        text_b=text_b,
-        label=label,
-        metrics=(),
-        splits={"train": str(train), "dev": str(dev or train)},
-        dev_fraction=dev_fraction or 0.0,
-    )
-    return infer_labels(task, kind)
-
-
 def infer_labels(task: Task, kind: TaskKind | None) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]

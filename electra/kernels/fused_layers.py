@@ -94,8 +94,8 @@ def classic_feedforward_backward(
 ) -> tuple[Tensor, Tensor, ClassicWeights]:  # fmt: skip
     """The gradients of `mixed`, `residual` and, still running on the side stream, the weights.
 
-    Without dropout the gradient of a residual is the same tensor as that of what was added to it, which the side stream
-    reads: hence the join before it is added to in place."""
+    Without dropout grad_between and grad_down_out are the same tensor. The side stream reads it, so the main stream
+    joins before `addmm_` updates it in place."""
     first, second = select_seed(seeds, 0, dropout), select_seed(seeds, 1, dropout)
     grad_between, grad_down_out, partials = dropout_add_layernorm_backward(
         saved.down, weights.down_bias, saved.between, weights.norm2_weight, grad_out, epsilon, second, dropout

@@ -22,7 +22,7 @@ ONE_WARP, ONE_WARP_DROPOUT, ONE_WARP_PRENORM = 1024, 768, 512
 
 @triton.jit
 def zero_padding(values, column, D: tl.constexpr, WIDTH: tl.constexpr):
-    """values [ROWS, ...] with zeros in columns from D on; WIDTH columns are held in all."""
+    """values [ROWS, ...] with zeros in columns from D on; unchanged if the row's WIDTH columns are exactly D."""
     return values if WIDTH == D else tl.where((column < D)[None, :], values, 0.0)
 
 

@@ -43,7 +43,8 @@ def mlm_loss_and_sample_kernel(
     """One program per prediction: the logsumexp of each block of the vocabulary, then the sample of a block, then of a
     token in it.
 
-    The blocks' logsumexp goes through memory: loaded as one vector, every thread draws noise for different blocks."""
+    The logsumexp of all blocks is stored and loaded again as one vector, so that each thread draws the noise of other
+    blocks."""
     prediction = tl.program_id(0).to(tl.int64)
     row, position = prediction // num_positions, prediction % num_positions
     logits += prediction * stride
@@ -170,7 +171,7 @@ def mlm_loss_and_sample(
 ) -> tuple[Tensor, Tensor]:
     """Losses of `labels` [B, M] and samples [B, M], from `states` [B, M, E] and the token `table` [V, E]."""
     vocab_size, table = len(table), table.to(states.dtype)
-    if padding := -vocab_size % VOCAB_MULTIPLE:  # padding by zero rows would still copy the table
+    if padding := -vocab_size % VOCAB_MULTIPLE:  # `functional.pad` copies the table even if there is nothing to pad
         table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(bias, (0, padding))
     flat = states.flatten(0, 1).contiguous()
     losses, samples, *_ = mlm_loss_and_sample_op(flat, table, bias, labels, block_keys, token_keys, vocab_size)
