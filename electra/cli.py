@@ -148,7 +148,7 @@ def parse(program: str, config_class: type[Config], arguments: list[str]) -> Con
 
 
 def parse_flags(config_class: type, arguments: list[str]) -> dict[str, Any]:
-    """The values of the given flags by their flat names."""
+    """The values of flags by their flat names."""
     try:
         bound = parser(config_class).parse_args(arguments, exit_on_error=False, print_error=False, verbose=False)[1]
     except CycloptsError as error:

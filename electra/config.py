@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 
 POSITIONAL = "positional"
 Positional = Annotated[Value, POSITIONAL]
-"""`shards: Positional[Path]` is given on the command line without a flag."""
+"""`shards: Positional[Path]` has no flag on the command line."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def flat_defaults(config_class: type) -> dict[str, Any]:
 
 
 def defaults_for(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The defaults beside some given values: those of the class, and those that its `defaults_for(values)` returns."""
+    """The defaults of a config class, and over them those that its `defaults_for(values)` returns."""
     dependent = config_class.defaults_for(values) if hasattr(config_class, "defaults_for") else {}
     return flat_defaults(config_class) | dependent
 

@@ -244,6 +244,11 @@ def scale_init_std(config: EncoderConfig) -> EncoderConfig:
     return replace(config, init_std=round(BASE.init_std * (BASE.width / config.width) ** 0.5, 4))
 
 
+OVERRIDES = ["layers", "width", "heads", "feedforward", "embedding_width", "positions"]
+OVERRIDES += ["global_attention_every", "local_attention"]
+"""Fields of ModelConfig that replace those of the size's encoder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A size of the paper; settings left out are the size's."""
@@ -296,10 +301,9 @@ class ModelConfig:
 
     def overrides(self) -> dict[str, Any]:
         """The discriminator's settings that differ from its size's."""
-        names = ["layers", "width", "heads", "feedforward", "embedding_width", "positions", "dropout"]
-        names += ["global_attention_every", "local_attention"]
-        settings = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return settings if self.dropout is None else settings | {"attention_dropout": self.dropout}
+        values = {name: getattr(self, name) for name in OVERRIDES}
+        values |= {"dropout": self.dropout, "attention_dropout": self.dropout}
+        return {name: value for name, value in values.items() if value is not None}
 
     def generator_config(self, discriminator: EncoderConfig, width_ratio: Fraction) -> EncoderConfig:
         """The generator of `discriminator`: as many layers and `width_ratio` of its width, unless overridden."""

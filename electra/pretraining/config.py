@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from electra.config import convert, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError, check_range
-from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
+from electra.model.config import OVERRIDES, ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
 from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
@@ -101,7 +101,7 @@ class InitConfig:
     unigram_output_bias: bool = False
     """Initialise the output bias of token predictions with the log unigram frequencies of the text."""
     sinusoidal_positions: bool = False
-    """Initialise position embeddings with sinusoids instead of noise; they are trained as usual."""
+    """Initialise position embeddings with sinusoids instead of noise; they are trained like the others."""
 
     def __post_init__(self) -> None:
         if self.model is not None and self.branch_from is not None:
@@ -204,16 +204,17 @@ def resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The settings stored in the run to resume; empty if none is."""
     if "output" not in values:
         return {}
-    run, is_resumed = Path(values["output"]), bool(values.get("resume"))
+    run = Path(values["output"])
     has_run = (run / CONFIG).exists()
+    is_resumed = bool(values.get("resume"))
     if "data" not in values and is_resumed != has_run:
         hint = "continue it with --resume" if has_run else "start one with --data, or check --output"
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
         return {}
     stored = read_json(run / CONFIG).get("pretraining", {})
-    of_command = ("output", "resume", "dry_run", "json")
-    return convert(PretrainConfig, {name: value for name, value in stored.items() if name not in of_command})
+    not_resumed = ("output", "resume", "dry_run", "json")
+    return convert(PretrainConfig, {name: value for name, value in stored.items() if name not in not_resumed})
 
 
 def init_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -226,10 +227,12 @@ def init_settings(values: dict[str, Any]) -> dict[str, Any]:
 
     with suppress(DataError, KeyError):
         folder = model_folder(Path(values["init"]))
-        encoder = main_encoder(read_encoder_configs(folder))
+        encoders = read_encoder_configs(folder)
+        encoder = main_encoder(encoders)
         settings = {"size": size_for_encoder(encoder), "style": encoder.style}
-        is_pair = len(read_encoder_configs(folder)) == 2 and not values.keys() & {"init_generator", "generator"}
-        return settings | ({"sharing": read_model_config(folder).sharing} if is_pair else {})
+        if len(encoders) == 2 and not values.keys() & {"init_generator", "generator"}:
+            settings["sharing"] = read_model_config(folder).sharing
+        return settings
     return {}
 
 
@@ -242,10 +245,12 @@ def trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
 
     with suppress(DataError):
         checkpoint = model_folder(Path(values["branch_from"]))
-        stored, state, pair = run_settings(checkpoint), read_state(checkpoint)["task"], read_model_config(checkpoint)
-        names = ("recipe", "optimizer", "generator")
-        settings: dict[str, Any] = {name: stored[name] for name in names if name in stored}
-        settings |= {name: state[name] for name in ("objective", *ROW_ORDER)}
+        stored = run_settings(checkpoint)
+        task_state = read_state(checkpoint)["task"]
+        pair = read_model_config(checkpoint)
+        inherited = ("recipe", "optimizer", "generator")
+        settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
+        settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
         size = stored.get("size", size_for_encoder(main_encoder(pair.encoders())))
         has_other_size = values.get("size", size) != size  # an error later, which overrides must not hide
         return settings if has_other_size else settings | model_settings(pair, size)
@@ -264,12 +269,14 @@ def model_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
     encoder = main_encoder(pair.encoders())
     settings: dict[str, Any] = {"size": size, "style": encoder.style}
     default = main_encoder(ModelConfig(**settings).electra_config().encoders())
-    overrides = ["layers", "width", "heads", "feedforward", "embedding_width", "positions"]
-    overrides += ["global_attention_every", "local_attention"]
-    settings |= {name: getattr(encoder, name) for name in overrides if getattr(encoder, name) != getattr(default, name)}
+    for name in OVERRIDES:
+        if getattr(encoder, name) != getattr(default, name):
+            settings[name] = getattr(encoder, name)
     if pair.generator:
         settings |= {"generator_width": pair.generator.width, "generator_layers": pair.generator.layers}
-    return settings | ({"sharing": pair.sharing} if pair.generator and pair.discriminator else {})
+    if pair.generator and pair.discriminator:
+        settings["sharing"] = pair.sharing
+    return settings
 
 
 def main_encoder(configs: dict[str, EncoderConfig]) -> EncoderConfig:

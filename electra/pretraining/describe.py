@@ -89,8 +89,11 @@ def describe_phases(phases: list[Phase]) -> Iterator[str]:
 
 def describe_phase(phase: Phase) -> str:
     """Objective, budget, batch, masking, optimizer and schedule."""
-    config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = format_duration((seconds or 0) / 60) if steps is None else plural(steps, "step")
+    config = phase.config
+    if phase.budget.steps is None:
+        budget = format_duration((phase.budget.seconds or 0) / 60)
+    else:
+        budget = plural(phase.budget.steps, "step")
     batch = f"{config.loader.batch_size} × {config.loader.length} tokens per step"
     masked = f"{100 * config.masking.mask_fraction:g} % masked"
     optimizer = config.optimizer

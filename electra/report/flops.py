@@ -63,12 +63,19 @@ def count_flops(config: FlopsConfig) -> FlopCount:
         encoder.check_length(config.length)
     parts, training_flops_per_row = count_parts(model, config)
     if config.inference:
-        forward = sum(map(total_flops, parts.values()))
         workload = f"forward pass over {config.length} tokens"
-        return FlopCount(parts, count_parameters(model), workload, None, forward, attention_note(model))
-    workload = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
-    total = training_flops_per_row * config.batch_size * config.steps
-    return FlopCount(parts, count_parameters(model), workload, training_flops_per_row, total, attention_note(model))
+        total = sum(map(total_flops, parts.values()))
+    else:
+        workload = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
+        total = training_flops_per_row * config.batch_size * config.steps
+    return FlopCount(
+        parts=parts,
+        parameters=count_parameters(model),
+        workload=workload,
+        training_flops_per_row=None if config.inference else training_flops_per_row,
+        total_flops=total,
+        note=attention_note(model),
+    )
 
 
 def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:

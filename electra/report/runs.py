@@ -79,9 +79,12 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
 
 
 def build_run(folder: Path, glue_table: Path | None) -> Run:
-    config, model, lines = read_config(folder), read_model_config(folder), read_metrics(folder / METRICS)
+    config = read_config(folder)
+    model = read_model_config(folder)
+    lines = read_metrics(folder / METRICS)
     phases = plan_phases(config, model)
-    state, last = read_final_state(folder, phases), phases[-1].config
+    last = phases[-1].config
+    state = read_final_state(folder, phases)
     ends = phase_ends(phases, state, lines)
     evaluations = read_evaluations(lines, phases, ends)
     if not evaluations or evaluations[-1].step != state.step:

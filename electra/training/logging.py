@@ -29,7 +29,8 @@ class RunningAverages:
         self.steps += 1
         if seconds is not None:
             self.timed_steps += 1
-            self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+            self.tokens += tokens
+            self.seconds += seconds
 
     def nonfinite_steps(self) -> int:
         return int(self.sums["nonfinite_steps"].item()) if self.sums else 0
