@@ -8,9 +8,8 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, get_origin
@@ -39,7 +38,7 @@ from electra.config import (
     missing_settings,
 )
 from electra.config import settings as settings_of
-from electra.errors import ConfigError, DataError, TrainingError
+from electra.errors import ConfigError, DataError, TrainingError, suggest
 from electra.runfolder import dump_json
 
 
@@ -113,17 +112,9 @@ def overview() -> str:
 
 def find_command(name: str) -> Command:
     if name not in COMMANDS:
-        raise ConfigError(
-            f"unknown command {name!r}; {suggestion(name, COMMANDS, 'electra --help lists the commands')}"
-        )
+        hint = suggest(name, COMMANDS, otherwise="electra --help lists the commands")
+        raise ConfigError(f"unknown command {name!r}; {hint}")
     return COMMANDS[name]
-
-
-def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The known name that is closest to a wrong one."""
-    by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
-    close = get_close_matches(name.strip("-"), by_word, n=1)
-    return f"did you mean {by_word[close[0]]}?" if close else otherwise
 
 
 @contextlib.contextmanager
@@ -157,13 +148,13 @@ def parse(program: str, config_class: type[Config], arguments: list[str]) -> Con
 
 
 def parse_flags(config_class: type, arguments: list[str]) -> dict[str, Any]:
-    """The values of the given flags by their flat names."""
+    """The values of flags by their flat names."""
     try:
         bound = parser(config_class).parse_args(arguments, exit_on_error=False, print_error=False, verbose=False)[1]
     except CycloptsError as error:
         raise ConfigError(describe_flag_error(error)) from None
-    names = {"_".join(setting.path): name for name, setting in settings_of(config_class).items()} | {"config": "config"}
-    return {names[parameter]: value for parameter, value in bound.arguments.items()}
+    names = {parameter_name(setting): name for name, setting in settings_of(config_class).items()}
+    return {names.get(parameter, parameter): value for parameter, value in bound.arguments.items()}
 
 
 def parser(config_class: type, program: str = "electra", values: dict[str, Any] | None = None) -> App:
@@ -177,7 +168,9 @@ def parser(config_class: type, program: str = "electra", values: dict[str, Any] 
         group = panels.setdefault(setting.config_class, panel(setting.config_class))
         parameters.append(parameter(setting, group, values))
     parameters.sort(key=lambda each: each.kind)  # positional ones first, as Python requires
-    parameters.append(config_parameter(panels[config_class]))
+    file = Parameter(help="A JSON, YAML or TOML file with settings; flags win over it.", group=panels[config_class])
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters.append(inspect.Parameter("config", kind, default=None, annotation=Annotated[Path | None, file]))
 
     def command() -> None: ...
 
@@ -208,8 +201,13 @@ def parameter(setting: Setting, group: Group, values: dict[str, Any] | None) -> 
         required=values is not None and setting.name not in values,
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY
-    name = "_".join(setting.path)  # a flag's name may be a keyword of Python: --from
+    name = parameter_name(setting)
     return inspect.Parameter(name, kind, default=default, annotation=Annotated[setting.value_type, details])
+
+
+def parameter_name(setting: Setting) -> str:
+    """The name of a setting's parameter: its path, because a flag may be a keyword of Python (--from)."""
+    return setting.path.replace(".", "_")
 
 
 def parse_integer(field_type: Any, tokens: Sequence[Token]) -> int:
@@ -218,13 +216,6 @@ def parse_integer(field_type: Any, tokens: Sequence[Token]) -> int:
         return int(tokens[0].value)
     except ValueError:
         raise CoercionError(token=tokens[0], target_type=int) from None
-
-
-def config_parameter(group: Group) -> inspect.Parameter:
-    """The flag --config, which every command has."""
-    details = Parameter(help="A JSON, YAML or TOML file with settings; flags win over it.", group=group)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter("config", kind, default=None, annotation=Annotated[Path | None, details])
 
 
 def describe(config_class: type) -> str:
@@ -239,14 +230,13 @@ def describe_flag_error(error: CycloptsError) -> str:
         case UnknownOptionError():
             flag = (error.token.keyword or error.token.value).split("=")[0]
             known = [name for argument in error.argument_collection for name in argument.names]
-            return f"unknown flag {flag}; {suggestion(flag, known, '--help lists the flags')}"
+            return f"unknown flag {flag}; {suggest(flag, known, otherwise='--help lists the flags')}"
         case MissingArgumentError() | ConsumeMultipleError():
             assert error.argument is not None
             return f"{error.argument.name} needs a value: {error.argument.parameter.help}"
         case CoercionError(token=token) if token is not None:
-            return (
-                f"{token.keyword or 'the argument'} is {token.value!r}; it must be {allowed_values(error.target_type)}"
-            )
+            allowed = allowed_values(error.target_type)
+            return f"{token.keyword or 'the argument'} is {token.value!r}; it must be {allowed}"
         case UnusedCliTokensError():
             return f"unexpected argument {(error.unused_tokens or [''])[0]!r}; put a text of several words in quotes"
     return " ".join(str(error).split())
@@ -266,9 +256,8 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     values = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
     for name in values:
         if name not in known:
-            raise ConfigError(
-                f"unknown setting {name!r} in {path}; {suggestion(name, known, '--help lists the settings')}"
-            )
+            hint = suggest(name, known, otherwise="--help lists the settings")
+            raise ConfigError(f"unknown setting {name!r} in {path}; {hint}")
     return values
 
 

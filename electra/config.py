@@ -10,23 +10,23 @@ import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, suggest
 
 Config = TypeVar("Config")
 Value = TypeVar("Value")
 
 POSITIONAL = "positional"
 Positional = Annotated[Value, POSITIONAL]
-"""`shards: Positional[Path]` is given on the command line without a flag."""
+"""`shards: Positional[Path]` has no flag on the command line."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Setting:
     """One field of a config, or of a config nested in it."""
 
     name: str  # flat
-    path: tuple[str, ...]  # ("optimizer", "learning_rate")
+    path: str  # of attributes: "optimizer.learning_rate"
     value_type: Any
     default: Any  # MISSING if the setting is required
     help: str
@@ -52,56 +52,37 @@ def settings(config_class: type) -> dict[str, Setting]:
     """All settings of a config class by their flat names."""
     by_name: dict[str, Setting] = {}
     for field in fields(config_class):
-        annotation = annotations(config_class)[field.name]
-        nested_class = nested_config(annotation)
-        if nested_class is None:
-            declared = [plain_setting(config_class, field, annotation)]
-        else:
-            declared = nested_settings(field, nested_class)
-        for setting in declared:
+        for setting in field_settings(config_class, field):
             assert setting.name not in by_name, f"{config_class.__name__} declares {setting.name} twice"
             by_name[setting.name] = setting
     return by_name
 
 
-def plain_setting(config_class: type, field: Field[Any], annotation: Any) -> Setting:
-    """The setting of a field that holds a plain value."""
-    return Setting(
+def field_settings(config_class: type, field: Field[Any]) -> list[Setting]:
+    """The setting of a field with a plain value, or those of the config in it, whose default, if any, gives theirs."""
+    annotation = annotations(config_class)[field.name]
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    if nested_class := nested_config(annotation):
+        nested = list(settings(nested_class).values())
+        if default is not MISSING:
+            nested = [replace(each, default=attrgetter(each.path)(default)) for each in nested]
+        return [replace(each, path=f"{field.name}.{each.path}") for each in nested]
+    setting = Setting(
         name=flat_name(field.name, annotation),
-        path=(field.name,),
+        path=field.name,
         value_type=annotation.__origin__ if get_origin(annotation) is Annotated else annotation,
-        default=default_value(field),
+        default=default,
         help=field_docstrings(config_class).get(field.name, ""),
         config_class=config_class,
         is_positional=POSITIONAL in getattr(annotation, "__metadata__", ()),
     )
-
-
-def nested_settings(field: Field[Any], nested_class: type) -> list[Setting]:
-    """The settings of a field that holds a config; its default, if it has one, gives theirs."""
-    nested, default = settings(nested_class).values(), default_value(field)
-    return [
-        replace(
-            each,
-            path=(field.name, *each.path),
-            default=each.default if default is MISSING else value_at(default, each.path),
-        )
-        for each in nested
-    ]
-
-
-def default_value(field: Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
-
-
-def field_paths(config_class: type) -> dict[str, tuple[str, ...]]:
-    """The attribute path of each setting by its flat name: learning_rate → ("optimizer", "learning_rate")."""
-    return {name: setting.path for name, setting in settings(config_class).items()}
+    return [setting]
 
 
 def flat_fields(config: Any) -> dict[str, Any]:
     """The values of a config's settings by their flat names."""
-    return {name: value_at(config, path) for name, path in field_paths(type(config)).items()}
+    config_class: type = type(config)
+    return {name: attrgetter(setting.path)(config) for name, setting in settings(config_class).items()}
 
 
 def flat_defaults(config_class: type) -> dict[str, Any]:
@@ -110,7 +91,7 @@ def flat_defaults(config_class: type) -> dict[str, Any]:
 
 
 def defaults_for(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The defaults beside some given values: those of the class, and those that its `defaults_for(values)` returns."""
+    """The defaults of a config class, and over them those that its `defaults_for(values)` returns."""
     dependent = config_class.defaults_for(values) if hasattr(config_class, "defaults_for") else {}
     return flat_defaults(config_class) | dependent
 
@@ -152,36 +133,36 @@ def check_names(config_class: type, names: Iterable[str]) -> None:
     known = settings(config_class)
     for name in names:
         if name not in known:
-            close = get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"its settings are {', '.join(known)}"
+            hint = suggest(str(name), known, otherwise=f"its settings are {', '.join(known)}")
             raise ConfigError(f"{config_class.__name__} has no setting {name!r}; {hint}")
 
 
 def convert(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """Values from Python or a file with the types of their settings: a path may be a string, a tuple a list."""
     check_names(config_class, values)
-    return {name: converted(settings(config_class)[name], value) for name, value in values.items()}
+    types = {name: setting.value_type for name, setting in settings(config_class).items()}
+    return {name: convert_value(name, value, types[name]) for name, value in values.items()}
 
 
-def converted(setting: Setting, value: Any) -> Any:
-    """A value with the type of its setting."""
-    for kind in alternatives(setting.value_type):
+def convert_value(name: str, value: Any, value_type: Any) -> Any:
+    """The value of a setting, with its type."""
+    for kind in alternatives(value_type):
         try:
             result = msgspec.convert(value, kind, strict=False, dec_hook=lambda custom, plain: custom(plain))
         except msgspec.ValidationError:
             continue
         if isinstance(result, float) and not math.isfinite(result):
-            raise ConfigError(f"is {value}; it must be a finite number", field=setting.name)
+            raise ConfigError(f"is {value}; it must be a finite number", field=name)
         return result
-    raise ConfigError(f"is {value!r}; it must be {allowed_values(setting.value_type)}", field=setting.name)
+    raise ConfigError(f"is {value!r}; it must be {allowed_values(value_type)}", field=name)
 
 
-def allowed_values(field_type: Any) -> str:
-    """What a value of this type may be, for an error message."""
+def allowed_values(value_type: Any) -> str:
+    """Describe the values of a type, for an error message."""
     names = {int: "an integer, such as 10000", float: "a number, such as 0.5 or 1e-4", bool: "true or false"}
     names |= {Path: "a path", str: "a text"}
     described = []
-    for kind in alternatives(field_type):
+    for kind in alternatives(value_type):
         if get_origin(kind) is Literal:
             described.append(f"one of {', '.join(map(str, get_args(kind)))}")
         elif get_origin(kind) is tuple:
@@ -191,13 +172,13 @@ def allowed_values(field_type: Any) -> str:
     return " or ".join(described)
 
 
-def alternatives(field_type: Any) -> tuple[Any, ...]:
+def alternatives(value_type: Any) -> tuple[Any, ...]:
     """The types in a union, in order; a single type alone."""
-    return get_args(field_type) if get_origin(field_type) in (Union, UnionType) else (field_type,)
+    return get_args(value_type) if get_origin(value_type) in (Union, UnionType) else (value_type,)
 
 
 def annotations(config_class: type) -> dict[str, Any]:
-    """The type of each field, with what `Annotated` adds to it."""
+    """The type of each field, including the metadata of `Annotated`."""
     hints = get_type_hints(config_class, include_extras=True)
     return {field.name: hints[field.name] for field in fields(config_class)}
 
@@ -209,13 +190,10 @@ def nested_config(annotation: Any) -> type | None:
 
 
 def flat_name(field_name: str, annotation: Any) -> str:
-    """A field's name on the command line, with underscores: its own, or the one its annotation has."""
+    """A field's name, or that of the flag in its annotation, with underscores."""
     for metadata in getattr(annotation, "__metadata__", ()):
-        names = getattr(metadata, "name", None)
-        if names:
-            name = names if isinstance(names, str) else names[0]
-            if name != "*":
-                return name.removeprefix("--").replace("-", "_")
+        if flag := getattr(metadata, "name", None):  # cyclopts.Parameter, which is slow to import
+            return flag[0].removeprefix("--").replace("-", "_")
     return field_name
 
 
@@ -230,9 +208,3 @@ def field_docstrings(config_class: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 docstrings[name] = " ".join(text.split())
     return docstrings
-
-
-def value_at(config: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        config = getattr(config, name)
-    return config

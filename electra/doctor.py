@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 EXTRAS = {
-    # optional dependencies of pyproject.toml: libraries, purpose
-    "hub": (("datasets",), "corpora from the Hugging Face hub"),
-    "parquet": (("pyarrow",), "Parquet files"),
-    "zstd": (("zstandard",), ".zst files"),
-    "plot": (("matplotlib",), "plots"),
-    "tensorboard": (("tensorboard",), "TensorBoard"),
-    "yaml": (("pyyaml",), "--config files in YAML"),
+    # optional dependencies of pyproject.toml: library, purpose
+    "hub": ("datasets", "corpora from the Hugging Face hub"),
+    "parquet": ("pyarrow", "Parquet files"),
+    "zstd": ("zstandard", ".zst files"),
+    "plot": ("matplotlib", "plots"),
+    "tensorboard": ("tensorboard", "TensorBoard"),
+    "yaml": ("pyyaml", "--config files in YAML"),
 }
 
 
@@ -35,7 +35,6 @@ class Diagnosis:
 
 
 def diagnose(config: DoctorConfig) -> Diagnosis:
-    """Examine this machine."""
     import torch
 
     from electra.training import hardware
@@ -55,12 +54,9 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
     return Diagnosis(hardware.environment(), uses, extras)
 
 
-def describe_extra(libraries: tuple[str, ...], purpose: str) -> str:
-    """The versions of an extra's libraries, or how to install them."""
+def describe_extra(library: str, purpose: str) -> str:
+    """The version of an extra's library, or how to install it."""
     from electra.training.hardware import installed_version
 
-    versions = {library: installed_version(library) for library in libraries}
-    missing = [library for library, version in versions.items() if version is None]
-    if missing:
-        return f"{purpose}: pip install {' '.join(missing)}"
-    return f"{purpose}: " + ", ".join(f"{library} {version}" for library, version in versions.items())
+    version = installed_version(library)
+    return f"{purpose}: {library} {version}" if version else f"{purpose}: pip install {library}"

@@ -8,6 +8,11 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
+import operator
+from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
+from typing import Any
+
 
 class ConfigError(ValueError):
     """A setting with a value that is not allowed."""
@@ -23,3 +28,40 @@ class DataError(ValueError):
 
 class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
+
+
+def check_range(
+    config: object,
+    *fields: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raise a ConfigError if one of these fields of a config is outside of the range; None is allowed."""
+    comparisons: dict[str, tuple[float | None, Callable[[Any, Any], bool]]] = {
+        "at least": (at_least, operator.ge),
+        "above": (above, operator.gt),
+        "at most": (at_most, operator.le),
+        "below": (below, operator.lt),
+    }
+    bounds = {name: bound for name, bound in comparisons.items() if bound[0] is not None}
+    for field in fields:
+        value = getattr(config, field)
+        if value is not None and not all(is_inside(value, limit) for limit, is_inside in bounds.values()):
+            allowed = " and ".join(f"{name} {limit}" for name, (limit, _) in bounds.items())
+            raise ConfigError(f"is {value}; it must be {allowed}", field=field)
+
+
+def check_choice(config: object, field: str, choices: Collection[str]) -> None:
+    """Raise a ConfigError if a field of a config is none of `choices`."""
+    value = getattr(config, field)
+    if value not in choices:
+        raise ConfigError(f"is {value!r}; choose from {', '.join(choices)}", field=field)
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """The end of an error about an unknown name: the known name that is closest to it, or `otherwise`."""
+    by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
+    close = get_close_matches(name.strip("-"), by_word, n=1)
+    return f"did you mean {by_word[close[0]]}?" if close else otherwise

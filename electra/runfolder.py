@@ -14,7 +14,7 @@ import os
 import platform
 import shlex
 import shutil
-import tempfile
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,26 +66,16 @@ def write_folder(folder: Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists already; remove it or choose another output folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PARTIAL, dir=folder.parent))
+    draft = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
+    draft.mkdir()
     try:
         yield draft
         for file in draft.iterdir():
-            flush_to_disk(file)  # the rename may reach the disk before the content
-        draft.chmod(0o777 & ~current_umask())  # mkdtemp ignores the umask
+            with file.open("rb") as content:
+                os.fsync(content.fileno())  # the rename may reach the disk before the content
         os.replace(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def flush_to_disk(file: Path) -> None:
-    with file.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def current_umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def remove_partial(folder: Path) -> None:

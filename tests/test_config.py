@@ -24,7 +24,7 @@ class OptimizerConfig:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     data: Path
-    optimizer: Annotated[OptimizerConfig, Parameter(name="*")] = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     seed: int = 0
 
     @classmethod

@@ -200,13 +200,13 @@ def test_dropout_follows_embeddings_attention_and_feedforward(location, zeroed):
     [
         ({"width": 100, "heads": 3}, "width is 100, not a multiple of 3 heads; try 99"),
         ({"layers": 0}, "layers is 0; it must be at least 1"),
-        ({"norm_epsilon": -1}, "norm_epsilon is -1; it must be between 0 and 1"),
-        ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and less than 1"),
-        ({"pad_id": 60}, "pad_id is 60; the vocabulary has 60 entries"),
+        ({"norm_epsilon": -1}, "norm_epsilon is -1; it must be above 0"),
+        ({"dropout": 1.0}, "dropout is 1.0; it must be at least 0 and below 1"),
+        ({"pad_id": 60}, "pad_id is 60; it must be at least 0 and below 60"),
         ({"style": "baroque"}, "style is 'baroque'; choose from classic, modern"),
         ({"local_theta": 5.0}, "local_theta is 5.0, but only --style modern"),
         ({"style": "modern", "heads": 8}, "8 heads of width 3, but rotary positions need an even"),
-        ({"style": "modern", "global_theta": 1}, "global_theta is 1; it must be greater than 1"),
+        ({"style": "modern", "global_theta": 1}, "global_theta is 1; it must be above 1"),
         ({"style": "modern", "global_attention_every": 0}, "global_attention_every is 0; it must be at least 1"),
     ],
 )

@@ -16,14 +16,12 @@ from electra.config import build
 from electra.data.loader import Batch, compute_cu_seqlens
 from electra.errors import TrainingError
 from electra.finetuning.command import finetune
-from electra.finetuning.config import FinetuneConfig, TuningConfig
+from electra.finetuning.config import FinetuneConfig, TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job
-from electra.finetuning.tasks import custom_task
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias
-from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
-from electra.model.encoder import ClassicLayer, Encoder
+from electra.model.encoder import ClassicLayer, Encoder, make_attention_bias
 from electra.model.heads import RTDHead
 from electra.objectives.config import MaskingConfig
 from electra.objectives.losses import total
@@ -423,7 +421,7 @@ def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tm
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
     job = Job(
         model=encoder_folder,
-        task=custom_task(train=train, text="text", label="label"),
+        task=TaskConfig(train=train).make_task(),
         tuning=TuningConfig(batch_size=8, length=32),
         hardware=HardwareConfig(device="cuda"),
         seed=1,

@@ -79,11 +79,14 @@ def test_generator_equals_electra_for_masked_lm(tmp_path, size, is_padded):
     check_equal(theirs, imported(theirs, tmp_path, "generator"), "ElectraForMaskedLM", is_padded, has_segments=True)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled_discriminator_equals_electra_for_pre_training(tmp_path):
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_COMPILER])])
+def test_compiled_discriminator_equals_electra_for_pre_training(tmp_path, backend):
     theirs = random_model(ElectraForPreTraining, "one layer")
     ours = imported(theirs, tmp_path, "discriminator")
-    ours.compile()
+    ours.compile(backend=backend)
     check_equal(theirs, ours, "ElectraForPreTraining", is_padded=True, has_segments=True)
 
 

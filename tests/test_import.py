@@ -158,7 +158,7 @@ def check_import_fails(source: Path, folder: Path, settings: dict, weights: dict
         ({"num_attention_heads": 5}, "width is 32, not a multiple of 5 heads"),
         ({"hidden_size": "wide"}, r"config.json: Expected `int`, got `str` - at `\$.width`"),
         ({"hidden_size": 32.0}, r"config.json: Expected `int`, got `float` - at `\$.width`"),
-        ({"layer_norm_eps": -1}, "config.json: norm_epsilon is -1.0; it must be between 0 and 1"),
+        ({"layer_norm_eps": -1}, "config.json: norm_epsilon is -1.0; it must be above 0"),
         ({"vocab_size": 61}, r"word_embeddings.weight has shape \(60, 16\), but config.json requires \(61, 16\)"),
         ({"max_position_embeddings": 16}, r"position_embeddings.weight has shape \(32, 16\), .* \(16, 16\)"),
         ({"embedding_size": 8}, r"LayerNorm.bias has shape \(16,\), but config.json requires \(8,\)"),

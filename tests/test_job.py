@@ -5,9 +5,8 @@ import torch
 from synthetic import write_rows
 
 from electra.errors import ConfigError
-from electra.finetuning.config import TuningConfig
+from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
-from electra.finetuning.tasks import custom_task
 from electra.model.config import BASE, LARGE, SMALL
 from electra.pretraining.command import pretrain
 from electra.training.config import Budget, HardwareConfig
@@ -22,7 +21,7 @@ def make_job(encoder_folder, tmp_path):
 
     def build(kind="classification", rows=240, has_pairs=False, model=encoder_folder, seed=1, output="out", **tuning):
         train = write_rows(tmp_path / "train.jsonl", kind, rows, seed=0, has_pairs=has_pairs)
-        task = custom_task(train=train, text="text", text_b="text_b" if has_pairs else None, label="label")
+        task = TaskConfig(train=train, text_b="text_b" if has_pairs else None).make_task()
         return Job(
             model=model,
             task=task,

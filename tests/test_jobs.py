@@ -66,6 +66,7 @@ def send_signal(output, number: int, to_worker: bool) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_jobs_that_were_killed_and_stopped_in_parallel_give_the_same_table(glue_config, tmp_path, capsys, monkeypatch):
     """A worker is killed, then the command is stopped: no hang, no orphan processes, nothing lost."""

@@ -16,10 +16,9 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.kernels import dispatch, reference
-from electra.model.attention import make_attention_bias, make_rope
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
-from electra.model.encoder import Encoder
+from electra.model.encoder import Encoder, make_attention_bias, make_rope
 from electra.objectives.losses import total
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.command import pretrain

@@ -62,7 +62,7 @@ def epoch_rows(shards, config, epoch=0) -> list[list[int]]:
     """All rows of one epoch, in training order."""
     source = BatchLoader(shards, config)
     source.position = Position(epoch=epoch)
-    num_rows = source.epoch(epoch).rows.num_rows
+    num_rows = source.epoch(epoch).num_rows
     return all_rows(islice(source, -(-num_rows // config.batch_size)))[:num_rows]
 
 
@@ -72,7 +72,7 @@ def test_packed_rows_hold_every_token_once_per_epoch(shards):
     for epoch in range(3):
         rows = epoch_rows(shards, LoaderConfig(length=16, batch_size=4), epoch)
         assert all(row[0] == CLS and len(row) == 16 and PAD not in row for row in rows)
-        offset = BatchLoader(shards, LoaderConfig(length=16)).epoch(epoch).rows.offset
+        offset = BatchLoader(shards, LoaderConfig(length=16)).epoch(epoch).offset
         repeated = [tokens[(offset + n) % len(tokens)] for n in range(len(rows) * width - len(tokens))]
         assert len(repeated) < width
         assert sorted(token for row in rows for token in row[1:]) == sorted(tokens + repeated)
@@ -81,7 +81,7 @@ def test_packed_rows_hold_every_token_once_per_epoch(shards):
 def test_packed_rows_split_the_ring_of_tokens_from_the_offset_on(shards):
     tokens = train_tokens(shards)
     config = LoaderConfig(length=16, batch_size=1)
-    offset = BatchLoader(shards, config).epoch(0).rows.offset
+    offset = BatchLoader(shards, config).epoch(0).offset
     ring = tokens[offset:] + tokens[:offset]
     expected = {tuple(ring[n : n + 15]) for n in range(0, len(ring) - 15, 15)}
     assert expected < {tuple(row[1:]) for row in epoch_rows(shards, config)}
@@ -125,7 +125,7 @@ def test_a_segment_pair_is_two_consecutive_segments_of_one_document(shards):
 
 def test_one_row_in_ten_has_a_single_segment_and_one_in_twenty_is_short(tmp_path):
     shards = make_shards(tmp_path, [" ".join(WORDS[:800])] * 300, shard_megabytes=1)
-    rows = BatchLoader(shards, LoaderConfig(length=13, packing="segment-pairs"), seed=3).epoch(0).rows
+    rows = BatchLoader(shards, LoaderConfig(length=13, packing="segment-pairs"), seed=3).epoch(0)
     is_full = rows.lengths == 10  # 800 words are 80 full rows
     assert 0.04 < 1 - is_full.mean() < 0.06
     assert 0.09 < (rows.first_lengths == rows.lengths)[is_full].mean() < 0.11

@@ -12,7 +12,7 @@ from synthetic import write_rows
 from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
-from electra.finetuning.config import TuningConfig
+from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.model import (
     TaskModel,
@@ -22,7 +22,6 @@ from electra.finetuning.model import (
     mean_pool,
     save_finetuned,
 )
-from electra.finetuning.tasks import custom_task
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
@@ -131,16 +130,16 @@ def test_finetuned_model_learns_and_exports_with_equal_logits(modern_folder, tmp
     assert next(iter(json.loads(tuned)["median"]["dev"].values())) > 0.9
     run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)
     theirs = ModernBertForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
-    ours, task = load_finetuned(tmp_path / "out/seed-1/model")
+    ours, finetuned = load_finetuned(tmp_path / "out/seed-1/model")
     input_ids, mask = (
         torch.tensor([[2, 5, 10, 11, 3, 0], [2, 6, 7, 3, 0, 0]]),
         torch.tensor([[1] * 5 + [0], [1] * 4 + [0] * 2]),
     )
     with torch.no_grad():
         expected = ours(input_ids, mask, torch.zeros_like(input_ids)).numpy()
-        expected = expected if task.labels else task.denormalize_scores(expected)
+        expected = expected if finetuned.task.labels else finetuned.task.denormalize_scores(expected)
         assert np.abs(theirs(input_ids, attention_mask=mask).logits.numpy() - expected).max() < 1e-5
-    assert list(theirs.config.id2label.values()) == list(task.labels or ("score",))
+    assert list(theirs.config.id2label.values()) == list(finetuned.task.labels or ("score",))
     assert theirs.config.classifier_pooling == pooling
 
 
@@ -176,7 +175,7 @@ def test_encoder_without_a_head_gets_one_by_the_seed(trained_head, tmp_path, cap
 def test_next_task_keeps_the_pooling_but_not_the_classifier(trained_head, tmp_path):
     start = load_pretrained(trained_head)
     assert start.pooling == "cls"
-    task = custom_task(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0), text="text", label="label")
+    task = TaskConfig(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)).make_task()
     (tmp_path / "tuned").mkdir()
     save_finetuned(build_task_model(start, task.num_labels, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
     tuned = load_pretrained(tmp_path / "tuned")
@@ -192,9 +191,9 @@ def test_mean_pooling_counts_tokens_exactly():
 
 
 def test_final_norm_has_the_learning_rate_of_the_top_layer(modern_folder, tmp_path):
-    task = custom_task(
+    task = TaskConfig(
         train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
-    )
+    ).make_task()
     tuning, folder = TuningConfig(length=32), tmp_path / "seed-1"
     finetuning = FinetuningTask(
         Job(model=modern_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)

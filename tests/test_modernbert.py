@@ -78,7 +78,7 @@ def test_compiled_discriminator_equals_modernbert(tmp_path):
     layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
     theirs = random_modernbert(ModernBertForTokenClassification, **layers)
     ours = imported(theirs, tmp_path, ModernBertForTokenClassification)
-    ours.compile(backend="aot_eager")  # the default, inductor, takes half a minute; test_huggingface.py has it
+    ours.compile(backend="aot_eager")
     check_equal(theirs, ours, is_padded=True)
 
 

@@ -50,12 +50,12 @@ def test_phases_without_a_fraction_share_the_rest():
     ("texts", "message"),
     [
         (["fraction=0.5 fraction=0.5"], "one word per phase: --phases fraction=0.5 fraction=0.5"),
-        (["objective=best"], "unknown objective 'best'"),
+        (["objective=best"], "objective is 'best'; it must be one of rtd, "),
         (["colour=blue"], "a phase may set fraction, objective, length"),
         (["fraction=0.9", "fraction=0.1,lenght=64"], "did you mean length"),
         (["fraction=0.9,fraction=0.1"], "fraction occurs twice .* separate phases by a space"),
-        (["length=long"], "'long' is not an integer"),
-        (["fraction=half"], "'half' is not a number"),
+        (["length=long"], "'length=long' in --phases: length is 'long'; it must be an integer"),
+        (["fraction=half"], "fraction is 'half'; it must be a number"),
         (["fraction=0.5", "fraction=0.6"], "fractions in --phases are 0.5 and 0.6; they must be above 0 and sum to 1"),
     ],
 )

@@ -16,10 +16,9 @@ from electra.config import build
 from electra.errors import DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
-from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
+from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
 from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned
 from electra.finetuning.predict import Predictor, evaluate, predict
-from electra.finetuning.tasks import custom_task
 
 SENTENCE = "the big cat sat on the red mat ."
 
@@ -88,7 +87,7 @@ def untrained(encoder_folder, tmp_path):
 
     def build_model(kind: str = "classification", length: int = 32):
         rows = write_rows(tmp_path / "rows.jsonl", kind, 60, seed=1)
-        task = custom_task(train=rows, text="text", label="label")
+        task = TaskConfig(train=rows).make_task()
         pretrained = load_pretrained(encoder_folder)
         torch.manual_seed(0)
         model = TaskModel(pretrained.encoder, task.num_labels)

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kills import killed
+from kills import kill_repeatedly
 
 from electra import cli, runfolder
 from electra.config import build
@@ -126,20 +125,17 @@ def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch
     assert content(text.parent / "shards") == content(text.parent / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
-    draw, kills = random.Random(0), 0
+    draw = random.Random(0)
     (tmp_path / "text").mkdir()
     for number in range(20):
         words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(5000))
         (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
     (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
     settings = config(tmp_path / "text")
-    while kills < 10:
-        if killed(shard, settings, after=draw.uniform(0, 0.1)):
-            kills += 1
-        else:  # it had finished
-            shutil.rmtree(settings.output)
+    kill_repeatedly(shard, settings, times=10, within=0.1)
     shard(settings)
     shard(config(tmp_path / "text", "uninterrupted"))
     assert content(settings.output) == content(tmp_path / "uninterrupted")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kills import killed
+from kills import kill_repeatedly
 
 from electra.cli import main
 from electra.config import build, replace_fields
@@ -222,6 +221,7 @@ def test_invalid_settings_are_reported(run_config, settings, message):
         run_config(**settings)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_run_killed_eight_times_ends_with_the_same_bytes(run_config):
     settings = {"steps": 100, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
@@ -230,9 +230,7 @@ def test_a_run_killed_eight_times_ends_with_the_same_bytes(run_config):
         run_config("broken", save_every=3, resume=True, **settings),
     )
     pretrain(unbroken)
-    moments = random.Random(0)
-    for kills in range(8):
-        assert killed(pretrain, broken, after=moments.uniform(0.05, 0.3)), f"finished after {kills} kills"
+    kill_repeatedly(pretrain, broken, times=8, within=0.6)
     assert pretrain(broken).step == 100
     weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in (broken, unbroken)]
     assert weights[0] == weights[1]

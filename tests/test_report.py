@@ -19,7 +19,6 @@ from electra.report.runs import (
     Evaluation,
     best_metrics,
     describe_changes,
-    flops_per_step,
     flops_until,
     phase_ends,
     read_evaluations,
@@ -74,7 +73,7 @@ def test_the_time_of_an_evaluation_is_interpolated_between_training_metrics(run_
         {"kind": "validation", "step": 15, "loss": 2.0},
         {"kind": "train", "step": 20, "seconds": 180.0},
     ]
-    flops = 12 * flops_per_step(phases[0]) + 3 * flops_per_step(phases[1])
+    flops = 12 * phases[0].flops_per_step() + 3 * phases[1].flops_per_step()
     assert read_evaluations(lines, phases, ends=[12.0, 20.0]) == [
         Evaluation(step=15, minutes=2.0, flops=flops, metrics={"loss": 2.0}, phase=1)
     ]
@@ -259,7 +258,7 @@ def test_phases_of_minutes_end_at_the_step_of_their_time(run_config, shards):
     clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
     ends = phase_ends(phases, TrainState(step=21, seconds=121.0), clock)
     assert ends == pytest.approx([10 * 91 / 60, 21])
-    assert flops_until(phases, [4, 6], 5) == 4 * flops_per_step(phases[0]) + flops_per_step(phases[1])
+    assert flops_until(phases, [4, 6], 5) == 4 * phases[0].flops_per_step() + phases[1].flops_per_step()
 
 
 def unfinished(run: Path) -> None:

@@ -13,9 +13,8 @@ from filelock import FileLock
 from kills import killed
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.config import TuningConfig
+from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import Job
-from electra.finetuning.tasks import custom_task
 from electra.pretraining.command import pretrain
 from electra.runfolder import (
     LOCK,
@@ -49,7 +48,7 @@ def test_a_second_process_is_refused_and_changes_nothing(run_config):
 
 def test_each_fine_tuning_seed_is_locked(encoder_folder, tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n" * 10)
-    task = custom_task(train=tmp_path / "rows.csv", text="text", label="label")
+    task = TaskConfig(train=tmp_path / "rows.csv").make_task()
     tuning, folder = TuningConfig(length=16), tmp_path / "seed-1"
     job = Job(model=encoder_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
     with lock_folder(job.folder), pytest.raises(ConfigError, match=r"is using .*seed-1"):

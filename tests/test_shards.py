@@ -96,13 +96,12 @@ def test_missing_and_unfinished_shards_have_different_errors(tmp_path):
     ("name", "message"),
     [
         ("text.txt", r"text.txt is a file, not a folder of shards; .* --corpus .*text.txt --output shards/$"),
-        ("run", "run is a run or a model, not a folder of shards; .* --corpus … --output shards/$"),
+        ("run", "no shards in .*run; .* --corpus … --output shards/$"),
         ("missing", "missing does not exist; .* --corpus … --output shards/$"),
     ],
 )
 def test_an_error_tells_what_is_there_instead_of_shards(tmp_path, name, message):
     (tmp_path / "text.txt").touch()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/metrics.jsonl").touch()
     with pytest.raises(DataError, match=message):
         open_shards(tmp_path / name)

@@ -158,7 +158,7 @@ def test_a_folder_that_is_not_empty_is_not_changed(tmp_path):
     (tmp_path / "a.txt").write_text("some words here")
     (tmp_path / "vocab").mkdir()
     (tmp_path / "vocab/vocab.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty; choose another --output"):
+    with pytest.raises(DataError, match="exists already"):
         train_tokenizer(build(TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
     assert (tmp_path / "vocab/vocab.txt").read_text() == "mine"
 

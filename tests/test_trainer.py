@@ -271,7 +271,7 @@ def test_checkpoints_are_also_saved_by_time_and_the_last_after_the_evaluation(ma
     task = ToyTask()
     trainer = make_trainer(task, steps=9, save_every=100, evaluate_every=100, keep_checkpoints=9)
     saved_before_evaluation: list[list[int]] = []
-    monkeypatch.setattr(task, "evaluate", lambda: saved_before_evaluation.append(saved_steps(trainer)) or {})
+    monkeypatch.setattr(task, "evaluate", lambda: saved_before_evaluation.append(saved_steps(trainer)) or {"loss": 1.0})
     trainer.train()
     assert saved_steps(trainer) == [3, 5, 7, 9]
     assert saved_before_evaluation == [[3, 5, 7]]

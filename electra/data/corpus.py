@@ -116,7 +116,9 @@ class Corpus:
 
 def read_lines(file: TextFile, stream: BinaryIO, raw: BinaryIO, document_end: str) -> Iterator[Block]:
     """Blocks of a .txt or .jsonl file, each ending where a document ends."""
-    source, line, text = str(file.path), 1, b""
+    source = str(file.path)
+    line = 1  # in which `text` begins
+    text = b""
     is_by_line = file.format == ".jsonl" or document_end == "line"
     while chunk := stream.read(BLOCK_BYTES):
         check_no_nul(source, line, text, chunk)

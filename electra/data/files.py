@@ -39,7 +39,9 @@ class TextFile:
 
 def find_files(source: str) -> list[TextFile]:
     """The text files of a path, a folder (recursively) or a glob, sorted by path."""
-    path, details = Path(source), ""
+    path = Path(source)
+    details = ""
+    expected = f"a corpus is a file, a folder or a glob of {describe_formats(FORMATS)}, or hub:NAME"
     if path.is_dir():
         candidates = list(walk_files(path))
         files = [file for candidate in candidates if (file := identify(candidate))]
@@ -49,14 +51,10 @@ def find_files(source: str) -> list[TextFile]:
     elif glob.has_magic(source):
         files = [require_format(Path(name)) for name in glob.glob(source, recursive=True) if Path(name).is_file()]
     else:
-        raise DataError(f"{source} does not exist; {describe_corpus()}")
+        raise DataError(f"{source} does not exist; {expected}")
     if not files:
-        raise DataError(f"no text files in {source}{details}; {describe_corpus()}")
+        raise DataError(f"no text files in {source}{details}; {expected}")
     return sorted(files, key=lambda file: str(file.path))
-
-
-def describe_corpus() -> str:
-    return f"a corpus is a file, a folder or a glob of {describe_formats(FORMATS)}, or hub:NAME"
 
 
 def describe_formats(formats: tuple[str, ...]) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.config import Positional
-from electra.data.packing import PackedRows, Permutation
+from electra.data.packing import PackedRows
 from electra.data.shards import SPLITS, Shards, TokenRing, damage_error, open_shards
-from electra.errors import ConfigError
+from electra.errors import check_range
 from electra.plotting import plot_document_lengths
 
 BAR_CHARACTERS = 40
@@ -37,9 +37,8 @@ class InspectConfig:
     """Print the result as JSON."""
 
     def __post_init__(self):
-        for name, minimum in (("length", 2), ("rows", 0), ("words", 0)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
+        check_range(self, "length", at_least=2)
+        check_range(self, "rows", "words", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,8 @@ def inspect(config: InspectConfig) -> InspectResult:
     shards = open_shards(config.shards)
     if config.verify and (names := shards.find_damaged()):
         raise damage_error(shards, names)
-    index, lengths = shards.index, document_lengths(shards)
+    index = shards.index
+    lengths = document_lengths(shards)
     plot, plot_error = try_plot(lengths, config)
     return InspectResult(
         folder=str(config.shards),
@@ -133,15 +133,14 @@ def decode_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
     """The first packed rows of the first epoch with seed 0."""
     ring = TokenRing(shards, "train" if shards.index.totals("tokens")["train"] else "validation")
     packed = PackedRows(len(ring), length, seed=0, epoch=0, shuffle=True)
-    permutation = Permutation.for_epoch(packed.num_rows, seed=0, epoch=0)
-    starts = packed.spans(permutation(np.arange(min(num_rows, packed.num_rows)))).starts
+    starts = packed.spans(np.arange(min(num_rows, packed.num_rows))).starts
     library, cls_id = shards.tokenizer.library, shards.tokenizer.vocabulary.cls_id
     rows = [ring.read_across_shards(int(start), packed.width).tolist() for start in starts]
     return [library.decode([cls_id, *row], skip_special_tokens=False) for row in rows]
 
 
 def try_plot(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
-    """The path of the plot, or why there is none; raises only if --plot was given and cannot be written."""
+    """The path of the plot, or why there is none; raises only if --plot is set and cannot be written."""
     path = config.plot or config.shards / "document-lengths.png"
     try:
         is_written = plot_document_lengths(path, lengths)

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from electra.data.packing import (
     ROW_ORDER,
-    EpochRows,
     LoaderConfig,
     PackedRows,
-    Permutation,
     RowSpans,
     SegmentPairRows,
     compute_document_starts,
@@ -97,7 +95,8 @@ def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -
     """
     is_start = torch.ones_like(document_ids, dtype=torch.bool)  # [B, L]
     is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    is_start, end = is_start.flatten(), document_ids.numel()
+    is_start = is_start.flatten()
+    end = document_ids.numel()
     if max_documents is None:
         return torch.nn.functional.pad(is_start.nonzero().squeeze(1), (0, 1), value=end).int()
     position = torch.arange(end, device=document_ids.device, dtype=torch.int32)
@@ -155,34 +154,19 @@ class Position:
     row: int = 0
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """The rows of an epoch in the order in which batches take them."""
-
-    rows: EpochRows
-    permutation: Permutation | None  # None: in the order of the text
-
-    def spans(self, indices: NDArray) -> RowSpans:
-        """The spans of the rows at these indices of the order."""
-        return self.rows.spans(indices if self.permutation is None else self.permutation(indices))
-
-
 def create_epoch(
     config: LoaderConfig, seed: int, shuffle: bool, num_tokens: int, document_starts: NDArray, number: int
-) -> Epoch:
-    """The rows and the row order of an epoch."""
-    rows: EpochRows
+) -> PackedRows | SegmentPairRows:
+    """The rows of an epoch; without `shuffle` in the order of the text."""
     if config.packing == "packed":
-        rows = PackedRows(num_tokens, config.length, seed, number, shuffle)
-    else:
-        rows = SegmentPairRows(document_starts, config.length, seed, number)
-    return Epoch(rows, Permutation.for_epoch(rows.num_rows, seed, number) if shuffle else None)
+        return PackedRows(num_tokens, config.length, seed, number, shuffle)
+    return SegmentPairRows(document_starts, config.length, seed, number, shuffle)
 
 
 class BatchLoader:
     """An endless, resumable iterator over one rank's batches, which are determined by its arguments.
 
-    `seed` determines the row order, `whole_word_masking` fills in `is_continuation`, `with_cu_seqlens` `cu_seqlens`.
+    `seed` determines the row order; `whole_word_masking` adds `is_continuation`, `with_cu_seqlens` adds `cu_seqlens`.
     """
 
     def __init__(
@@ -246,7 +230,7 @@ class BatchLoader:
     def read_chunks(self, position: Position) -> Iterator[tuple[Position, Tensor, RowSpans]]:
         """The tokens of several steps at a time, endlessly."""
         steps = TOKENS_PER_READ // (self.rows_per_rank * self.config.length)
-        steps = max(1, min(steps, self.epoch(position.epoch).rows.num_rows // self.config.batch_size))
+        steps = max(1, min(steps, self.epoch(position.epoch).num_rows // self.config.batch_size))
         while True:
             spans, width = self.row_spans(position, steps)
             yield position, self.tokens.read(spans.starts, width), spans
@@ -256,18 +240,21 @@ class BatchLoader:
         """The spans of this rank's rows of the next steps, over as many epochs as needed, and their width."""
         row_ids = self.rank * self.rows_per_rank + np.arange(self.rows_per_rank)
         rows = position.row + (np.arange(steps)[:, None] * self.config.batch_size + row_ids).ravel()
-        number, spans = position.epoch, []
+        spans = []
+        number = position.epoch
         while len(rows):
             epoch = self.epoch(number)
-            is_inside = rows < epoch.rows.num_rows
+            is_inside = rows < epoch.num_rows
             spans.append(epoch.spans(rows[is_inside]))
-            rows, number = rows[~is_inside] - epoch.rows.num_rows, number + 1
-        return concatenate(spans), epoch.rows.width
+            rows = rows[~is_inside] - epoch.num_rows
+            number += 1
+        return concatenate(spans), epoch.width
 
     def advance(self, position: Position, steps: int) -> Position:
         """The position `steps` later."""
-        epoch, row = position.epoch, position.row + steps * self.config.batch_size
-        while row >= (num_rows := self.epoch(epoch).rows.num_rows):
+        epoch = position.epoch
+        row = position.row + steps * self.config.batch_size
+        while row >= (num_rows := self.epoch(epoch).num_rows):
             epoch, row = epoch + 1, row - num_rows
         return Position(position.step + steps, epoch, row)
 
@@ -312,9 +299,8 @@ def build_packed_rows(text: Tensor, vocabulary: Vocabulary) -> dict[str, Tensor]
 def build_segment_pairs(text: Tensor, spans: RowSpans, vocabulary: Vocabulary) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `segment_ids` of [CLS] A [SEP] B [SEP] rows from `text` [B, L - 3]."""
     device, width = text.device, text.shape[1]
-    lengths, first_lengths = (
-        torch.from_numpy(part).to(device)[:, None] for part in (spans.lengths, spans.first_lengths)
-    )  # [B, 1]
+    lengths = torch.from_numpy(spans.lengths).to(device)[:, None]  # [B, 1]
+    first_lengths = torch.from_numpy(spans.first_lengths).to(device)[:, None]  # [B, 1]
     has_second = lengths > first_lengths
     position = torch.arange(width + 3, device=device)  # [L]
     is_second = position > first_lengths + 1
@@ -371,5 +357,5 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """One pass over the validation split in the order of the text: full batches only, but at least one."""
     loader = BatchLoader(shards, config, split="validation", whole_word_masking=whole_word_masking, device=device)
-    steps = max(1, loader.epoch(0).rows.num_rows // config.batch_size)
+    steps = max(1, loader.epoch(0).num_rows // config.batch_size)
     return islice(loader, steps)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.data.shards import Shards, Split
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_choice, check_range
 
 Packing = Literal["packed", "segment-pairs"]
 ROW_ORDER = ("seed", "length", "packing")
@@ -48,10 +48,8 @@ class LoaderConfig:
     def __post_init__(self) -> None:
         if self.length < 5:
             raise ConfigError(f"is {self.length}; it must be at least 5: [CLS] A [SEP] B [SEP]", field="length")
-        if self.batch_size < 1:
-            raise ConfigError(f"is {self.batch_size}; it must be at least 1", field="batch_size")
-        if self.packing not in get_args(Packing):
-            raise ConfigError(f"is {self.packing!r}; choose from {', '.join(get_args(Packing))}", field="packing")
+        check_range(self, "batch_size", at_least=1)
+        check_choice(self, "packing", get_args(Packing))
 
 
 @dataclass(frozen=True)
@@ -64,23 +62,24 @@ class RowSpans:
 
 
 class PackedRows:
-    """The rows of an epoch before shuffling: the ring of all tokens, split every `length` - 1 tokens."""
+    """The rows of an epoch: the ring of all tokens, split every `length` - 1 tokens."""
 
     def __init__(self, num_tokens: int, length: int, seed: int, epoch: int, shuffle: bool):
         self.width = length - 1  # text tokens per row; [CLS] is the other
         self.num_rows = -(-num_tokens // self.width)
         self.num_tokens = num_tokens
         self.offset = int(random_generator(seed, epoch, PACKED_STREAM).integers(num_tokens)) if shuffle else 0
+        self.order = Permutation.for_epoch(self.num_rows, seed, epoch) if shuffle else identity
 
-    def spans(self, rows: NDArray) -> RowSpans:
-        """The spans of the rows with these indices."""
-        return RowSpans((self.offset + rows * self.width) % self.num_tokens)
+    def spans(self, indices: NDArray) -> RowSpans:
+        """The spans of the rows at these indices of the epoch's order."""
+        return RowSpans((self.offset + self.order(indices) * self.width) % self.num_tokens)
 
 
 class SegmentPairRows:
-    """The rows of an epoch before shuffling: at most `length` tokens of a single document each."""
+    """The rows of an epoch: at most `length` tokens of a single document each."""
 
-    def __init__(self, document_starts: NDArray, length: int, seed: int, epoch: int):
+    def __init__(self, document_starts: NDArray, length: int, seed: int, epoch: int, shuffle: bool):
         self.width = length - 3  # text tokens in a full row; the others are [CLS], [SEP], [SEP]
         random = random_generator(seed, epoch, SEGMENT_PAIRS_STREAM)
         self.starts, lengths = split_documents(document_starts[:-1], np.diff(document_starts) - 1, self.width)
@@ -90,12 +89,17 @@ class SegmentPairRows:
         self.lengths = lengths.astype(np.int32)
         self.first_lengths = np.where(is_single, self.lengths, first_lengths)
         self.num_rows = len(self.starts)
+        self.order = Permutation.for_epoch(self.num_rows, seed, epoch) if shuffle else identity
 
-    def spans(self, rows: NDArray) -> RowSpans:
+    def spans(self, indices: NDArray) -> RowSpans:
+        """The spans of the rows at these indices of the epoch's order."""
+        rows = self.order(indices)
         return RowSpans(self.starts[rows], self.lengths[rows], self.first_lengths[rows])
 
 
-EpochRows = PackedRows | SegmentPairRows
+def identity(indices: NDArray) -> NDArray:
+    """The order of the text."""
+    return indices
 
 
 def split_documents(starts: NDArray, lengths: NDArray, width: int) -> tuple[NDArray, NDArray]:
@@ -127,7 +131,8 @@ def random_generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
 
 def compute_document_starts(shards: Shards, split: Split) -> NDArray:
     """[N + 1] start of each document in the concatenated tokens of a split, and their total."""
-    ends, offset = [np.zeros(1, np.int64)], 0
+    ends = [np.zeros(1, np.int64)]
+    offset = 0
     for shard_ends in shards.document_ends(split):
         ends.append(shard_ends.astype(np.int64) + offset)
         offset += int(shard_ends[-1]) if len(shard_ends) else 0
@@ -158,7 +163,6 @@ class Permutation:
         return cls(size, tuple(map(int, keys)))
 
     def __call__(self, indices: NDArray) -> NDArray:
-        """The permuted indices."""
         permuted = self.feistel(indices.astype(np.uint64))
         while (is_outside := permuted >= self.size).any():  # cycle walking keeps it a bijection
             permuted[is_outside] = self.feistel(permuted[is_outside])

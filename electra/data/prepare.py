@@ -50,7 +50,7 @@ from electra.data.shards import (
 )
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.data.wordpiece import LibraryEncoder, create_encoder
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
     check_same_settings,
@@ -88,17 +88,13 @@ class ShardConfig:
     """Print the result as JSON."""
 
     def __post_init__(self):
-        if not 0 <= self.validation_fraction < 1:
-            raise ConfigError(
-                f"is {self.validation_fraction}; it must be at least 0 and below 1", field="validation_fraction"
-            )
-        for name in ("shard_megabytes", "workers"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ConfigError(f"is {value}; it must be above 0", field=name)
+        check_range(self, "validation_fraction", at_least=0, below=1)
+        check_range(self, "shard_megabytes", "workers", above=0)
 
     def command(self) -> str:
         """The command line with these settings."""
-        words, defaults = ["electra", "shard"], flat_defaults(ShardConfig)
+        words = ["electra", "shard"]
+        defaults = flat_defaults(ShardConfig)
         for name, value in flat_fields(self).items():
             if value != defaults.get(name) and name not in ("workers", "json"):
                 flag = "--" + name.replace("_", "-")
@@ -114,7 +110,6 @@ class ShardResult:
     shards: int
     documents: dict[str, int]  # by split
     tokens: dict[str, int]  # by split
-    megabytes: float
     seconds: float
     new_shards: int  # shards made by this run; the others existed
     replaced: int  # invalid UTF-8 characters
@@ -156,7 +151,8 @@ class EncodedShard:
 def shard(config: ShardConfig) -> ShardResult:
     """Make the shards that are missing or damaged, then the index."""
     start_time = monotonic()
-    tokenizer, corpus = load_tokenizer(config.tokenizer), Corpus(config.source)
+    tokenizer = load_tokenizer(config.tokenizer)
+    corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
     texts = split_corpus(corpus, int(config.shard_megabytes * 1e6))
     first = next(texts)  # raises before anything is written if there is no text
@@ -177,7 +173,8 @@ def shard(config: ShardConfig) -> ShardResult:
 
 def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
     """The corpus in parts of at least `size` bytes, except for the last."""
-    number, blocks, num_bytes, position = 0, [], 0, 0
+    number = num_bytes = position = 0
+    blocks: list[Block] = []
     paths = (str(file.path) for file in corpus.files)
     offsets = dict(zip(paths, accumulate(corpus.file_sizes(), initial=0), strict=False))
     for block in corpus.blocks():
@@ -186,7 +183,9 @@ def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
         position = offsets.get(block.source, 0) + block.position
         if num_bytes >= size:
             yield ShardText(number, blocks, position)
-            number, blocks, num_bytes = number + 1, [], 0
+            number += 1
+            num_bytes = 0
+            blocks = []
     if blocks:
         yield ShardText(number, blocks, position)
 
@@ -255,7 +254,8 @@ def write_missing_shards(
     new: list[ShardInfo] = []
     encode = partial(encode_shard, config, tokenizer.fingerprint)
     missing = (text for text in texts if shard_name(text.number) not in finished)
-    workers, start_time = config.workers or len(os.sched_getaffinity(0)), monotonic()
+    workers = config.workers or len(os.sched_getaffinity(0))
+    start_time = monotonic()
     with create_progress_bar() as bar:
         task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
         for encoded in map_in_order(encode, missing, workers):
@@ -278,7 +278,8 @@ def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> Enco
     """Encode the text of one shard; runs in a worker."""
     encoder = load_encoder(config.output / TOKENIZER, fingerprint)
     encoder.uncovered.clear()
-    stats, dtype = ReadStats(), np.dtype(encoder.typecode)
+    stats = ReadStats()
+    dtype = np.dtype(encoder.typecode)
     documents = encode_documents(config, encoder, text, stats)
     encoded = [ids for split in SPLITS for ids in documents[split]]
     facts = {
@@ -324,7 +325,6 @@ def summarize(config: ShardConfig, index: Index, new_shards: int, seconds: float
         shards=len(index.shards),
         documents=index.totals("documents"),
         tokens=index.totals("tokens"),
-        megabytes=index.total("text_bytes") / 1e6,
         seconds=seconds,
         new_shards=new_shards,
         replaced=index.total("replaced"),

@@ -33,8 +33,6 @@ INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 """The settings of an `electra shard` run; removed when its index is written."""
 TOKENIZER = "tokenizer"
-RUN_FILES = ("metrics.jsonl", "config.json")
-"""Files of run and model folders, to recognise one that is passed instead of shards."""
 DTYPES = {"U16": np.uint16, "U32": np.uint32}
 
 
@@ -148,11 +146,12 @@ class Shards:
             raise damage_error(self, [shard.name]) from None
 
     def find_damaged(self) -> list[str]:
-        """The names of shards whose checksum is not the index's."""
-        return [shard.name for shard in self.index.shards if self.is_damaged(shard)]
-
-    def is_damaged(self, shard: ShardInfo) -> bool:
-        return self.has_wrong_size(shard) or file_checksum(self.folder / shard.name) != CHECKSUM + shard.sha256
+        """The names of shards that are missing or whose checksum is not the index's."""
+        return [
+            shard.name
+            for shard in self.index.shards
+            if self.has_wrong_size(shard) or file_checksum(self.folder / shard.name) != CHECKSUM + shard.sha256
+        ]
 
     def has_wrong_size(self, shard: ShardInfo) -> bool:
         """Whether a shard is missing or truncated."""
@@ -191,10 +190,7 @@ def open_shards(folder: Path) -> Shards:
 def explain_missing(path: Path) -> str:
     if path.is_file():
         return f"{path} is a file, not a folder of shards"
-    if not path.exists():
-        return f"the folder {path} does not exist"
-    is_run = any((path / name).exists() for name in RUN_FILES)
-    return f"{path} is a run or a model, not a folder of shards" if is_run else f"no shards in {path}"
+    return f"no shards in {path}" if path.exists() else f"the folder {path} does not exist"
 
 
 def read_index(folder: Path) -> Index:
@@ -258,7 +254,8 @@ class TokenRing:
             number = int(np.searchsorted(self.starts, start, side="right")) - 1
             local = start - int(self.starts[number])
             pieces.append(self.parts[number][local : local + width])
-            start, width = start + len(pieces[-1]), width - len(pieces[-1])
+            start += len(pieces[-1])
+            width -= len(pieces[-1])
         return np.concatenate(pieces)
 
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
-from electra.errors import ConfigError, DataError
-from electra.runfolder import read_json, write_file
+from electra.errors import ConfigError, DataError, check_range
+from electra.runfolder import read_json, write_file, write_folder, write_json
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUATION_PREFIX = "##"
@@ -38,9 +38,7 @@ class Vocabulary:
     is_continuation: tuple[bool, ...] = ()  # for each id, whether the token continues a word (##…)
 
     def __post_init__(self) -> None:
-        for name in ("pad_id", "unk_id", "cls_id", "sep_id", "mask_id"):
-            if not 0 <= getattr(self, name) < self.size:
-                raise ConfigError(f"{name} is {getattr(self, name)}; the vocabulary has {self.size:,} entries")
+        check_range(self, "pad_id", "unk_id", "cls_id", "sep_id", "mask_id", at_least=0, below=self.size)
         if len(self.is_continuation) not in (0, self.size):
             raise ConfigError(f"is_continuation has {len(self.is_continuation):,} entries; expected {self.size:,}")
 
@@ -84,18 +82,12 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.file_contents().items():
-            write_file(folder / name, content)
-
-    def file_contents(self) -> dict[str, str]:
         special_tokens = {f"{role}_token": token for role, token in self.special_tokens}
         ids = self.library.get_vocab(with_added_tokens=True)
-        return {
-            "tokenizer.json": self.library.to_str(pretty=True) + "\n",
-            "vocab.txt": "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)),
-            "tokenizer_config.json": json.dumps(self.transformers_config() | special_tokens, indent=2) + "\n",
-            "special_tokens_map.json": json.dumps(special_tokens, indent=2) + "\n",
-        }
+        write_file(folder / "tokenizer.json", self.library.to_str(pretty=True) + "\n")
+        write_file(folder / "vocab.txt", "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)))
+        write_json(folder / "tokenizer_config.json", self.transformers_config() | special_tokens)
+        write_json(folder / "special_tokens_map.json", special_tokens)
 
     def transformers_config(self) -> dict[str, Any]:
         """The settings with which `transformers` builds an equal tokenizer."""
@@ -214,13 +206,9 @@ class TokenizerConfig:
     """Print the result as JSON."""
 
     def __post_init__(self):
-        for name, minimum in (("unused_tokens", 0), ("min_frequency", 1)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
-        if not 0 < self.character_coverage <= 1:
-            raise ConfigError(
-                f"is {self.character_coverage}; it must be above 0 and at most 1", field="character_coverage"
-            )
+        check_range(self, "unused_tokens", at_least=0)
+        check_range(self, "min_frequency", at_least=1)
+        check_range(self, "character_coverage", above=0, at_most=1)
         if self.vocab_size <= len(self.fixed_tokens()):
             raise ConfigError(
                 f"is {self.vocab_size}; it must be greater than {len(self.fixed_tokens())}, the number of special and "
@@ -245,11 +233,9 @@ class TrainedTokenizer:
 
     output: str
     vocab_size: int
-    characters: int
     documents: int
     megabytes: float
     replaced: int  # invalid UTF-8 characters
-    fingerprint: str
 
     def __str__(self) -> str:
         replaced = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
@@ -261,27 +247,22 @@ class TrainedTokenizer:
 
 def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
     """Train a tokenizer and write its folder; deterministic to the byte."""
-    if config.output.exists() and not config.output.is_dir():
-        raise ConfigError(f"is {config.output}, a file; it must be a folder", field="output")
-    if config.output.exists() and any(config.output.iterdir()):
-        raise ConfigError(f"{config.output} is not empty; choose another --output, or remove it to train again")
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
-    alphabet = select_alphabet(corpus, config)
     text = TrainingText(corpus)
-    untrained = config.create_tokenizer(config.fixed_tokens())
-    untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
-    ids = untrained.library.get_vocab(with_added_tokens=False)
-    tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
-    tokenizer.save(config.output)
+    with write_folder(config.output) as draft:
+        alphabet = select_alphabet(corpus, config)
+        untrained = config.create_tokenizer(config.fixed_tokens())
+        untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
+        ids = untrained.library.get_vocab(with_added_tokens=False)
+        tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
+        tokenizer.save(draft)
     return TrainedTokenizer(
         output=str(config.output),
         vocab_size=tokenizer.vocabulary.size,
-        characters=len(alphabet),
         documents=text.documents,
         megabytes=text.num_bytes / 1e6,
         replaced=text.stats.replaced,
-        fingerprint=tokenizer.fingerprint,
     )
 
 

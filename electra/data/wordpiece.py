@@ -102,9 +102,6 @@ class CachedWordPieceEncoder(LibraryEncoder):
         encodings = [self.library.encode(part, add_special_tokens=False) for part in parts]
         return self.to_bytes([token for encoding in encodings for token in encoding.ids])
 
-    def has_unknown(self, ids: bytes) -> bool:
-        return self.unk_id in array(self.typecode, ids)
-
 
 class WordCache(dict[bytes, bytes]):
     """The ids of words. Words with [UNK] are cached separately: every lookup of one is a miss here and is counted."""
@@ -116,7 +113,7 @@ class WordCache(dict[bytes, bytes]):
 
     def __missing__(self, word: bytes) -> bytes:
         ids = self.uncovered.get(word) or self.encoder.encode_word(word)
-        if self.encoder.has_unknown(ids):
+        if self.encoder.unk_id in array(self.encoder.typecode, ids):
             self.encoder.uncovered[word.decode()] += 1
             self.store(self.uncovered, word, ids)
         else:

@@ -83,12 +83,9 @@ def export(config: ExportConfig) -> ConversionResult:
 
 def check_discriminator(electra: Electra, folder: Path) -> None:
     """Check that there is a discriminator and that its head was trained."""
-    if electra.discriminator is None:
-        raise ConfigError(f"{folder} has no discriminator; export its generator with --part generator")
     if not isinstance(electra.discriminator, Discriminator):
-        raise ConfigError(
-            f"{folder} has no discriminator but a masked language model; export its encoder with --part encoder"
-        )
+        part = "generator" if electra.discriminator is None else "encoder"
+        raise ConfigError(f"{folder} has no discriminator; export its {part} with --part {part}")
     if not has_rtd_head(read_names(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
 
@@ -103,8 +100,8 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
     if config.part != ExportConfig.part:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
     folder = best_model(config.model)
-    model, task = load_finetuned(folder)
-    encoder = model.encoder.config
+    model, finetuned = load_finetuned(folder)
+    encoder, task = finetuned.encoder, finetuned.task
     name = SEQUENCE_CLASSIFIERS[encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from electra.errors import ConfigError
 from electra.finetuning.readers import TaskKind
-from electra.finetuning.tasks import Task, custom_task, glue_task
+from electra.finetuning.tasks import Task, glue_task, infer_labels
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
@@ -52,21 +52,34 @@ class TaskConfig:
             raise ConfigError("--task needs --data: the folder of GLUE's official download, or hub:glue")
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
+        if self.dev is not None and self.dev_fraction is not None:
+            raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
+        if self.dev_fraction is not None and not 0 < self.dev_fraction < 1:
+            raise ConfigError(f"is {self.dev_fraction}; it must be above 0 and below 1", field="dev_fraction")
+        if len({self.text, self.text_b, self.label}) < 3:
+            columns = f"{self.text}, {self.text_b} and {self.label}"
+            raise ConfigError(f"--text, --text-b and --label are columns {columns}; they must be different")
 
     def make_task(self) -> Task:
+        """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
+
+        Classes are collected before rows are held out: all rows of a rare class may be held out."""
         if self.task is not None:
             assert self.data is not None
             return glue_task(self.task, self.data)
         assert self.train is not None
-        return custom_task(
-            train=self.train,
-            dev=self.dev,
-            dev_fraction=self.dev_fraction,
+        dev_fraction = 0.1 if self.dev_fraction is None else self.dev_fraction
+        task = Task(
+            name=self.train.name.split(".")[0],
+            kind=self.kind or "classification",
             text=self.text,
             text_b=self.text_b,
             label=self.label,
-            kind=self.kind,
+            metrics=(),
+            splits={"train": str(self.train), "dev": str(self.dev or self.train)},
+            dev_fraction=dev_fraction if self.dev is None else 0.0,
         )
+        return infer_labels(task, self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

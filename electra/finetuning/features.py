@@ -24,8 +24,6 @@ PAD_TO_MULTIPLE_OF = 32
 POOL_BATCHES = 50
 """Rows of this many batches are sorted by length together: little padding, yet mixed batches."""
 
-ModelInputs = tuple[Tensor, Tensor, Tensor]  # input_ids, attention_mask, segment_ids; [B, L] each
-
 
 @dataclass(frozen=True)
 class BatchIndices:
@@ -44,7 +42,6 @@ class BatchIndices:
         return len(self.rows) * self.length
 
     def micro_batches(self, count: int) -> list[BatchIndices]:
-        """The batch in `count` micro-batches."""
         if self.num_rows % count:
             raise ConfigError(f"a batch of {self.num_rows} rows cannot be split into {count} equal micro-batches")
         chunks = zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
@@ -72,7 +69,7 @@ class Features:
     def to(self, device: torch.device) -> Features:
         return Features(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
-    def collate(self, batch: BatchIndices, pad_id: int) -> ModelInputs:
+    def collate(self, batch: BatchIndices, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
         """Padded token ids, attention mask and segment ids [B, L] of a batch."""
         positions = torch.arange(batch.length, device=batch.rows.device)  # [L]
         attention_mask = positions < self.lengths[batch.rows, None]  # [B, L]
@@ -84,11 +81,12 @@ class Features:
 
 def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> Features:
     """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `length`."""
-    vocabulary = tokenizer.vocabulary
-    cls, sep = np.array([vocabulary.cls_id], np.int32), np.array([vocabulary.sep_id], np.int32)
+    cls = np.array([tokenizer.vocabulary.cls_id], np.int32)
+    sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
     columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
     pieces: list[NDArray] = []
-    kept, truncated = np.zeros((len(examples), len(columns)), np.int64), 0
+    kept = np.zeros((len(examples), len(columns)), np.int64)  # tokens of each text after truncation
+    truncated = 0
     for index, texts in enumerate(zip(*columns, strict=True)):
         kept[index] = truncate_longest_first([len(text) for text in texts], length - 1 - len(texts))
         truncated += int(kept[index].sum()) < sum(map(len, texts))
@@ -187,7 +185,8 @@ def compute_logits(
     model: Callable[..., Tensor], features: Features, batch_size: int, max_length: int, pad_id: int
 ) -> NDArray:
     """The model's logits [N, num_labels] of all rows, in their order."""
-    device, lengths = features.starts.device, features.lengths.cpu().numpy()
+    device = features.starts.device
+    lengths = features.lengths.cpu().numpy()
     batch_size = min(batch_size, len(features))
     order, logits = [], []
     for rows in group_by_length(np.arange(len(features)), lengths, batch_size):

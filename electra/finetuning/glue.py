@@ -4,12 +4,9 @@ import io
 import shutil
 import statistics
 import zipfile
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from electra.errors import DataError
@@ -23,7 +20,7 @@ from electra.finetuning.jobs import (
     run_jobs,
     summarize_seeds,
 )
-from electra.finetuning.metrics import Metrics
+from electra.finetuning.metrics import Metrics, restore_nan
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
 from electra.runfolder import read_json, write_file, write_json
@@ -72,7 +69,6 @@ def with_diagnostics(task: Task, data: str) -> Task:
 
 
 def make_task_jobs(task: Task, config: GlueConfig) -> list[Job]:
-    """The jobs of one task."""
     large_seeds = config.large_seeds if task.name in LARGE_TASKS else None
     return make_jobs(
         model=config.model,
@@ -119,8 +115,8 @@ class GlueTable:
             cells.append([row.task, row.metric, f"{row.median:.2f}", deviation, str(row.seeds), *published])
         if self.mean is not None:
             cells.append(["mean", "", f"{self.mean:.2f}", "", "", *map(self.published_mean, self.published)])
-        six = [] if self.glue_6 is None else [f"GLUE-6 (mean of {', '.join(GLUE_6)}): {self.glue_6:.2f}"]
-        return "\n".join([markdown_table(cells), "", *six, *self.notes])
+        glue_6 = [] if self.glue_6 is None else [f"GLUE-6 (mean of {', '.join(GLUE_6)}): {self.glue_6:.2f}"]
+        return "\n".join([markdown_table(cells), "", *glue_6, *self.notes])
 
     def published_mean(self, name: str) -> str:
         """The mean of published results over the table's tasks; empty if one is missing."""
@@ -171,7 +167,6 @@ def make_table(config: GlueConfig, rows: list[GlueRow], notes: list[str]) -> Glu
 
 
 def make_row(jobs: list[Job], results: list[Result], with_ensemble: bool) -> GlueRow:
-    """The row of a task."""
     task = jobs[0].task
     medians, deviations = summarize_seeds(results)
     metric = task.metrics[0]
@@ -192,7 +187,7 @@ def earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
     """The rows of other tasks in an earlier table of the same folder."""
     if not (output / TABLE).exists():
         return []
-    return [GlueRow(**row) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
+    return [GlueRow(**restore_nan(row)) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
 
 
 def remove_all_but_best_model(jobs: list[Job]) -> None:
@@ -228,7 +223,7 @@ def describe_missing_tasks(rows: list[GlueRow]) -> list[str]:
 
 # Submission: a zip of one file of predictions per test split.
 
-Predictions = Mapping[str, Sequence[Any] | NDArray]  # class ids or scores, by `submission_name`
+Predictions = dict[str, NDArray]  # class ids or scores, by `submission_name`
 
 
 def submission_name(task: Task, split: str) -> str:
@@ -246,7 +241,7 @@ SUBMISSION_FILES = {
 
 def submit(path: Path, jobs_by_task: list[list[Job]], use_ensemble: bool) -> str:
     """Write a submission of each task's best seed, or ensemble; returns a note about it."""
-    predictions: dict[str, NDArray] = {}
+    predictions: Predictions = {}
     for jobs in jobs_by_task:
         task = jobs[0].task
         members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
@@ -259,13 +254,12 @@ def submit(path: Path, jobs_by_task: list[list[Job]], use_ensemble: bool) -> str
 
 
 def write_submission(path: Path, predictions: Predictions) -> None:
-    """Write the zip file of a submission."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, predicted in predictions.items():
             task, file = SUBMISSION_FILES[name]
             entry = zipfile.ZipInfo(file)  # with a fixed date: equal predictions give equal bytes
-            archive.writestr(entry, format_predictions(task, np.asarray(predicted)), zipfile.ZIP_DEFLATED)
+            archive.writestr(entry, format_predictions(task, predicted), zipfile.ZIP_DEFLATED)
     write_file(path, content.getvalue())
 
 

@@ -1,10 +1,10 @@
 """One fine-tuning run: a pre-trained encoder, a task and a seed give a model and its metrics."""
 
-import math
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
-from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest
+from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, restore_nan
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels import dispatch
@@ -62,13 +62,7 @@ class Result:
 
 
 def read_result(path: Path) -> Result:
-    """A stored result; null stands for NaN."""
-    result = read_json(path)
-    result["metrics"] = {
-        split: {name: math.nan if value is None else value for name, value in metrics.items()}
-        for split, metrics in result["metrics"].items()
-    }
-    return Result(**result)
+    return Result(**restore_nan(read_json(path)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +147,8 @@ class FinetuningTask:
 
     def epoch_batches(self, epoch: int) -> Iterator[BatchIndices]:
         """The batches of one epoch, on the device."""
-        lengths, tuning = self.train.lengths.cpu().numpy(), self.tuning
-        batches = epoch_batches(lengths, tuning.batch_size, tuning.length, self.job.seed, epoch)
+        lengths = self.train.lengths.cpu().numpy()
+        batches = epoch_batches(lengths, self.tuning.batch_size, self.tuning.length, self.job.seed, epoch)
         return (batch.to(self.device) for batch in batches)
 
     def losses(self, batch: BatchIndices) -> Losses:
@@ -196,7 +190,6 @@ class FinetuningTask:
         return logits
 
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
-        """The task's metrics."""
         targets = features.labels.cpu().numpy()
         labels = targets if self.task.labels else self.task.denormalize_scores(targets)
         return self.task.evaluate(self.output_type.predict(logits, self.task), labels)
@@ -214,27 +207,26 @@ class FinetuningTask:
         """Continue after the same batch of the same epoch."""
         self.step = state["step"]
         epoch, index = divmod(self.step, self.steps_per_epoch)
-        self.batches = self.epoch_batches(epoch)
-        for _ in range(index):
-            next(self.batches)
+        self.batches = islice(self.epoch_batches(epoch), index, None)
 
 
 def available_splits(task: Task) -> list[str]:
     """The splits that have data; train and dev are required."""
-    required = ("train", "dev")
     return [
-        split for split, file in task.splits.items() if split in required or file.startswith(HUB) or Path(file).exists()
+        split
+        for split, source in task.splits.items()
+        if split in ("train", "dev") or source.startswith(HUB) or Path(source).exists()
     ]
 
 
 def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
     """The trainer of a job."""
-    job, tuning = task.job, task.tuning
+    job = task.job
     return Trainer(
         task,
-        tuning.optimizer_config(task.encoder),
-        tuning.trainer_config(task.steps_per_epoch),
-        Budget(steps=tuning.epochs_for(job.task) * task.steps_per_epoch),
+        job.tuning.optimizer_config(task.encoder),
+        job.tuning.trainer_config(task.steps_per_epoch),
+        Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,
         seed=job.seed,
         cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
@@ -260,7 +252,7 @@ def train(job: Job, quiet: bool) -> None:
 
 
 def write_result(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
-    """Write logits, model and plots and, as the mark of a finished job, the metrics."""
+    """Write logits, model and plots and, last, the result, which marks a job as finished."""
     task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})

@@ -30,7 +30,7 @@ from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, read_result
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import OUTPUT_TYPES
+from electra.finetuning.model import OUTPUT_TYPES, is_finetuned
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
@@ -79,7 +79,8 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     if any(folder.glob("seed-*")):
         before = read_json(folder / CONFIG)
         for part, values in settings.items():
-            check_same_settings(folder, before.get(part, {}), values, ignore=("name",))  # of the file in splits
+            # a custom task's name is that of its training file, which is compared as part of the splits
+            check_same_settings(folder, before.get(part, {}), values, ignore=("name",))
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, settings)
 
@@ -106,7 +107,7 @@ def seed_models(output: Path) -> list[Path]:
     """The models of all finished seeds; `output` may also be one seed's folder or a fine-tuned model."""
     if not output.is_dir():
         raise DataError(f"there is no folder {output}; --model must be the --output of electra finetune")
-    if (output / CONFIG).exists() and "encoder" in read_json(output / CONFIG):
+    if (output / CONFIG).exists() and is_finetuned(read_json(output / CONFIG)):
         return [output]
     folders = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
     finished = [folder for folder in folders if (folder / RESULT).exists()]
@@ -147,12 +148,12 @@ def estimated_cost(job: Job) -> int:
 
 
 def run_unfinished(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, Result]]:
-    """Run jobs and yield each with its result when it finishes."""
-    is_on_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
-    if len(jobs) <= 1 or (workers or (2 if is_on_gpu else 1)) == 1:
+    """Run jobs, here or in worker processes, and yield each with its result when it finishes."""
+    uses_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
+    if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):
         yield from ((job, job.run()) for job in jobs)
         return
-    with exit_on_sigterm(), share_gpu() if is_on_gpu else nullcontext(False) as has_mps:
+    with exit_on_sigterm(), share_gpu() if uses_gpu else nullcontext(False) as has_mps:
         count = min(workers or default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):
@@ -243,29 +244,20 @@ def share_gpu() -> Iterator[bool]:
     if shutil.which(MPS_CONTROL) is None:
         yield False
         return
-    with TemporaryDirectory(prefix="electra-mps-", ignore_cleanup_errors=True) as folder, mps_daemon(folder) as has_mps:
-        if has_mps:
-            os.environ[MPS_PIPES] = folder
+    with TemporaryDirectory(prefix="electra-mps-", ignore_cleanup_errors=True) as folder:
+        daemon = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
+        daemon.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
+        client = os.environ | {MPS_PIPES: folder}
+        if not succeeds([MPS_CONTROL, "-d"], daemon) or not succeeds([sys.executable, "-c", MPS_PROBE], client):
+            succeeds([MPS_CONTROL], daemon, stdin="quit")
+            yield False
+            return
+        os.environ[MPS_PIPES] = folder
         try:
-            yield has_mps
+            yield True
         finally:
-            os.environ.pop(MPS_PIPES, None)
-
-
-@contextmanager
-def mps_daemon(folder: str) -> Iterator[bool]:
-    """Run the MPS daemon with its pipes in a folder; yields whether it started and processes can use the GPU."""
-    environment = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
-    environment.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
-    is_running = succeeds([MPS_CONTROL, "-d"], environment)
-    if is_running and not succeeds([sys.executable, "-c", MPS_PROBE], os.environ | {MPS_PIPES: folder}):
-        succeeds([MPS_CONTROL], environment, stdin="quit")
-        is_running = False
-    try:
-        yield is_running
-    finally:
-        if is_running:
-            succeeds([MPS_CONTROL], environment, stdin="quit")
+            del os.environ[MPS_PIPES]
+            succeeds([MPS_CONTROL], daemon, stdin="quit")
 
 
 def succeeds(command: list[str], environment: dict[str, str], stdin: str = "") -> bool:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +102,13 @@ def median(values: list[float]) -> float:
 def standard_deviation(values: list[float]) -> float:
     """The sample standard deviation; NaN for a single value or if any value is NaN."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+
+def restore_nan(value: Any) -> Any:
+    """Replace None by NaN at any depth: JSON files hold null for the NaN in metrics."""
+    if isinstance(value, dict):
+        return {name: restore_nan(item) for name, item in value.items()}
+    return math.nan if value is None else value
 
 
 def nan_as_lowest(value: float) -> float:

@@ -21,7 +21,7 @@ from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part
-from electra.model.config import EncoderConfig, Pooling
+from electra.model.config import EncoderConfig, Pooling, check_fields, convert_settings
 from electra.model.encoder import Encoder, linear, norm
 from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
 from electra.pretraining.phases import longest_row
@@ -115,7 +115,7 @@ OUTPUT_TYPES: dict[TaskKind, OutputType] = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What fine-tuning starts from."""
+    """A model to fine-tune."""
 
     encoder: Encoder
     head: Tensors  # weights of the loaded model's head, if any
@@ -129,20 +129,23 @@ def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
     """Load the encoder of a run, model folder, fine-tuned model or Hugging Face folder."""
     folder = model_folder(path)
     settings = read_json(folder / CONFIG)
-    is_finetuned = "task" in settings
-    config, tensors = (
-        (read_encoder_config(settings, folder), read_tensors(folder / WEIGHTS)) if is_finetuned else read_part(folder)
-    )
+    if is_finetuned(settings):
+        finetuned = read_finetuned_config(folder)
+        config, tensors = finetuned.encoder, read_tensors(folder / WEIGHTS)
+        pooling = finetuned.pooling
+        seed_offset = crc32(repr((finetuned.task.name, finetuned.task.labels)).encode())
+    else:
+        config, tensors = read_part(folder)
+        pooling = settings.get("classifier_pooling") or "cls"
+        seed_offset = 0
     if dropout is not None:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
     with torch.device("meta"):  # the stored weights are assigned below
         encoder = Encoder(config)
-    weights, head = (remove_prefix(tensors, prefix) for prefix in ("encoder.", "head."))
+    weights = remove_prefix(tensors, "encoder.")
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    pooling: Any = settings.get("pooling" if is_finetuned else "classifier_pooling") or "cls"
-    seed_offset = crc32((folder / CONFIG).read_bytes()) if is_finetuned else 0
-    return Pretrained(encoder, head, pooling, folder, longest_row(folder), seed_offset)
+    return Pretrained(encoder, remove_prefix(tensors, "head."), pooling, folder, longest_row(folder), seed_offset)
 
 
 def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:
@@ -150,25 +153,46 @@ def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def build_task_model(start: Pretrained, num_labels: int, pooling: Pooling | None = None, *, seed: int) -> TaskModel:
+def build_task_model(
+    pretrained: Pretrained, num_labels: int, pooling: Pooling | None = None, *, seed: int
+) -> TaskModel:
     """A model to fine-tune, with a randomly initialised output layer.
 
     As in `transformers`, a modern head keeps the loaded head's dense layer and norm, and its pooling unless given.
     """
-    torch.manual_seed(seed + start.seed_offset)
-    model = TaskModel(start.encoder, num_labels, pooling or start.pooling)
+    torch.manual_seed(seed + pretrained.seed_offset)
+    model = TaskModel(pretrained.encoder, num_labels, pooling or pretrained.pooling)
     parameters = dict(model.head.named_parameters())
     with torch.no_grad():
         for name in ("dense.weight", "norm.weight"):
-            if name in parameters and name in start.head:
-                parameters[name].copy_(start.head[name])
+            if name in parameters and name in pretrained.head:
+                parameters[name].copy_(pretrained.head[name])
     return model
 
 
-def read_encoder_config(settings: dict, folder: Path) -> EncoderConfig:
-    """The encoder's configuration in the config.json of a fine-tuned model."""
+@dataclass(frozen=True, kw_only=True)
+class FinetunedConfig:
+    """The config.json of a fine-tuned model."""
+
+    encoder: EncoderConfig
+    task: Task
+    length: int  # maximum length in tokens
+    pooling: Pooling
+
+
+def is_finetuned(settings: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a fine-tuned model."""
+    return {"encoder", "task"} <= settings.keys()
+
+
+def read_finetuned_config(folder: Path) -> FinetunedConfig:
+    settings = read_json(folder / CONFIG)
+    if not is_finetuned(settings):
+        raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
     try:
-        return EncoderConfig.from_dict(settings.get("encoder"))
+        check_fields(settings, FinetunedConfig)
+        parts = {"encoder": EncoderConfig.from_dict(settings["encoder"]), "task": Task.from_dict(settings["task"])}
+        return convert_settings(settings | parts, FinetunedConfig)
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
 
@@ -176,25 +200,17 @@ def read_encoder_config(settings: dict, folder: Path) -> EncoderConfig:
 def save_finetuned(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
     """Write a fine-tuned model into a folder, with the tokenizer's files from another folder."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
-    settings = {"encoder": asdict(model.encoder.config), "task": asdict(task), "length": length}
-    write_json(folder / CONFIG, settings | {"pooling": model.pooling})
+    config = FinetunedConfig(encoder=model.encoder.config, task=task, length=length, pooling=model.pooling)
+    write_json(folder / CONFIG, asdict(config))
     copy_tokenizer(tokenizer, folder)
 
 
-def load_finetuned(folder: Path) -> tuple[TaskModel, Task]:
-    """Load a fine-tuned model and its task."""
-    settings = read_json(folder / CONFIG)
-    if "task" not in settings:
-        raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
-    encoder = read_encoder_config(settings, folder)
-    try:
-        task = Task.from_dict(settings["task"])
-        pooling: Any = settings.get("pooling")
-        with torch.device("meta"):
-            model = TaskModel(Encoder(encoder), task.num_labels, pooling)
-    except ConfigError as error:
-        raise DataError(f"{folder / CONFIG}: {error}") from None
+def load_finetuned(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
+    """Load a fine-tuned model and its configuration."""
+    config = read_finetuned_config(folder)
+    with torch.device("meta"):
+        model = TaskModel(Encoder(config.encoder), config.task.num_labels, config.pooling)
     weights = read_tensors(folder / WEIGHTS)
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
     model.load_state_dict(weights, assign=True)
-    return model.eval(), task
+    return model.eval(), config

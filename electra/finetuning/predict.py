@@ -24,7 +24,7 @@ from electra.finetuning.model import OUTPUT_TYPES, load_finetuned
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
 from electra.model.storage import load_model_tokenizer
-from electra.runfolder import CONFIG, open_atomic, read_json
+from electra.runfolder import open_atomic
 from electra.training.hardware import choose_device, choose_precision
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -32,7 +32,7 @@ CHUNK_SIZE = 4096  # rows in memory at a time
 
 @dataclass(frozen=True)
 class PredictResult:
-    """What was written."""
+    """The file of predictions."""
 
     output: str
     rows: int
@@ -47,8 +47,7 @@ class PredictResult:
 class EvaluateResult:
     """Metrics of a model, or an ensemble, on a file."""
 
-    model: str
-    models: int  # members of the ensemble
+    models: list[str]  # several form an ensemble
     task: str
     input: str
     rows: int
@@ -59,7 +58,7 @@ class EvaluateResult:
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
-        ensemble = f"; ensemble of {self.models} models" if self.models > 1 else ""
+        ensemble = f"; ensemble of {len(self.models)} models" if len(self.models) > 1 else ""
         lines = [f"{self.input}: {self.rows:,} rows{truncated}{ensemble}"]
         lines += [f"  {name:<14}{100 * value:6.2f}" for name, value in self.metrics.items()]
         if self.confusion_matrix and len(self.labels) <= 10:
@@ -84,12 +83,12 @@ class Predictor:
         self.device = choose_device(config.device)
         self.precision = choose_precision(config.precision, self.device)
         self.models = [model.to(self.device) for model, _ in loaded]
-        self.task = loaded[0][1]
-        encoder = self.models[0].encoder.config
-        self.length: int = config.length or read_json(self.folders[0] / CONFIG)["length"]
-        encoder.check_length(self.length)
-        self.batch_size, self.pad_id = config.batch_size, encoder.pad_id
-        self.tokenizer = load_model_tokenizer(self.folders[0], encoder.vocab_size)
+        _, first = loaded[0]
+        self.task = first.task
+        self.length = config.length or first.length
+        first.encoder.check_length(self.length)
+        self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
+        self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
 
     def stream_logits(self, path: Path, with_labels: bool) -> Iterator[tuple[Examples, NDArray]]:
@@ -173,7 +172,6 @@ def open_rows(path: Path) -> Iterator[RowWriter]:
 
 
 def json_writer(file: TextIO) -> RowWriter:
-    """Write rows as lines of JSON."""
     return lambda row: print(json.dumps(row, ensure_ascii=False, default=str), file=file)
 
 
@@ -212,8 +210,9 @@ WRITERS: dict[str, Callable[[TextIO], RowWriter]] = {
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Compute the task's metrics on a file with labels."""
-    predictor, path = Predictor(config.predictor), config.predictor.input
-    task, labels, logits = predictor.task, [], []
+    predictor = Predictor(config.predictor)
+    path, task = config.predictor.input, predictor.task
+    labels, logits = [], []
     for examples, chunk_logits in predictor.stream_logits(path, with_labels=True):
         if examples.labels is None:
             raise DataError(
@@ -221,11 +220,11 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             )
         labels.append(examples.labels)
         logits.append(chunk_logits)
-    truth, predicted = np.concatenate(labels), OUTPUT_TYPES[task.kind].predict(np.concatenate(logits), task)
+    truth = np.concatenate(labels)
+    predicted = OUTPUT_TYPES[task.kind].predict(np.concatenate(logits), task)
     has_matrix = task.kind == "classification"
     return EvaluateResult(
-        model=", ".join(map(str, predictor.folders)),
-        models=len(predictor.folders),
+        models=[str(folder) for folder in predictor.folders],
         task=task.name,
         input=str(path),
         rows=predictor.rows,

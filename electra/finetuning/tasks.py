@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
 from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_kind, read_rows
-from electra.model.config import check_fields
+from electra.model.config import check_fields, convert_settings
 
 HUB = "hub:"
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
@@ -49,8 +49,6 @@ class Task:
     """Skip lines with a wrong number of fields, except in test splits."""
     dev_fraction: float = 0.0
     """Fraction of the training rows that is held out as the dev split, if there is no dev file."""
-    seed: int = 0
-    """Seed of the draw of held-out rows."""
     offset: float = 0.0
     """Regression targets are (score - offset) / scale."""
     scale: float = 1.0
@@ -66,18 +64,14 @@ class Task:
     """Test split → file of its predictions in a GLUE submission."""
 
     def __post_init__(self) -> None:
-        if self.kind not in list(LABEL_TYPES):
-            raise ConfigError(f"unknown kind of task {self.kind!r}; choose from {', '.join(LABEL_TYPES)}")
-        unknown = [name for name in self.metrics if name not in METRICS]
-        if unknown:
+        if unknown := [name for name in self.metrics if name not in METRICS]:
             raise ConfigError(f"unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
 
     @classmethod
     def from_dict(cls, settings: Any) -> Task:
         """The inverse of `dataclasses.asdict`, also after storage as JSON."""
         check_fields(settings, cls)
-        fields: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in settings.items()}
-        return cls(**fields)
+        return convert_settings(settings, cls)
 
     @property
     def num_labels(self) -> int:
@@ -97,7 +91,6 @@ class Task:
         return LABEL_TYPES[self.kind].decode(labels, self.labels)
 
     def evaluate(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
-        """The task's metrics of predictions."""
         return {name: METRICS[name](predicted, labels) for name in self.metrics}
 
     def find_column(self, name: str, present: Iterable[str]) -> str | None:
@@ -118,9 +111,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def select(self, indices: Iterable[int]) -> Examples:
-        """The examples at these indices."""
-        indices = np.array(list(indices), np.int64)
+    def select(self, indices: NDArray) -> Examples:
         return Examples(
             texts=[self.texts[index] for index in indices],
             texts_b=None if self.texts_b is None else [self.texts_b[index] for index in indices],
@@ -180,8 +171,8 @@ def with_class_name(task: Task, row: Row) -> Row:
 
 
 def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
-    """The examples in rows of a file."""
-    label_type, class_ids = LABEL_TYPES[task.kind], {name: index for index, name in enumerate(task.labels)}
+    label_type = LABEL_TYPES[task.kind]
+    class_ids = {name: index for index, name in enumerate(task.labels)}
     texts, texts_b, labels = [], [], []
     for row in rows:
         with errors_with_line(source, row.line):
@@ -207,7 +198,6 @@ def errors_with_line(source: str, line: int) -> Iterator[None]:
 
 
 def get_value(task: Task, name: str, row: Row) -> Any:
-    """The value of a row in a column."""
     column = task.find_column(name, row.values)
     if column is None:
         present = ", ".join(map(repr, row.values))
@@ -232,7 +222,7 @@ def split_indices(task: Task, split: str, rows: int) -> NDArray:
     if rows < 2:
         raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
     held_out = min(max(1, round(rows * task.dev_fraction)), rows - 1)
-    order = np.random.default_rng(task.seed).permutation(rows)
+    order = np.random.default_rng(0).permutation(rows)
     return np.sort(order[:held_out] if split == "dev" else order[held_out:])
 
 
@@ -363,43 +353,6 @@ def with_data(task: Task, data: str) -> Task:
             f"download, with one folder per task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})
-
-
-def custom_task(
-    *,
-    train: Path,
-    dev: Path | None = None,
-    dev_fraction: float | None = None,
-    text: str,
-    text_b: str | None = None,
-    label: str,
-    kind: TaskKind | None = None,
-    seed: int = 0,
-) -> Task:
-    """A task from a user's files; its classes or scale, and its kind unless given, come from the labels in `train`.
-
-    Without `dev`, the fraction `dev_fraction` (default 0.1) of the rows of `train` is held out. Classes are collected
-    before that, so that all rows of a rare class may be held out.
-    """
-    if dev is not None and dev_fraction is not None:
-        raise ConfigError(f"dev is {dev} and dev_fraction is {dev_fraction}; set one of them")
-    if len({text, text_b, label}) < 3:
-        raise ConfigError(f"text, text_b and label are columns {text}, {text_b} and {label}; they must be different")
-    held_out = 0.0 if dev is not None else 0.1 if dev_fraction is None else dev_fraction
-    if dev is None and not 0 < held_out < 1:
-        raise ConfigError(f"dev_fraction is {held_out}; it must be above 0 and below 1")
-    task = Task(
-        name=train.name.split(".")[0],
-        kind=kind or "classification",
-        text=text,
-        text_b=text_b,
-        label=label,
-        metrics=(),
-        splits={"train": str(train), "dev": str(dev or train)},
-        dev_fraction=held_out,
-        seed=seed,
-    )
-    return infer_labels(task, kind)
 
 
 def infer_labels(task: Task, kind: TaskKind | None) -> Task:

@@ -125,7 +125,8 @@ def electra_classification_head(head: Tensors) -> Tensors:
             f"{outputs} outputs need a hidden size of at least {2 * outputs} in ElectraForSequenceClassification, "
             f"and this model has {width}"
         )
-    rest, identity = width - 2 * outputs, torch.eye(outputs)
+    rest = width - 2 * outputs
+    identity = torch.eye(outputs)
     return {
         "classifier.dense.weight": torch.cat([weight, -weight, torch.zeros(rest, width)]),
         "classifier.dense.bias": torch.cat([bias, -bias, torch.zeros(rest)]),
@@ -200,7 +201,7 @@ def from_huggingface_config(settings: Settings, architecture: Architecture, fold
     check_labels(settings, architecture, folder)
     ours = {ours: settings[theirs] for ours, theirs in family.setting_names.items() if settings.get(theirs) is not None}
     ours = asdict(family.defaults) | ours
-    if not family.has_embedding_width:
+    if "embedding_width" not in family.setting_names:
         ours["embedding_width"] = ours["width"]
     try:
         config = convert_settings(ours, EncoderConfig)

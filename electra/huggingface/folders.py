@@ -58,9 +58,7 @@ def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:
         settings = read_json(folder / CONFIG)
         architecture = get_architecture(settings, folder)
         return {architecture.part: from_huggingface_config(settings, architecture, folder)}
-    electra = read_model_config(folder)
-    configs = {"generator": electra.generator, "discriminator": electra.discriminator}
-    return {part: config for part, config in configs.items() if config is not None}
+    return read_model_config(folder).encoders()
 
 
 def is_discriminator(folder: Path) -> bool:

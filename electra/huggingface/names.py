@@ -104,7 +104,6 @@ class Family:
     setting_names: dict[str, str]
     fixed_settings: Settings  # settings of which we support one value, which is also their default
     defaults: EncoderConfig  # of settings that a config.json may omit
-    has_embedding_width: bool  # whether the embedding width may differ from the hidden size
     ignored: str  # pattern of tensors, without the prefix, that a file may contain and we do not need
 
 
@@ -114,16 +113,13 @@ ELECTRA = Family(
     setting_names=SETTING_NAMES,
     fixed_settings=FIXED_SETTINGS,
     defaults=SMALL,
-    has_embedding_width=True,
     ignored=r"embeddings\.position_ids|embeddings_project\..*",  # a projection although both widths are equal
 )
-BERT = Family(
+BERT = replace(
+    ELECTRA,
     prefix="bert.",
-    encoder_names=ENCODER_NAMES,
-    setting_names=SETTING_NAMES,
-    fixed_settings=FIXED_SETTINGS,
+    setting_names={ours: theirs for ours, theirs in SETTING_NAMES.items() if ours != "embedding_width"},
     defaults=BASE,
-    has_embedding_width=False,
     ignored=r"embeddings\.position_ids|pooler\..*|cls\.seq_relationship\..*",
 )
 MODERNBERT = Family(
@@ -132,7 +128,6 @@ MODERNBERT = Family(
     setting_names=MODERNBERT_SETTING_NAMES,
     fixed_settings=MODERNBERT_FIXED_SETTINGS,
     defaults=MODERNBERT_DEFAULTS,
-    has_embedding_width=False,
     ignored="",
 )
 

@@ -166,15 +166,15 @@ def launch(kernel, qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None
            dropout: float, *outputs: Tensor) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
-    block, has_dropout = max(16, triton.next_power_of_2(L)), seed is not None
-    needs_registers = has_dropout or rope is not None  # more warps have more of them
+    block = max(16, triton.next_power_of_2(L))
+    needs_registers = seed is not None or rope is not None  # more warps have more of them
     queries, warps = (128, 8) if needs_registers and K <= 64 else (64, 4)
     limit_registers = kernel is short_attention_kernel and K <= 64 and torch.version.hip is None
     kernel[(B * H,)](
         qkv, qkv if document_ids is None else document_ids, qkv if rope is None else rope,
         qkv if seed is None else seed, *outputs, L, window, K**-0.5, dropout,
         H=H, K=K, BLOCK=block, QUERIES=min(queries, block), HAS_DOCUMENTS=document_ids is not None,
-        HAS_WINDOW=window >= 0, HAS_ROPE=rope is not None, HAS_DROPOUT=has_dropout,
+        HAS_WINDOW=window >= 0, HAS_ROPE=rope is not None, HAS_DROPOUT=seed is not None,
         num_warps=warps, num_stages=1, **({"maxnreg": MAX_REGISTERS} if limit_registers else {}),
     )  # fmt: skip
 
@@ -196,7 +196,8 @@ def short_attention_forward(
 
     Tokens attend within their document, by `document_ids` [B, L] int32, at most `window` tokens away unless that is
     negative. `rope` [2, L, K/2] holds cosines and sines. Attention weights are dropped with a `seed` []."""
-    out = qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
+    B, L, _, H, K = qkv.shape
+    out = qkv.new_empty(B, L, H, K)
     launch(short_attention_kernel, qkv, document_ids, rope, seed, window, dropout, out)
     return out
 
@@ -221,7 +222,8 @@ def short_attention(
 
 @short_attention.register_fake
 def _(qkv, document_ids, rope, seed, window, dropout):
-    return qkv.new_empty(qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4])
+    B, L, _, H, K = qkv.shape
+    return qkv.new_empty(B, L, H, K)
 
 
 @torch.library.custom_op("electra::short_attention_backward", mutates_args=())
@@ -287,7 +289,8 @@ def long_attention_backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """grad_qkv [B, L, 3, H, K], and partial sums [programs, 3 · H · K] for its bias."""
-    (B, L, _, H, _), (query, key, value) = qkv.shape, qkv.unbind(2)
+    B, L, _, H, _ = qkv.shape
+    query, key, value = qkv.unbind(2)
     if use_cudnn(qkv, cu_seqlens):
         heads = [each.transpose(1, 2) for each in (grad_out, query, key, value, out)]
         grads = aten._scaled_dot_product_cudnn_attention_backward(
@@ -336,8 +339,10 @@ def pack_qkv_kernel(
 
 def pack_qkv_grads(qkv: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of queries, keys and values as one of `qkv` [B, L, 3, H, K], and partial sums [programs, 3 · D]."""
-    packed, D = torch.empty_like(qkv), qkv[0, 0, 0].numel()
-    N, column_blocks = qkv.shape[0] * qkv.shape[1], triton.cdiv(D, PACK_COLUMNS)
+    B, L, _, H, K = qkv.shape
+    N, D = B * L, H * K
+    packed = torch.empty_like(qkv)
+    column_blocks = triton.cdiv(D, PACK_COLUMNS)
     blocks, programs = split_rows(N, PACK_ROWS, 3 * column_blocks)
     partials = torch.empty(programs, 3 * D, device=qkv.device)
     pack_qkv_kernel[(programs, column_blocks, 3)](

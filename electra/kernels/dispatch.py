@@ -52,7 +52,7 @@ AttentionBackend = Literal["sdpa", "varlen", "short"]
 
 @dataclass(frozen=True)
 class AttentionBias:
-    """Which tokens attend to which, in the form that the attention backend takes; one for all layers of a kind.
+    """Which tokens attend to which, in the form that the attention backend takes; shared by layers of equal window.
 
     Without mask, cu_seqlens and document_ids tokens attend to their whole row."""
 

@@ -94,8 +94,8 @@ def classic_feedforward_backward(
 ) -> tuple[Tensor, Tensor, ClassicWeights]:  # fmt: skip
     """The gradients of `mixed`, `residual` and, still running on the side stream, the weights.
 
-    Without dropout the gradient of a residual is the same tensor as that of what was added to it, which the side stream
-    reads: hence the join before it is added to in place."""
+    Without dropout grad_between and grad_down_out are the same tensor. The side stream reads it, so the main stream
+    joins before `addmm_` updates it in place."""
     first, second = select_seed(seeds, 0, dropout), select_seed(seeds, 1, dropout)
     grad_between, grad_down_out, partials = dropout_add_layernorm_backward(
         saved.down, weights.down_bias, saved.between, weights.norm2_weight, grad_out, epsilon, second, dropout
@@ -158,7 +158,9 @@ def classic_layer_shapes(
     attention_dropout, dropout, epsilon,
 ):  # fmt: skip
     """Empty tensors in the shapes that `classic_layer` returns."""
-    (N, D), M, F = hidden.shape, len(hidden) if rows is None else len(rows), len(ClassicWeights(*weights).up)
+    N, D = hidden.shape
+    M = N if rows is None else len(rows)
+    F = len(ClassicWeights(*weights).up)
     stored = [hidden.new_empty(M, width) for width in (D, D, F, F, D)]
     state = empty_attention_state(hidden, heads, is_short)
     return hidden.new_empty(M, D), hidden.new_empty(N, 3 * D), torch.empty_like(hidden), *state, *stored
@@ -192,7 +194,8 @@ def classic_layer_backward(
         )
     grad_qkv = grad_qkv.view_as(qkv)
     side_stream.join()
-    grad_weight, dtype = side_stream(torch.mm, grad_qkv.T, hidden), qkv_weights[1].dtype
+    grad_weight = side_stream(torch.mm, grad_qkv.T, hidden)
+    dtype = qkv_weights[1].dtype
     grad_bias = side_stream(qkv_bias_grad, grad_qkv, dtype) if is_short else side_stream(column_sums, partials, dtype)
     grad_hidden.addmm_(grad_qkv, qkv_weights[0])
     side_stream.join()
@@ -248,7 +251,8 @@ def fused_classic_layer(
     """The layer's output [B, L, D] from its input `hidden`, or [B, M, D] at `positions` [B, M] only.
 
     `parameters` are in the order of `ClassicLayer.parameters()`, `is_short` selects short attention."""
-    seeds, flat = dropout_seeds(hidden, max(dropout, attention_dropout)), hidden.flatten(0, 1).contiguous()
+    seeds = dropout_seeds(hidden, max(dropout, attention_dropout))
+    flat = hidden.flatten(0, 1).contiguous()
     operation = seeded_classic_layer_op if attention_dropout and not is_short else classic_layer_op
     out, *_ = operation(
         flat, parameters[:2], parameters[2:], document_ids, cu_seqlens, seeds, flatten_positions(positions, hidden),
@@ -312,9 +316,11 @@ def modern_layer(
 
 @modern_layer.register_fake
 def _(residual, pending, parameters, document_ids, rope, rows, batch_size, heads, window, epsilon):
-    weights, (N, D) = ModernWeights(*parameters[-NUM_MODERN:]), residual.shape
+    weights = ModernWeights(*parameters[-NUM_MODERN:])
+    N, D = residual.shape
     M = N if rows is None else len(rows)
-    before, F = residual.new_empty(0) if pending is None else torch.empty_like(residual), weights.down.shape[1]
+    F = weights.down.shape[1]
+    before = residual.new_empty(0) if pending is None else torch.empty_like(residual)
     attended = [weights.qkv.new_empty(N, width) for width in (D, 3 * D, D)]
     down, *rest = [weights.qkv.new_empty(M, width) for width in (D, D, 2 * F, F)]
     return residual.new_empty(M, D), down, before, *attended, *rest
@@ -327,8 +333,10 @@ def modern_layer_backward(
     grad_down_out: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of residual, of pending (except in the first layer), and of the parameters."""
-    weights, saved = ModernWeights(*parameters[-NUM_MODERN:]), ModernActivations(*activations)
-    (N, D), side_stream = saved.mixed.shape, WeightGradientStream()
+    weights = ModernWeights(*parameters[-NUM_MODERN:])
+    saved = ModernActivations(*activations)
+    N, D = saved.mixed.shape
+    side_stream = WeightGradientStream()
     grad_down_out = grad_down_out.contiguous()
     grad_down = side_stream(torch.mm, grad_down_out.T, saved.activated)
     grad_up_out = geglu_backward(saved.up, grad_down_out @ weights.down)

@@ -66,7 +66,8 @@ def bias_gelu_backward_kernel(
 
 def bias_gelu_forward(x: Tensor, bias: Tensor) -> Tensor:
     """gelu(`x` [..., C] + `bias` [C])."""
-    out, C = torch.empty_like(x), x.shape[-1]
+    out = torch.empty_like(x)
+    C = x.shape[-1]
     N = x.numel() // C
     grid = (triton.cdiv(N, BLOCK_ROWS), triton.cdiv(C, BLOCK_COLUMNS))
     bias_gelu_kernel[grid](x, bias, out, N, C, BLOCK_ROWS=BLOCK_ROWS, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=4)
@@ -75,8 +76,10 @@ def bias_gelu_forward(x: Tensor, bias: Tensor) -> Tensor:
 
 def bias_gelu_backward(x: Tensor, bias: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """grad_x [..., C], and partial sums [programs, C] of the bias's gradient."""
-    grad_x, C = torch.empty_like(x), x.shape[-1]
-    N, column_blocks = x.numel() // C, triton.cdiv(C, BLOCK_COLUMNS)
+    grad_x = torch.empty_like(x)
+    C = x.shape[-1]
+    N = x.numel() // C
+    column_blocks = triton.cdiv(C, BLOCK_COLUMNS)
     # Fewer programs would all land on the multiprocessors that a concurrent matrix product frees first.
     blocks, programs = split_rows(N, BACKWARD_BLOCK_ROWS, column_blocks, factor=4)
     partials = torch.empty(programs, C, device=x.device)

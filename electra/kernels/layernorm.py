@@ -22,7 +22,7 @@ ONE_WARP, ONE_WARP_DROPOUT, ONE_WARP_PRENORM = 1024, 768, 512
 
 @triton.jit
 def zero_padding(values, column, D: tl.constexpr, WIDTH: tl.constexpr):
-    """values [ROWS, ...] with zeros in columns from D on; WIDTH columns are held in all."""
+    """values [ROWS, ...] with zeros in columns from D on; unchanged if the row's WIDTH columns are exactly D."""
     return values if WIDTH == D else tl.where((column < D)[None, :], values, 0.0)
 
 
@@ -118,18 +118,18 @@ def dropout_add_layernorm_backward_kernel(
         rstd = 1.0 / tl.sqrt(row_sums(multiply_chunks(centered, centered)) / D + epsilon)
         normalized, scaled = [chunk * rstd[:, None] for chunk in centered], multiply_chunks(grad, weights)
         projection, scaled_mean = row_sums(multiply_chunks(scaled, normalized)) / D, row_sums(scaled) / D
-        changes = ()
+        grad_sums = ()
         for i in tl.static_range(CHUNKS):
             offset = row[:, None] * D + columns[i][None, :]
             mask = (row < N)[:, None] & (columns[i] < D)[None, :]
-            change = (scaled[i] - scaled_mean[:, None] - normalized[i] * projection[:, None]) * rstd[:, None]
-            tl.store(grad_residual + offset, change.to(grad_residual.dtype.element_ty), mask=mask)
+            grad_sum = (scaled[i] - scaled_mean[:, None] - normalized[i] * projection[:, None]) * rstd[:, None]
+            tl.store(grad_residual + offset, grad_sum.to(grad_residual.dtype.element_ty), mask=mask)
             if HAS_DROPOUT:
-                change = change * dropout_scale(seed, offset, dropout)
-                tl.store(grad_x + offset, change.to(grad_x.dtype.element_ty), mask=mask)
-            changes += (change,)
+                grad_sum = grad_sum * dropout_scale(seed, offset, dropout)
+                tl.store(grad_x + offset, grad_sum.to(grad_x.dtype.element_ty), mask=mask)
+            grad_sums += (grad_sum,)
         grad_weight = add_chunks(grad_weight, multiply_chunks(grad, normalized))
-        grad_norm_bias, grad_bias = add_chunks(grad_norm_bias, grad), add_chunks(grad_bias, changes)
+        grad_norm_bias, grad_bias = add_chunks(grad_norm_bias, grad), add_chunks(grad_bias, grad_sums)
     for i in tl.static_range(CHUNKS):
         target = partials + tl.program_id(0).to(tl.int64) * 3 * D + columns[i]
         tl.store(target, tl.sum(grad_weight[i], 0), mask=columns[i] < D)
@@ -168,7 +168,8 @@ def dropout_add_layernorm_backward(
     N, D = x.shape
     warps = 1 if (ONE_WARP if seed is None else ONE_WARP_DROPOUT) >= D else 4  # a single warp never waits for others
     width = min(CHUNK * warps, triton.next_power_of_2(D))
-    chunks, rows = triton.cdiv(D, width), max(1, TILE_ELEMENTS * warps // triton.next_power_of_2(D))
+    chunks = triton.cdiv(D, width)
+    rows = max(1, TILE_ELEMENTS * warps // triton.next_power_of_2(D))
     grad_residual = torch.empty_like(x)
     grad_x = grad_residual if seed is None else torch.empty_like(x)
     blocks, programs = split_rows(N, rows)
@@ -212,10 +213,10 @@ def add_layernorm_backward_kernel(
         grad = tl.load(grad_out + offset, mask=mask, other=0.0).to(tl.float32)
         scaled = grad * weight[None, :]
         projection, scaled_mean = tl.sum(scaled * normalized, 1) / D, tl.sum(scaled, 1) / D
-        change = (scaled - scaled_mean[:, None] - normalized * projection[:, None]) * rstd[:, None]
-        change += tl.load(grad_total + offset, mask=mask, other=0.0)
-        tl.store(grad_residual + offset, change, mask=mask)
-        tl.store(grad_x + offset, change.to(grad_x.dtype.element_ty), mask=mask)
+        grad_sum = (scaled - scaled_mean[:, None] - normalized * projection[:, None]) * rstd[:, None]
+        grad_sum += tl.load(grad_total + offset, mask=mask, other=0.0)
+        tl.store(grad_residual + offset, grad_sum, mask=mask)
+        tl.store(grad_x + offset, grad_sum.to(grad_x.dtype.element_ty), mask=mask)
         grad_weight += grad * normalized
     target = partials + tl.program_id(0).to(tl.int64) * D + column
     tl.store(target, tl.sum(grad_weight, 0), mask=column < D)

@@ -43,7 +43,8 @@ def mlm_loss_and_sample_kernel(
     """One program per prediction: the logsumexp of each block of the vocabulary, then the sample of a block, then of a
     token in it.
 
-    The blocks' logsumexp goes through memory: loaded as one vector, every thread draws noise for different blocks."""
+    The logsumexp of all blocks is stored and loaded again as one vector, so that each thread draws the noise of other
+    blocks."""
     prediction = tl.program_id(0).to(tl.int64)
     row, position = prediction // num_positions, prediction % num_positions
     logits += prediction * stride
@@ -104,7 +105,8 @@ def mlm_loss_and_sample_op(
     `states` are [B · M, E] and `table` [padded V, E]."""
     logits = torch.addmm(bias.to(states.dtype), states, table.T)
     losses, logsumexp = (torch.empty(labels.shape, device=logits.device) for _ in range(2))
-    samples, num_blocks = torch.empty_like(labels), triton.cdiv(vocab_size, BLOCK)
+    samples = torch.empty_like(labels)
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
     width = triton.next_power_of_2(triton.cdiv(num_blocks, VOCAB_BLOCKS) * VOCAB_BLOCKS)
     block_logsumexp = torch.empty(labels.numel(), width, device=logits.device)
     mlm_loss_and_sample_kernel[(labels.numel(),)](
@@ -127,7 +129,9 @@ def mlm_loss_backward_op(
     states: Tensor, table: Tensor, labels: Tensor, logits: Tensor, logsumexp: Tensor, grad_loss: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of states, table and bias from `grad_loss` [B, M]."""
-    (N, stride), grad_logits, side_stream = logits.shape, torch.empty_like(logits), WeightGradientStream()
+    N, stride = logits.shape
+    grad_logits = torch.empty_like(logits)
+    side_stream = WeightGradientStream()
     column_blocks = triton.cdiv(stride, BLOCK_COLUMNS)
     blocks, programs = split_rows(N, BLOCK_ROWS, column_blocks)
     partials = torch.empty(programs, stride, device=logits.device)
@@ -167,7 +171,7 @@ def mlm_loss_and_sample(
 ) -> tuple[Tensor, Tensor]:
     """Losses of `labels` [B, M] and samples [B, M], from `states` [B, M, E] and the token `table` [V, E]."""
     vocab_size, table = len(table), table.to(states.dtype)
-    if padding := -vocab_size % VOCAB_MULTIPLE:  # padding by zero rows would still copy the table
+    if padding := -vocab_size % VOCAB_MULTIPLE:  # `functional.pad` copies the table even if there is nothing to pad
         table, bias = functional.pad(table, (0, 0, 0, padding)), functional.pad(bias, (0, padding))
     flat = states.flatten(0, 1).contiguous()
     losses, samples, *_ = mlm_loss_and_sample_op(flat, table, bias, labels, block_keys, token_keys, vocab_size)

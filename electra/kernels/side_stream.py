@@ -16,9 +16,9 @@ def side_stream(main_stream_id: int, device: int) -> torch.cuda.Stream:
 class WeightGradientStream:
     """Runs functions on a side stream, each after everything queued on the main stream so far.
 
-    The backward pass waits for gradients of hidden states, but not for those of weights: on a stream of their own they
-    use the multiprocessors that the others leave idle. Arguments are kept alive until `join`, and must not be written
-    to before. Without a GPU (in Triton's interpreter) functions run immediately.
+    The backward pass waits for gradients of hidden states, but not for those of weights: on a side stream they use
+    multiprocessors that the main stream leaves idle. Arguments are kept alive until `join`, and must not be written to
+    before. Without a GPU (in Triton's interpreter) functions run immediately.
     """
 
     enabled = True
@@ -48,8 +48,9 @@ class WeightGradientStream:
 class GeneratorStream:
     """A stream for the generator's forward pass; its backward pass then runs beside the discriminator's.
 
-    Autograd runs the backward of an operation on the stream of its forward, and the models only meet where gradients of
-    shared weights are added: the generator's small kernels use what the discriminator's leave idle.
+    Autograd runs the backward of an operation on the stream of its forward. The models depend on each other only where
+    gradients of shared weights are added, so the generator's small kernels use multiprocessors that the discriminator's
+    leave idle.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_choice, check_range
 
 Style = Literal["classic", "modern"]
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
@@ -60,8 +60,16 @@ class EncoderConfig:
     """Modern style: RoPE base of layers with local attention."""
 
     def __post_init__(self) -> None:
-        self.check_numbers()
-        self.check_style()
+        check_choice(self, "style", get_args(Style))
+        integers = [field.name for field in fields(self) if field.type == "int" and field.name != "pad_id"]
+        check_range(self, *integers, at_least=1)
+        check_range(self, "dropout", "attention_dropout", at_least=0, below=1)
+        check_range(self, "init_std", "norm_epsilon", above=0, below=1)
+        check_range(self, "global_theta", "local_theta", above=1)
+        check_range(self, "pad_id", at_least=0, below=self.vocab_size)
+        for name in MODERN_FIELDS:
+            if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
+                raise ConfigError(f"is {getattr(self, name)}, but only --style modern has it", field=name)
         if self.width % self.heads:
             closest = max(1, self.width // self.heads) * self.heads
             raise ConfigError(f"is {self.width}, not a multiple of {self.heads} heads; try {closest}", field="width")
@@ -71,29 +79,6 @@ class EncoderConfig:
                 "an even head width",
                 field="width",
             )
-
-    def check_numbers(self) -> None:
-        for field in fields(self):
-            if field.type == "int" and field.name != "pad_id" and getattr(self, field.name) < 1:
-                raise ConfigError(f"is {getattr(self, field.name)}; it must be at least 1", field=field.name)
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and less than 1", field=name)
-        for name in ("init_std", "norm_epsilon"):
-            if not 0 < getattr(self, name) < 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be between 0 and 1", field=name)
-        for name in ("global_theta", "local_theta"):
-            if getattr(self, name) <= 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be greater than 1, usually 10000", field=name)
-        if not 0 <= self.pad_id < self.vocab_size:
-            raise ConfigError(f"is {self.pad_id}; the vocabulary has {self.vocab_size:,} entries", field="pad_id")
-
-    def check_style(self) -> None:
-        if self.style not in get_args(Style):
-            raise ConfigError(f"is {self.style!r}; choose from {', '.join(get_args(Style))}", field="style")
-        for name in MODERN_FIELDS:
-            if self.style == "classic" and getattr(self, name) != getattr(EncoderConfig, name):
-                raise ConfigError(f"is {getattr(self, name)}, but only --style modern has it", field=name)
 
     def is_modern(self) -> bool:
         return self.style == "modern"
@@ -141,10 +126,8 @@ class ElectraConfig:
     """Whether the generator has a head that predicts its reward, the baseline of adversarial training."""
 
     def __post_init__(self) -> None:
-        if self.head not in get_args(Head):
-            raise ConfigError(f"is {self.head!r}; choose from {', '.join(get_args(Head))}", field="head")
-        if self.sharing not in get_args(Sharing):
-            raise ConfigError(f"is {self.sharing!r}; choose from {', '.join(get_args(Sharing))}", field="sharing")
+        check_choice(self, "head", get_args(Head))
+        check_choice(self, "sharing", get_args(Sharing))
         if self.generator is None or self.discriminator is None:
             if self.sharing != "none":
                 raise ConfigError(f"is {self.sharing}, which needs a generator and a discriminator", field="sharing")
@@ -157,6 +140,11 @@ class ElectraConfig:
                     f"the discriminator {theirs}; make them equal or share less",
                     field="sharing",
                 )
+
+    def encoders(self) -> dict[str, EncoderConfig]:
+        """The encoders by part: generator, discriminator, or the one it has."""
+        parts = {"generator": self.generator, "discriminator": self.discriminator}
+        return {part: encoder for part, encoder in parts.items() if encoder is not None}
 
     @classmethod
     def from_dict(cls, settings: Any) -> ElectraConfig:
@@ -256,6 +244,11 @@ def scale_init_std(config: EncoderConfig) -> EncoderConfig:
     return replace(config, init_std=round(BASE.init_std * (BASE.width / config.width) ** 0.5, 4))
 
 
+OVERRIDES = ["layers", "width", "heads", "feedforward", "embedding_width", "positions"]
+OVERRIDES += ["global_attention_every", "local_attention"]
+"""Fields of ModelConfig that replace those of the size's encoder."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A size of the paper; settings left out are the size's."""
@@ -308,10 +301,9 @@ class ModelConfig:
 
     def overrides(self) -> dict[str, Any]:
         """The discriminator's settings that differ from its size's."""
-        names = ["layers", "width", "heads", "feedforward", "embedding_width", "positions", "dropout"]
-        names += ["global_attention_every", "local_attention"]
-        settings = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return settings if self.dropout is None else settings | {"attention_dropout": self.dropout}
+        values = {name: getattr(self, name) for name in OVERRIDES}
+        values |= {"dropout": self.dropout, "attention_dropout": self.dropout}
+        return {name: value for name, value in values.items() if value is not None}
 
     def generator_config(self, discriminator: EncoderConfig, width_ratio: Fraction) -> EncoderConfig:
         """The generator of `discriminator`: as many layers and `width_ratio` of its width, unless overridden."""

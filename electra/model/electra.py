@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
 from electra.model.encoder import Encoder, disentangled_embeddings
 from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
+
+if TYPE_CHECKING:  # its import takes a second or two
+    from electra.kernels.side_stream import GeneratorStream
 
 CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 
@@ -26,19 +29,9 @@ class MaskedLanguageModel(nn.Module):
         self.encoder = Encoder(config)
         self.head = MLMHead(config)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        *,
-        positions: Tensor | None = None,
-    ) -> TokenPredictions:
-        """Predictions at `positions` [B, M], or at all L positions."""
-        inputs = (attention_mask, segment_ids, document_ids, cu_seqlens)
-        return self.predict(self.encoder(input_ids, *inputs, positions=positions))
+    def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named_inputs: Tensor | None) -> TokenPredictions:
+        """Predictions at `positions` [B, M], or at all L positions; the arguments are those of `Encoder.forward`."""
+        return self.predict(self.encoder(input_ids, *inputs, **named_inputs))
 
     def predict(self, hidden: Tensor) -> TokenPredictions:
         """Predictions from the encoder's hidden states [..., D]."""
@@ -80,7 +73,7 @@ class CopyMaskedLanguageModel(MaskedLanguageModel):
 class Generator(MaskedLanguageModel):
     """Predicts the masked tokens; its samples replace them."""
 
-    side_stream: SideStream | None = None
+    side_stream: GeneratorStream | None = None
     """CUDA stream to run on in training, beside the discriminator."""
 
     def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named_inputs: Tensor | None) -> TokenPredictions:
@@ -91,14 +84,6 @@ class Generator(MaskedLanguageModel):
         return SideStreamPredictions(run, self.side_stream)
 
 
-class SideStream(Protocol):
-    """`electra.kernels.side_stream.GeneratorStream`, whose import takes a second or two."""
-
-    def enter(self) -> None: ...
-
-    def join(self) -> None: ...
-
-
 class SideStreamPredictions(TokenPredictions):
     """Predictions of a generator that runs on a side stream, together with its loss, when they are sampled.
 
@@ -106,7 +91,7 @@ class SideStreamPredictions(TokenPredictions):
     discriminator's. Under torch.compile everything between the two switches of streams is one graph.
     """
 
-    def __init__(self, run: Callable[[], TokenPredictions], side_stream: SideStream) -> None:
+    def __init__(self, run: Callable[[], TokenPredictions], side_stream: GeneratorStream) -> None:
         self.run, self.side_stream = run, side_stream
 
     def sample(self, labels: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
@@ -129,16 +114,9 @@ class Discriminator(nn.Module):
         self.encoder = Encoder(config)
         self.head = RTDHead(config)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [B, L]: positive for replaced tokens."""
-        return self.head(self.encoder(input_ids, attention_mask, segment_ids, document_ids, cu_seqlens))
+    def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named_inputs: Tensor | None) -> Tensor:
+        """Logits [B, L], positive for replaced tokens; the arguments are those of `Encoder.forward`."""
+        return self.head(self.encoder(input_ids, *inputs, **named_inputs))
 
 
 DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
@@ -211,19 +189,14 @@ class Electra(nn.Module):
 
     def require_mlm(self) -> MaskedLanguageModel:
         """The masked language model of Replace MLM, which is trained instead of a discriminator."""
-        if not isinstance(self.discriminator, MaskedLanguageModel):
-            raise ConfigError(
-                "this model has no masked language model for corrupted text; build it with ElectraConfig(head='mlm')"
-            )
+        assert isinstance(self.discriminator, MaskedLanguageModel), "the model needs ElectraConfig(head='mlm')"
         return self.discriminator
 
     def require_copy_mlm(self) -> CopyMaskedLanguageModel:
         """The masked language model of All-Tokens MLM, which is trained instead of a discriminator."""
-        if not isinstance(self.discriminator, CopyMaskedLanguageModel):
-            raise ConfigError("this model has no copy gate; build it with ElectraConfig(head='copy_mlm')")
+        assert isinstance(self.discriminator, CopyMaskedLanguageModel), "the model needs ElectraConfig(head='copy_mlm')"
         return self.discriminator
 
     def require_baseline(self) -> BaselineHead:
-        if self.baseline is None:
-            raise ConfigError("this model has no baseline head; build it with ElectraConfig(has_baseline=True)")
+        assert self.baseline is not None, "the model needs ElectraConfig(has_baseline=True)"
         return self.baseline

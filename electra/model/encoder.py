@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from electra.data.loader import compute_cu_seqlens
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBackend, AttentionBias
 from electra.kernels.reference import gather_positions
-from electra.model.attention import limit_to_window, make_attention_bias, make_rope
 from electra.model.config import EncoderConfig
 
 
@@ -102,7 +102,7 @@ class Embeddings(TokenEmbeddings):
 def disentangled_embeddings(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
     """Embeddings that add a difference, zero at first, to another model's: E = stopgrad(E_base) + E_Δ (DeBERTa-v3).
 
-    The gradients of this model's loss do not reach the base. For the same reason the LayerNorm is not shared."""
+    The base gets no gradient from this model's loss. For the same reason the LayerNorm is not shared."""
     embeddings = type(base)(config)
     for table in embeddings.tables():
         nn.init.zeros_(table.weight)
@@ -120,6 +120,56 @@ class EmbeddingNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dropout(self.norm(hidden))
+
+
+def make_attention_bias(
+    attention_mask: Tensor | None,
+    document_ids: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: AttentionBackend,
+) -> AttentionBias:
+    """The bias of rows with padding at one end (`attention_mask` False), several documents, both or neither.
+
+    `cu_seqlens` are the documents' boundaries, if they are already computed (`electra.data.loader`)."""
+    if document_ids is None and attention_mask is None:
+        return AttentionBias(backend)
+    if document_ids is None and backend == "sdpa":
+        assert attention_mask is not None
+        return AttentionBias(mask=attention_mask.bool()[:, None, None, :])
+    if attention_mask is not None:  # padding becomes another document
+        ids = torch.zeros_like(attention_mask, dtype=torch.int32) if document_ids is None else document_ids
+        count = len(ids) if document_ids is None else None if cu_seqlens is None else len(cu_seqlens) - 1
+        max_documents = None if count is None else count + len(ids)
+        document_ids = ids.masked_fill(~attention_mask.bool(), -1)
+        cu_seqlens = compute_cu_seqlens(document_ids, max_documents) if backend == "varlen" else None
+    assert document_ids is not None
+    if backend == "short":
+        return AttentionBias(backend, document_ids=document_ids.int().contiguous())  # the kernel assumes this layout
+    if backend == "varlen":
+        return AttentionBias(backend, cu_seqlens=compute_cu_seqlens(document_ids) if cu_seqlens is None else cu_seqlens)
+    return AttentionBias(mask=document_ids[:, None, :, None] == document_ids[:, None, None, :])
+
+
+def limit_to_window(bias: AttentionBias, window: int, length: int, device: torch.device) -> AttentionBias:
+    """Restrict attention to tokens at most `window` positions away, in rows of `length` tokens."""
+    if length <= window + 1:
+        return bias
+    if bias.backend == "short" or bias.cu_seqlens is not None:
+        return replace(bias, window=window)
+    position = torch.arange(length, device=device)
+    distance = (position[:, None] - position).abs()[None, None]  # [1, 1, L, L]
+    if bias.mask is None:
+        return replace(bias, backend="sdpa", mask=distance <= window)
+    mask = bias.mask | (distance == 0)  # padding far from all tokens attends to itself: a softmax of nothing is NaN
+    return replace(bias, mask=mask & (distance <= window))
+
+
+def make_rope(length: int, head_width: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines [2, L, 1, K/2] of rotary positions in fp32; frequencies fall from 1 towards 1/theta."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_width, 2, device=device) / head_width)
+    angles = torch.arange(length, device=device)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()])[:, :, None]
 
 
 class Attention(nn.Module):
@@ -248,7 +298,8 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.config, is_modern = config, config.is_modern()
+        self.config = config
+        is_modern = config.is_modern()
         has_projection = config.embedding_width != config.width
         self.embeddings = TokenEmbeddings(config) if is_modern else Embeddings(config)
         self.project = linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
@@ -298,7 +349,8 @@ class Encoder(nn.Module):
 
     def run_fused_modern_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
         """`run_layers` with fused layers, whose residual stream is in fp32."""
-        residual, dtype = hidden.float(), dispatch.compute_dtype(hidden)
+        dtype = dispatch.compute_dtype(hidden)
+        residual = hidden.float()
         pending: Tensor | None = None  # the last layer's feed-forward output, not yet added
         for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
             assert isinstance(layer, ModernLayer)
@@ -335,8 +387,8 @@ class Encoder(nn.Module):
 
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""
-        weight, head_width = next(self.layers.parameters()), self.config.width // self.config.heads
-        return dispatch.attention_backend(weight, length, head_width, has_cu_seqlens)
+        weight = next(self.layers.parameters())
+        return dispatch.attention_backend(weight, length, self.config.width // self.config.heads, has_cu_seqlens)
 
     def tied_projection(self) -> Tensor | None:
         """The projection [D, E] that the modern style's tied output table is multiplied with, if there is one."""

@@ -43,7 +43,8 @@ def encoder_items(config: EncoderConfig, length: int, last_layer_tokens: int) ->
 
     Local attention is counted like global attention, as some kernels compute it."""
     E, D, F = config.embedding_width, config.width, config.feedforward
-    is_modern, has_bias = config.is_modern(), not config.is_modern()
+    is_modern = config.is_modern()
+    has_bias = not is_modern
     tokens = config.layers * length
     outputs = tokens - length + last_layer_tokens  # tokens after attention, over all layers
     tables = config.vocab_size + (0 if is_modern else config.positions + config.segments)
@@ -98,7 +99,8 @@ def itemize(
     """The items of generator and discriminator over a row, shared parameters in both.
 
     The last layer of a masked language model computes states of `last_layer_tokens`, by default of the masked ones."""
-    items, outputs = {}, last_layer_tokens or masked
+    items = {}
+    outputs = last_layer_tokens or masked
     if config.generator:
         items["generator"] = mlm_items(config.generator, length, masked, outputs)
     if (size := config.discriminator) is not None:

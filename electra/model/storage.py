@@ -63,7 +63,7 @@ def load_model(folder: Path) -> Electra:
 
 
 def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
-    """A model with `weights`, which were read from `path`."""
+    """A model with `weights`, which were read from `path`; a missing discriminator head is newly initialised."""
     with torch.device("meta"):
         electra = Electra(config)
     expected = dict(electra.named_parameters())
@@ -73,14 +73,10 @@ def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -
     check_tensors(weights, expected, path)
     electra.load_state_dict(weights, strict=False, assign=True)
     if needs_head:
-        initialize_head(electra.require_discriminator())
+        discriminator = electra.require_discriminator()
+        dtype = next(discriminator.encoder.parameters()).dtype
+        discriminator.head = RTDHead(discriminator.encoder.config).to(dtype)
     return electra
-
-
-def initialize_head(discriminator: Discriminator) -> None:
-    """Give a discriminator a new head in its encoder's precision, drawn from torch's default generator."""
-    encoder = discriminator.encoder
-    discriminator.head = RTDHead(encoder.config).to(next(encoder.parameters()).dtype)
 
 
 def has_rtd_head(names: Iterable[str]) -> bool:

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 
 from electra.config import convert, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
-from electra.errors import ConfigError, DataError
-from electra.model.config import ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
+from electra.errors import ConfigError, DataError, check_range
+from electra.model.config import OVERRIDES, ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
 from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
@@ -78,9 +78,6 @@ CHANGEABLE = {  # settings that may differ when a run is resumed: they do not af
 
 def recipe_settings(recipe: str, size: str, style: str = "classic") -> dict[str, Any]:
     """The settings of a recipe for a size and style, by their flat names."""
-    for name, value, choices in (("recipe", recipe, RECIPES), ("style", style, STYLE_SETTINGS)):
-        if value not in choices:
-            raise ConfigError(f"there is no {name} {value!r}; choose from {', '.join(choices)}")
     settings = RECIPES[recipe] | {"mask_fraction": get_size(size).mask_fraction}
     return settings | SIZE_SETTINGS[recipe][size] | STYLE_SETTINGS[style]
 
@@ -104,7 +101,7 @@ class InitConfig:
     unigram_output_bias: bool = False
     """Initialise the output bias of token predictions with the log unigram frequencies of the text."""
     sinusoidal_positions: bool = False
-    """Initialise position embeddings with sinusoids instead of noise; they are trained as usual."""
+    """Initialise position embeddings with sinusoids instead of noise; they are trained like the others."""
 
     def __post_init__(self) -> None:
         if self.model is not None and self.branch_from is not None:
@@ -125,11 +122,10 @@ class BudgetConfig:
     """Budget in minutes of training; compilation, evaluation and checkpoints do not count."""
 
     def __post_init__(self) -> None:
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ConfigError(f"give one of --steps, --tokens and --minutes, not {' and '.join(given) or 'none'}")
-        if getattr(self, given[0]) <= 0:
-            raise ConfigError(f"is {getattr(self, given[0])}; it must be above 0", field=given[0])
+        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            raise ConfigError(f"give one of --steps, --tokens and --minutes, not {' and '.join(budgets) or 'none'}")
+        check_range(self, *BUDGETS, above=0)
 
     def part(self, begin: float, end: float, loader: LoaderConfig) -> Budget:
         """The trainer's budget from one fraction of this budget to another, for batches of `loader`."""
@@ -181,10 +177,8 @@ class PretrainConfig:
     hardware: HardwareConfig
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"is {self.seed}; it must be at least 0", field="seed")
-        if self.evaluation_rows < 1:
-            raise ConfigError(f"is {self.evaluation_rows}; it must be at least 1", field="evaluation_rows")
+        check_range(self, "seed", at_least=0)
+        check_range(self, "evaluation_rows", at_least=1)
         rows, count = self.loader.batch_size, self.trainer.micro_batches
         if rows % count:
             raise ConfigError(f"batch_size {rows} is not divisible by micro_batches {count}")
@@ -192,68 +186,73 @@ class PretrainConfig:
             raise ConfigError("sinusoidal_positions needs position embeddings, which --style modern does not have")
 
     @classmethod
-    def defaults_for(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Defaults beside `given` settings: those of a resumed run or trunk, an --init model, and the recipe."""
-        stored = resumed_settings(given) or trunk_settings(given)
-        initial = init_settings(stored | given)
-        known = flat_defaults(cls) | initial | stored | given
+    def defaults_for(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The defaults of other settings: those of a resumed run or trunk, an --init model, and the recipe."""
+        stored = resumed_settings(values) or trunk_settings(values)
+        initial = init_settings(stored | values)
+        known = flat_defaults(cls) | initial | stored | values
         base = {name: known[name] for name in ("recipe", "size", "style")}
         defaults = recipe_settings(**base) | initial | base | stored
-        return defaults | dict.fromkeys(BUDGETS) if given.keys() & set(BUDGETS) else defaults
+        return defaults | dict.fromkeys(BUDGETS) if values.keys() & set(BUDGETS) else defaults
 
     def has_checkpoint(self) -> bool:
         """Whether this run is resumed from a checkpoint."""
         return self.resume and bool(checkpoint_folders(self.output))
 
 
-def resumed_settings(given: dict[str, Any]) -> dict[str, Any]:
+def resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The settings stored in the run to resume; empty if none is."""
-    if "output" not in given:
+    if "output" not in values:
         return {}
-    run, is_resumed = Path(given["output"]), bool(given.get("resume"))
+    run = Path(values["output"])
     has_run = (run / CONFIG).exists()
-    if "data" not in given and is_resumed != has_run:
+    is_resumed = bool(values.get("resume"))
+    if "data" not in values and is_resumed != has_run:
         hint = "continue it with --resume" if has_run else "start one with --data, or check --output"
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
         return {}
     stored = read_json(run / CONFIG).get("pretraining", {})
-    of_command = ("output", "resume", "dry_run", "json")
-    return convert(PretrainConfig, {name: value for name, value in stored.items() if name not in of_command})
+    not_resumed = ("output", "resume", "dry_run", "json")
+    return convert(PretrainConfig, {name: value for name, value in stored.items() if name not in not_resumed})
 
 
-def init_settings(given: dict[str, Any]) -> dict[str, Any]:
+def init_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Size and style of the --init model, and the sharing of a pair; empty if it cannot be read: the run reports it."""
-    if not given.get("init"):
+    if not values.get("init"):
         return {}
     from electra.huggingface.folders import read_encoder_configs  # here, because they import torch
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import model_folder
 
     with suppress(DataError, KeyError):
-        folder = model_folder(Path(given["init"]))
-        encoder = main_encoder(read_encoder_configs(folder))
+        folder = model_folder(Path(values["init"]))
+        encoders = read_encoder_configs(folder)
+        encoder = main_encoder(encoders)
         settings = {"size": size_for_encoder(encoder), "style": encoder.style}
-        is_pair = len(read_encoder_configs(folder)) == 2 and not given.keys() & {"init_generator", "generator"}
-        return settings | ({"sharing": read_model_config(folder).sharing} if is_pair else {})
+        if len(encoders) == 2 and not values.keys() & {"init_generator", "generator"}:
+            settings["sharing"] = read_model_config(folder).sharing
+        return settings
     return {}
 
 
-def trunk_settings(given: dict[str, Any]) -> dict[str, Any]:
+def trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The settings that a branch takes from its trunk; empty if it cannot be read: the run reports it."""
-    if not given.get("branch_from"):
+    if not values.get("branch_from"):
         return {}
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import model_folder, read_state
 
     with suppress(DataError):
-        checkpoint = model_folder(Path(given["branch_from"]))
-        stored, state, pair = run_settings(checkpoint), read_state(checkpoint)["task"], read_model_config(checkpoint)
-        names = ("recipe", "optimizer", "generator")
-        settings: dict[str, Any] = {name: stored[name] for name in names if name in stored}
-        settings |= {name: state[name] for name in ("objective", *ROW_ORDER)}
-        size = stored.get("size", size_for_encoder(main_encoder(encoders(pair))))
-        has_other_size = given.get("size", size) != size  # an error later, which overrides must not hide
+        checkpoint = model_folder(Path(values["branch_from"]))
+        stored = run_settings(checkpoint)
+        task_state = read_state(checkpoint)["task"]
+        pair = read_model_config(checkpoint)
+        inherited = ("recipe", "optimizer", "generator")
+        settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
+        settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
+        size = stored.get("size", size_for_encoder(main_encoder(pair.encoders())))
+        has_other_size = values.get("size", size) != size  # an error later, which overrides must not hide
         return settings if has_other_size else settings | model_settings(pair, size)
     return {}
 
@@ -267,21 +266,17 @@ def run_settings(checkpoint: Path) -> dict[str, Any]:
 
 def model_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
     """The settings of ModelConfig that describe a pair: a size, and overrides of it."""
-    encoder = main_encoder(encoders(pair))
+    encoder = main_encoder(pair.encoders())
     settings: dict[str, Any] = {"size": size, "style": encoder.style}
-    default = main_encoder(encoders(ModelConfig(**settings).electra_config()))
-    overrides = ["layers", "width", "heads", "feedforward", "embedding_width", "positions"]
-    overrides += ["global_attention_every", "local_attention"]
-    settings |= {name: getattr(encoder, name) for name in overrides if getattr(encoder, name) != getattr(default, name)}
+    default = main_encoder(ModelConfig(**settings).electra_config().encoders())
+    for name in OVERRIDES:
+        if getattr(encoder, name) != getattr(default, name):
+            settings[name] = getattr(encoder, name)
     if pair.generator:
         settings |= {"generator_width": pair.generator.width, "generator_layers": pair.generator.layers}
-    return settings | ({"sharing": pair.sharing} if pair.generator and pair.discriminator else {})
-
-
-def encoders(pair: ElectraConfig) -> dict[str, EncoderConfig]:
-    """The encoders of a pair by part, like `read_encoder_configs`."""
-    parts = {"generator": pair.generator, "discriminator": pair.discriminator}
-    return {name: encoder for name, encoder in parts.items() if encoder is not None}
+    if pair.generator and pair.discriminator:
+        settings["sharing"] = pair.sharing
+    return settings
 
 
 def main_encoder(configs: dict[str, EncoderConfig]) -> EncoderConfig:

@@ -8,12 +8,11 @@ import torch
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.model.electra import Electra
 from electra.objectives.masking import mask_slots
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.held_out import held_out_loader
 from electra.pretraining.initialize import generator_source, has_head_for
-from electra.pretraining.phases import Phase, initializes_discriminator
+from electra.pretraining.phases import Phase, count_parameters, initializes_discriminator
 from electra.training.hardware import choose_precision, device_memory, measure_flops
 from electra.training.logging import format_duration
 
@@ -90,8 +89,11 @@ def describe_phases(phases: list[Phase]) -> Iterator[str]:
 
 def describe_phase(phase: Phase) -> str:
     """Objective, budget, batch, masking, optimizer and schedule."""
-    config, (steps, seconds) = phase.config, (phase.budget.steps, phase.budget.seconds)
-    budget = format_duration((seconds or 0) / 60) if steps is None else plural(steps, "step")
+    config = phase.config
+    if phase.budget.steps is None:
+        budget = format_duration((phase.budget.seconds or 0) / 60)
+    else:
+        budget = plural(phase.budget.steps, "step")
     batch = f"{config.loader.batch_size} × {config.loader.length} tokens per step"
     masked = f"{100 * config.masking.mask_fraction:g} % masked"
     optimizer = config.optimizer
@@ -123,7 +125,7 @@ def warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device
 
 def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:
     loader = held_out_loader(config)
-    rows = BatchLoader(shards, loader, split="validation").epoch(0).rows.num_rows
+    rows = BatchLoader(shards, loader, split="validation").epoch(0).num_rows
     used = rows // loader.batch_size * loader.batch_size or rows
     if rows < FEW_ROWS:
         problem = f"{shards.folder} has only {rows} held-out rows: metrics will be noisy"
@@ -180,15 +182,14 @@ def estimate_run(config: PretrainConfig, phases: list[Phase], shards: Shards, de
 
 
 def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estimate:
-    config, hardware, loader = phase.config, phase.config.hardware, phase.config.loader
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Electra(phase.model).parameters())
-    flops_per_step = loader.batch_size * phase.flops_per_row()
+    hardware = phase.config.hardware
+    parameters = count_parameters(phase.model)
+    flops_per_step = phase.flops_per_step()
     speed = measure_flops(device, choose_precision(hardware.precision, device)) * EFFICIENCY[device.type]
     speed /= CHECKPOINTING_TIME if hardware.activation_checkpointing else 1
     steps = phase.budget.steps or max(1, int((phase.budget.seconds or 0) * speed / flops_per_step))
-    tokens = steps * loader.batch_size * loader.length
-    rows = loader.batch_size // config.trainer.micro_batches
+    tokens = steps * phase.tokens_per_step()
+    rows = phase.config.loader.batch_size // phase.config.trainer.micro_batches
     return Estimate(
         summary=[],
         parameters=parameters,
@@ -209,7 +210,7 @@ def activation_bytes(phase: Phase, device: torch.device) -> int:
     length, hardware = config.loader.length, config.hardware
     bytes_per_number = torch.finfo(choose_precision(hardware.precision, device)).bits // 8
     total = 0
-    for encoder in filter(None, (model.generator, model.discriminator)):
+    for encoder in model.encoders().values():
         width = encoder.width
         per_token = width if hardware.activation_checkpointing else 10 * width + 2 * encoder.feedforward
         total += bytes_per_number * length * encoder.layers * per_token

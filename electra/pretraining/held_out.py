@@ -1,6 +1,5 @@
 """Held-out rows to evaluate on, and samples.md: some of them with samples and the discriminator's predictions."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +20,9 @@ SAMPLES = "samples.md"
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """`config.evaluation_rows` rows, evenly spread over the validation split."""
-    loader, whole_words = held_out_loader(config), config.masking.whole_word_masking
-    batches = list(validation_batches(shards, loader, whole_word_masking=whole_words, device=device))
+    loader = held_out_loader(config)
+    whole_word_masking = config.masking.whole_word_masking
+    batches = list(validation_batches(shards, loader, whole_word_masking=whole_word_masking, device=device))
     count = min(len(batches), max_held_out_rows(config) // loader.batch_size)
     return [batches[index * len(batches) // count] for index in range(count)]
 
@@ -38,14 +38,6 @@ def max_held_out_rows(config: PretrainConfig) -> int:
     return -(-config.evaluation_rows // rows) * rows
 
 
-@dataclass(frozen=True)
-class Column:
-    """The last column of the tables: the discriminator's predictions."""
-
-    title: str
-    predictions: list[dict[int, str]]  # of each row, by position
-
-
 @torch.no_grad()
 def write_samples(
     run: Path, electra: Electra, batch: Batch, tokenizer: TextTokenizer, frequencies: Tensor | None
@@ -57,14 +49,13 @@ def write_samples(
     masked = context.mask(batch)
     sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
     samples = Samples(masked, corrupt(batch.input_ids, masked, sampled))
-    column = prediction_column(electra, samples, batch, tokenizer)
+    title, predictions = discriminator_predictions(electra, samples, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
     for row in range(min(MAX_SENTENCES, batch.num_rows)):
         original = decode(batch.input_ids[row], tokenizer)
         corrupted = decode(samples.corrupted.input_ids[row], tokenizer)
-        predictions = column.predictions[row] if column else {}
-        title = column.title if column else None
-        lines += format_sentence(original, corrupted, masked_positions(samples, row), title, predictions)
+        masked_tokens = masked_positions(samples, row)
+        lines += format_sentence(original, corrupted, masked_tokens, title, predictions[row] if title else {})
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -79,13 +70,15 @@ def decode(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
     return [tokenizer.library.id_to_token(token) or "?" for token in input_ids[:MAX_TOKENS].tolist()]
 
 
-def prediction_column(electra: Electra, samples: Samples, batch: Batch, tokenizer: TextTokenizer) -> Column | None:
-    """The predictions of the discriminator, or of the masked language model in its place."""
+def discriminator_predictions(
+    electra: Electra, samples: Samples, batch: Batch, tokenizer: TextTokenizer
+) -> tuple[str, list[dict[int, str]]]:
+    """The title of the predictions' column and, of each row, the predictions by position; empty without a model."""
     if isinstance(electra.discriminator, Discriminator):
-        return Column("probability of being replaced", detections(electra.discriminator, samples, batch))
+        return "probability of being replaced", detections(electra.discriminator, samples, batch)
     if isinstance(electra.discriminator, MaskedLanguageModel):
-        return Column("predicted original", restorations(electra.discriminator, samples, batch, tokenizer))
-    return None
+        return "predicted original", restorations(electra.discriminator, samples, batch, tokenizer)
+    return "", []
 
 
 def detections(discriminator: Discriminator, samples: Samples, batch: Batch) -> list[dict[int, str]]:
@@ -110,7 +103,7 @@ def restorations(
 
 
 def format_sentence(
-    original: list[str], corrupted: list[str], masked: list[int], title: str | None, predictions: dict[int, str]
+    original: list[str], corrupted: list[str], masked: list[int], title: str, predictions: dict[int, str]
 ) -> list[str]:
     """The lines of one sentence: corrupted text with samples in bold, and a table of samples and predictions."""
     text = [f"**{token}**" if at in masked else token for at, token in enumerate(corrupted)]

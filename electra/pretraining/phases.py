@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from electra.config import replace_fields
-from electra.errors import ConfigError
+import torch
+
+from electra.config import convert_value, replace_fields, settings
+from electra.errors import ConfigError, suggest
 from electra.model.config import ElectraConfig
+from electra.model.electra import Electra
 from electra.model.flops import training_flops
 from electra.objectives.config import GeneratorName, ObjectiveName
 from electra.objectives.masking import mask_slots
@@ -18,16 +20,15 @@ from electra.pretraining.config import PretrainConfig, run_settings
 from electra.training.checkpoint import read_state
 from electra.training.config import Budget
 
-PHASE_SETTINGS = {
-    # the settings that a phase may change
-    "objective": str,
-    "length": int,
-    "batch_size": int,
-    "micro_batches": int,
-    "learning_rate": float,
-    "mask_fraction": float,
-    "temperature": float,
-}
+PHASE_SETTINGS = (
+    "objective",
+    "length",
+    "batch_size",
+    "micro_batches",
+    "learning_rate",
+    "mask_fraction",
+    "temperature",
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,15 @@ class Phase:
     stage_end: Budget  # the part of stage_budget that is spent when this phase ends
     starts_stage: bool
 
-    def flops_per_row(self) -> int:
-        """FLOPs of a training step per row."""
-        length, objective = self.config.loader.length, OBJECTIVES[self.config.objective.name]
-        return training_flops(self.model, length, mask_slots(length, self.config.masking), objective.is_frozen)
+    def flops_per_step(self) -> int:
+        """FLOPs of a training step."""
+        loader = self.config.loader
+        masked = mask_slots(loader.length, self.config.masking)
+        is_frozen = OBJECTIVES[self.config.objective.name].is_frozen
+        return loader.batch_size * training_flops(self.model, loader.length, masked, is_frozen)
+
+    def tokens_per_step(self) -> int:
+        return self.config.loader.batch_size * self.config.loader.length
 
 
 def parse_phases(texts: Sequence[str]) -> list[PhaseSpec]:
@@ -73,40 +79,33 @@ def parse_phase(text: str) -> dict[str, Any]:
     """The settings in `name=value,name=value`, the fraction of the budget among them."""
     if len(text.split()) > 1:
         raise ConfigError(f"{text!r} in --phases has spaces inside quotes; write one word per phase: --phases {text}")
-    types = {"fraction": float} | PHASE_SETTINGS
-    settings: dict[str, Any] = {}
+    types = {"fraction": float} | {name: settings(PretrainConfig)[name].value_type for name in PHASE_SETTINGS}
+    values: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
         name = key.strip().replace("-", "_")
         if not equals or name not in types:
-            raise unknown_setting(part, name, [each.replace("_", "-") for each in types])
-        if name in settings:
+            known = [each.replace("_", "-") for each in types]
+            hint = suggest(key.strip(), known, otherwise="write a phase like fraction=0.1,length=512")
+            raise ConfigError(f"{part!r} in --phases: a phase may set {', '.join(known)}; {hint}")
+        if name in values:
             raise ConfigError(f"{name} occurs twice in the phase {text!r}; separate phases by a space, not a comma")
         try:
-            settings[name] = types[name](value)
-        except ValueError:
-            kind = "an integer" if types[name] is int else "a number"
-            raise ConfigError(f"{part!r} in --phases: {value!r} is not {kind}") from None
-    if (objective := settings.get("objective", "rtd")) not in OBJECTIVES:
-        raise ConfigError(f"unknown objective {objective!r} in --phases; choose from {', '.join(OBJECTIVES)}")
-    return settings
+            values[name] = convert_value(name, value, types[name])
+        except ConfigError as error:
+            raise ConfigError(f"{part!r} in --phases: {error}") from None
+    return values
 
 
-def unknown_setting(part: str, name: str, known: list[str]) -> ConfigError:
-    close = get_close_matches(name.replace("_", "-"), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else "write a phase like fraction=0.1,length=512"
-    return ConfigError(f"{part!r} in --phases: a phase may set {', '.join(known)}; {hint}")
-
-
-def phase_fractions(given: list[float | None]) -> list[float]:
+def phase_fractions(fractions: list[float | None]) -> list[float]:
     """Each phase's fraction of the budget; phases without one share the rest equally."""
-    named = [fraction for fraction in given if fraction is not None]
-    unnamed = len(given) - len(named)
+    named = [fraction for fraction in fractions if fraction is not None]
+    unnamed = len(fractions) - len(named)
     rest = 1 - sum(named)
     if any(fraction <= 0 for fraction in named) or (rest < 1e-9 if unnamed else abs(rest) > 1e-9):
         listed = " and ".join(f"{fraction:g}" for fraction in named)
         raise ConfigError(f"the fractions in --phases are {listed}; they must be above 0 and sum to 1")
-    return [rest / max(1, unnamed) if fraction is None else fraction for fraction in given]
+    return [rest / max(1, unnamed) if fraction is None else fraction for fraction in fractions]
 
 
 def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
@@ -122,8 +121,16 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
         indices = list(stage)
         ends = list(accumulate(budgets[index] for index in indices))
         for index, end in zip(indices, ends, strict=True):
-            phase = (configs[index], models[index], budgets[index])
-            phases.append(Phase(index, *phase, stage_budget=ends[-1], stage_end=end, starts_stage=index == indices[0]))
+            phase = Phase(
+                index=index,
+                config=configs[index],
+                model=models[index],
+                budget=budgets[index],
+                stage_budget=ends[-1],
+                stage_end=end,
+                starts_stage=index == indices[0],
+            )
+            phases.append(phase)
     return phases
 
 
@@ -131,7 +138,7 @@ def phase_models(configs: list[PretrainConfig], pair: ElectraConfig) -> list[Ele
     """The model of each phase: the parts of the pair that its objective trains."""
     objectives = [config.objective for config in configs]
     pair = pair_for_objectives(pair, [objective.name for objective in objectives])
-    for encoder in filter(None, (pair.generator, pair.discriminator)):
+    for encoder in pair.encoders().values():
         encoder.check_length(max(config.loader.length for config in configs))
     return [model_for_objective(pair, objective.name, objective.generator) for objective in objectives]
 
@@ -156,6 +163,12 @@ def model_for_objective(pair: ElectraConfig, name: ObjectiveName, generator: Gen
     )
 
 
+def count_parameters(model: ElectraConfig) -> int:
+    """The number of parameters, shared ones counted once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Electra(model).parameters())
+
+
 def initializes_discriminator(previous: Phase, phase: Phase) -> bool:
     """Whether a phase initialises a discriminator, which the previous phase lacks, from the generator."""
     is_new = previous.model.discriminator is None and phase.model.discriminator is not None
@@ -169,7 +182,7 @@ def checkpoint_phase(checkpoint: Path) -> int:
 
 def longest_row(checkpoint: Path) -> int | None:
     """Tokens of the longest rows that a run trains on; None if unknown or if its weights come from another model."""
-    settings = run_settings(checkpoint)
-    if "length" not in settings or settings["init"] or settings["branch_from"]:
+    stored = run_settings(checkpoint)
+    if "length" not in stored or stored["init"] or stored["branch_from"]:
         return None
-    return max(spec.settings.get("length", settings["length"]) for spec in parse_phases(settings["phases"]))
+    return max(spec.settings.get("length", stored["length"]) for spec in parse_phases(stored["phases"]))

@@ -121,7 +121,7 @@ class PretrainingTask:
 
     def throughput(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""
-        achieved = tokens_per_second * self.phase.flops_per_row() / self.config.loader.length
+        achieved = tokens_per_second * self.phase.flops_per_step() / self.phase.tokens_per_step()
         peak = peak_flops(self.device)
         return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from electra.config import Positional
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_range
 from electra.model.config import SMALL, ModelConfig
 from electra.objectives.config import MaskCount, ObjectiveName
 from electra.pretraining.config import recipe_settings
@@ -46,9 +46,8 @@ class FlopsConfig:
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("length", 1), ("batch_size", 1), ("steps", 0)):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least {minimum}", field=name)
+        check_range(self, "length", "batch_size", at_least=1)
+        check_range(self, "steps", at_least=0)
         if self.as_published and self.model.style == "modern":
             raise ConfigError("--as-published counts like the paper, which has no modern style")
         if self.objective != "rtd" and (self.as_published or self.inference):
@@ -56,11 +55,11 @@ class FlopsConfig:
             raise ConfigError(f"{flag} needs --objective rtd, not {self.objective}")
 
     @classmethod
-    def defaults_for(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """The paper's settings for the size in `given`."""
-        settings = recipe_settings("faithful", given.get("size", ModelConfig.size))
+    def defaults_for(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The paper's settings for the size in `values`."""
+        settings = recipe_settings("faithful", values.get("size", ModelConfig.size))
         defaults = {name: settings[name] for name in ("length", "mask_fraction", "batch_size", "steps")}
-        return defaults | {"length": INFERENCE_LENGTH} if given.get("inference") else defaults
+        return defaults | {"length": INFERENCE_LENGTH} if values.get("inference") else defaults
 
 
 @dataclass(frozen=True, kw_only=True)

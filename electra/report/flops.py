@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from electra.model.config import ElectraConfig
-from electra.model.electra import Electra
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
     Item,
@@ -18,7 +15,7 @@ from electra.model.flops import (
 from electra.objectives.config import MaskingConfig
 from electra.objectives.masking import mask_slots
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.phases import model_for_objective, pair_for_objectives
+from electra.pretraining.phases import count_parameters, model_for_objective, pair_for_objectives
 from electra.report.config import FlopsConfig
 
 
@@ -62,16 +59,23 @@ def table_row(name: str, parameters: int, flops: int) -> str:
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
     model = electra_config(config)
-    for part in filter(None, (model.generator, model.discriminator)):
-        part.check_length(config.length)
+    for encoder in model.encoders().values():
+        encoder.check_length(config.length)
     parts, training_flops_per_row = count_parts(model, config)
     if config.inference:
-        forward = sum(map(total_flops, parts.values()))
         workload = f"forward pass over {config.length} tokens"
-        return FlopCount(parts, count_parameters(model), workload, None, forward, attention_note(model))
-    workload = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
-    total = training_flops_per_row * config.batch_size * config.steps
-    return FlopCount(parts, count_parameters(model), workload, training_flops_per_row, total, attention_note(model))
+        total = sum(map(total_flops, parts.values()))
+    else:
+        workload = f"{config.steps:,} steps of {config.batch_size:,} rows of {config.length} tokens"
+        total = training_flops_per_row * config.batch_size * config.steps
+    return FlopCount(
+        parts=parts,
+        parameters=count_parameters(model),
+        workload=workload,
+        training_flops_per_row=None if config.inference else training_flops_per_row,
+        total_flops=total,
+        note=attention_note(model),
+    )
 
 
 def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
@@ -93,9 +97,3 @@ def attention_note(model: ElectraConfig) -> str | None:
                 "counted as global attention, which some kernels compute and mask, while others need fewer FLOPs"
             )
     return None
-
-
-def count_parameters(model: ElectraConfig) -> int:
-    """The number of parameters, shared ones counted once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Electra(model).parameters())

@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from electra.finetuning.jobs import is_finetuning_output
 from electra.model.storage import read_model_config
 from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
 from electra.pretraining.held_out import held_out_loader, max_held_out_rows
-from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
-from electra.report.flops import count_parameters
+from electra.pretraining.phases import Phase, checkpoint_phase, count_parameters, plan_phases
 from electra.runfolder import CONFIG, checkpoint_folders, read_json
 from electra.training.checkpoint import STATE
 from electra.training.logging import METRICS, read_metrics
@@ -81,18 +79,17 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
 
 
 def build_run(folder: Path, glue_table: Path | None) -> Run:
-    config, model, lines = read_config(folder), read_model_config(folder), read_metrics(folder / METRICS)
+    config = read_config(folder)
+    model = read_model_config(folder)
+    lines = read_metrics(folder / METRICS)
     phases = plan_phases(config, model)
-    state, last = read_final_state(folder, phases), phases[-1].config
+    last = phases[-1].config
+    state = read_final_state(folder, phases)
     ends = phase_ends(phases, state, lines)
     evaluations = read_evaluations(lines, phases, ends)
     if not evaluations or evaluations[-1].step != state.step:
         raise DataError(f"damaged: {METRICS} has no evaluation at the last step, {state.step:,}")
-    last_phase = [
-        evaluation
-        for evaluation in evaluations
-        if evaluation.step > state.start_step and evaluation.phase == evaluations[-1].phase
-    ]
+    last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
     return Run(
         folder=str(folder),
         size=config.model.size,
@@ -108,7 +105,7 @@ def build_run(folder: Path, glue_table: Path | None) -> Run:
         final_metrics=evaluations[-1].metrics,
         best_metrics=best_metrics(last_phase),
         evaluations=evaluations,
-        glue=None if glue_table is None else read_glue_or_warn(folder, glue_table),
+        glue=None if glue_table is None else read_glue(folder, glue_table),
     )
 
 
@@ -183,23 +180,23 @@ def training_times(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]
 def flops_until(phases: list[Phase], ends: list[float], step: int) -> float:
     """FLOPs of a run up to a step."""
     spans = zip(phases, [0.0, *ends], ends, strict=False)
-    return float(sum(flops_per_step(phase) * max(0.0, min(step, end) - start) for phase, start, end in spans))
-
-
-def flops_per_step(phase: Phase) -> int:
-    return phase.config.loader.batch_size * phase.flops_per_row()
+    return float(sum(phase.flops_per_step() * max(0.0, min(step, end) - start) for phase, start, end in spans))
 
 
 def read_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: list[float]) -> list[Evaluation]:
     """The evaluations of a run; their times are interpolated between lines of training metrics."""
-    minutes_at = partial(np.interp, xp=training_times(lines)[0], fp=training_times(lines)[1])
     evaluations = []
     for line in lines:
         if line["kind"] == "validation":
-            step, metrics = line["step"], {name: value for name, value in line.items() if name not in ("kind", "step")}
-            phase = sum(step > end for end in ends[:-1])
-            flops = flops_until(phases, ends, step)
-            evaluations.append(Evaluation(step, float(minutes_at(step)) / 60, flops, metrics, phase))
+            step = line["step"]
+            evaluation = Evaluation(
+                step=step,
+                minutes=float(np.interp(step, *training_times(lines))) / 60,
+                flops=flops_until(phases, ends, step),
+                metrics={name: value for name, value in line.items() if name not in ("kind", "step")},
+                phase=sum(step > end for end in ends[:-1]),
+            )
+            evaluations.append(evaluation)
     return evaluations
 
 
@@ -215,22 +212,17 @@ def best_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
     return best
 
 
-def read_glue_or_warn(run: Path, table: Path) -> GlueScore | None:
+def read_glue(run: Path, table: Path) -> GlueScore | None:
+    """The score in a table of electra glue; None, with a warning if the table is unusable, if it has no mean."""
     try:
-        return read_glue(table)
-    except (DataError, OSError) as error:
-        print(f"no GLUE score for {run}: {error}", file=sys.stderr)
-        return None
-
-
-def read_glue(table: Path) -> GlueScore | None:
-    """The score in a table of electra glue; None if it has no mean."""
-    content = read_glue_table(table)
-    try:
+        content = read_glue_table(table)
         tasks = [row["task"] for row in content["rows"] if row["task"] != EXCLUDED_FROM_MEAN]
         return None if content["mean"] is None else GlueScore(content["mean"], tasks)
+    except (DataError, OSError) as error:
+        print(f"no GLUE score for {run}: {error}", file=sys.stderr)
     except (KeyError, TypeError):
-        raise DataError(f"{table} is not a table of electra glue; run electra glue again") from None
+        print(f"no GLUE score for {run}: {table} is not a table of electra glue; run it again", file=sys.stderr)
+    return None
 
 
 def read_glue_table(table: Path) -> dict[str, Any]:

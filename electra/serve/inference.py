@@ -99,7 +99,9 @@ class Model:
     def __init__(
         self, electra: Electra, tokenizer: TextTokenizer, device: torch.device, has_rtd_head: bool = True
     ) -> None:
-        self.electra, self.tokenizer, self.device = electra.float().to(device).eval(), tokenizer, device
+        self.electra = electra.float().to(device).eval()
+        self.tokenizer = tokenizer
+        self.device = device
         self.has_rtd_head = has_rtd_head
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from electra.errors import ConfigError
+from electra.errors import check_range
 
 OptimizerName = Literal["adam", "adamw", "muon"]
 ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
@@ -46,17 +46,10 @@ class OptimizerConfig:
     """Clip the norm of all gradients to this value; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"is {getattr(self, name)}; it must be above 0", field=name)
-        for name in ("warmup", "weight_decay", "max_grad_norm"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0", field=name)
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"is {getattr(self, name)}; it must be at least 0 and below 1", field=name)
-        if not 0 <= self.decay_fraction <= 1:
-            raise ConfigError(f"is {self.decay_fraction}; it must be from 0 to 1", field="decay_fraction")
+        check_range(self, "learning_rate", "epsilon", above=0)
+        check_range(self, "warmup", "weight_decay", "max_grad_norm", at_least=0)
+        check_range(self, "beta1", "beta2", "momentum", at_least=0, below=1)
+        check_range(self, "decay_fraction", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +70,7 @@ class TrainerConfig:
     """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
 
     def __post_init__(self) -> None:
-        for field in fields(TrainerConfig):
-            if (value := getattr(self, field.name)) < 1:
-                raise ConfigError(f"is {value}; it must be at least 1", field=field.name)
+        check_range(self, *(field.name for field in fields(self)), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,8 @@ class RunningAverages:
         self.steps += 1
         if seconds is not None:
             self.timed_steps += 1
-            self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+            self.tokens += tokens
+            self.seconds += seconds
 
     def nonfinite_steps(self) -> int:
         return int(self.sums["nonfinite_steps"].item()) if self.sums else 0
@@ -95,38 +96,24 @@ def format_duration(minutes: float) -> str:
     return f"{minutes:.1f} minutes"
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """A progress bar on standard error with losses, speed and remaining time; plain lines without a terminal."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.quiet = quiet
         columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"))
-        is_disabled = quiet or not sys.stderr.isatty()
-        self.progress = Progress(*columns, console=Console(file=sys.stderr), disable=is_disabled)
-        self.task = self.progress.add_task("", total=1.0)
+        console = Console(file=sys.stderr, quiet=quiet, highlight=False, markup=False)
+        super().__init__(*columns, console=console, disable=quiet or not sys.stderr.isatty())
+        self.task = self.add_task("", total=1.0)
 
-    def __enter__(self) -> "ProgressBar":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.progress.stop()
-
-    def update(self, fraction: float) -> None:
-        """Set the completed fraction."""
-        self.progress.update(self.task, completed=fraction)
+    def set_fraction(self, fraction: float) -> None:
+        self.update(self.task, completed=fraction)
 
     def describe(self, text: str) -> None:
         """Set the text beside the bar."""
-        if self.progress.disable:
-            self.print(text)
-        self.progress.update(self.task, description=text)
+        if self.disable:
+            self.print_line(text)
+        self.update(self.task, description=text)
 
-    def print(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line above the bar."""
-        if self.quiet:
-            return
-        if self.progress.disable:
-            print(text, file=sys.stderr, flush=True)
-        else:
-            self.progress.console.print(text, highlight=False)
+        self.console.print(text, soft_wrap=True)

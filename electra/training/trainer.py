@@ -23,7 +23,7 @@ from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, format_duration
 from electra.training.optimizer import SCHEDULES, build_optimizers
 
-REPORT_SECONDS = 10.0  # of training between lines on the screen; metrics.jsonl goes by steps, so that runs compare
+REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
 
 
@@ -120,12 +120,19 @@ class Trainer:
         quiet: bool = False,
         stop_at: Budget | None = None,  # stop before the end of the budget, which the schedule covers
     ) -> None:
-        self.task, self.optimizer_config, self.config = task, optimizer_config, config
-        self.budget, self.stop_at = budget, stop_at or budget
-        self.folder, self.seed, self.quiet, self.cuda_graphs = folder, seed, quiet, cuda_graphs
+        self.task = task
+        self.optimizer_config = optimizer_config
+        self.config = config
+        self.budget = budget
+        self.stop_at = stop_at or budget
+        self.folder = folder
+        self.seed = seed
+        self.quiet = quiet
+        self.cuda_graphs = cuda_graphs
         self.optimizers = build_optimizers(task.model, optimizer_config, task.lr_scale)
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # of the last evaluation
+        self.evaluated_step = -1
         self.averages = RunningAverages()  # since the last line of metrics.jsonl
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
@@ -157,14 +164,15 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """Train until the budget is used up or SIGTERM or SIGINT arrives, and save a checkpoint."""
-        self.logger, self.saved_at = MetricsLogger(self.folder, self.state.step), self.state.seconds
+        self.logger = MetricsLogger(self.folder, self.state.step)
+        self.saved_at = self.state.seconds
         self.run_step = self.graphed_step() if self.cuda_graphs else self.compute_step
         with stop_signals(self.quiet) as signals, ProgressBar(self.quiet) as self.bar:
             if not self.is_finished():
-                self.bar.print(f"training from step {self.state.step:,}")
+                self.bar.print_line(f"training from step {self.state.step:,}")
             while not self.is_finished() and not signals:
                 self.step()
-                self.bar.update(self.progress())
+                self.bar.set_fraction(self.progress())
                 if self.screen_averages.seconds > self.screen_interval:
                     self.report()
                 if self.is_due(self.config.log_every):
@@ -173,10 +181,11 @@ class Trainer:
                     self.evaluate()
                 if self.is_due(self.config.save_every) or self.is_save_overdue():
                     self.save()
-            if not signals and self.is_warm and not self.is_due(self.config.log_every):
-                self.log()
-            if not signals and self.is_warm and not self.is_due(self.config.evaluate_every):
-                self.evaluate()
+            if self.is_warm and not signals:
+                if not self.is_due(self.config.log_every):
+                    self.log()
+                if not self.is_due(self.config.evaluate_every):
+                    self.evaluate()
             checkpoint = self.save()
         self.logger.close()
         return self.result(checkpoint, signals[0] if signals else 0)
@@ -227,13 +236,14 @@ class Trainer:
 
     def schedule_factor(self) -> float:
         """The schedule at the middle of this step, so that neither the first nor the last has a rate of 0."""
-        config, warmup, progress = self.optimizer_config, self.optimizer_config.warmup, self.progress(ahead=0.5)
+        config = self.optimizer_config
         schedule = SCHEDULES[config.schedule]
-        if warmup < 1:
-            return schedule(progress, warmup, config)
+        progress = self.progress(ahead=0.5)
+        if config.warmup < 1:
+            return schedule(progress, config.warmup, config)
         if self.budget.steps:
-            return schedule(progress, warmup / self.budget.steps, config)
-        warmup_factor = min(1.0, (self.state.step + 0.5 - self.state.start_step) / warmup)  # budget in seconds
+            return schedule(progress, config.warmup / self.budget.steps, config)
+        warmup_factor = min(1.0, (self.state.step + 0.5 - self.state.start_step) / config.warmup)  # budget in seconds
         return warmup_factor * schedule(progress, 0.0, config)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -324,13 +334,24 @@ class Trainer:
     def log(self) -> None:
         """Write the training metrics since the last line."""
         self.check_finite()
-        state, tokens_per_second = self.state, self.averages.tokens_per_second()
-        state.nonfinite_steps += self.averages.nonfinite_steps()
-        metrics = self.averages.means() | {"learning_rate": self.learning_rate}
-        metrics |= {"tokens": state.tokens, "seconds": state.seconds, "nonfinite_steps": state.nonfinite_steps}
-        metrics |= {"tokens_per_second": tokens_per_second} | self.task.throughput(tokens_per_second)
+        state = self.state
+        state.nonfinite_steps = self.nonfinite_steps()
+        tokens_per_second = self.averages.tokens_per_second()
+        metrics = {
+            **self.averages.means(),
+            "learning_rate": self.learning_rate,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+            "nonfinite_steps": state.nonfinite_steps,
+            "tokens_per_second": tokens_per_second,
+            **self.task.throughput(tokens_per_second),
+        }
         self.logger.write("train", state.step, metrics)
         self.averages = RunningAverages()
+
+    def nonfinite_steps(self) -> int:
+        """The number of skipped steps, also those that are not logged yet."""
+        return self.state.nonfinite_steps + self.averages.nonfinite_steps()
 
     def report(self) -> None:
         """Show progress, losses and speed since the last line on the screen."""
@@ -339,33 +360,44 @@ class Trainer:
         progress = f"step {self.state.step:,} ({self.progress():.0%}, {left} left)"
         losses = [f"{name} {value:.3f}" for name, value in averages.means().items() if name != "gradient_norm"]
         self.bar.describe("  ".join([progress, *losses, f"{averages.tokens_per_second():,.0f} tokens/s"]))
-        self.screen_averages, self.screen_interval = RunningAverages(), REPORT_SECONDS
+        self.screen_averages = RunningAverages()
+        self.screen_interval = REPORT_SECONDS
 
     def evaluate(self) -> None:
         """Evaluate on held-out data."""
-        self.metrics, self.evaluated_step = self.task.evaluate(), self.state.step
+        self.metrics = self.task.evaluate()
+        self.evaluated_step = self.state.step
         self.logger.write("validation", self.state.step, self.metrics)
         if not self.is_finished():  # the result shows the last ones
             metrics = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
-            self.bar.print(f"step {self.state.step:,}, evaluation: {metrics}")
+            self.bar.print_line(f"step {self.state.step:,}, evaluation: {metrics}")
 
     def save(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
-        state, loss, self.saved_at = self.state, self.metrics.get("loss"), self.state.seconds
+        state = self.state
+        self.saved_at = state.seconds
         best_loss = math.inf if state.best_loss is None else state.best_loss
-        if loss is not None and self.evaluated_step == state.step and loss < best_loss:  # False for NaN
-            state.best_checkpoint, state.best_loss = checkpoint_name(state.step), loss
-        nonfinite_steps = state.nonfinite_steps + self.averages.nonfinite_steps()  # also those not logged yet
-        trainer_state = asdict(state) | {"nonfinite_steps": nonfinite_steps}
+        if self.evaluated_step == state.step and self.metrics["loss"] < best_loss:  # False for NaN
+            state.best_checkpoint = checkpoint_name(state.step)
+            state.best_loss = self.metrics["loss"]
+        trainer_state = asdict(state) | {"nonfinite_steps": self.nonfinite_steps()}
         content = {"step": state.step, "trainer": trainer_state, "task": self.task.state_dict()}
         folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)
         return folder
 
     def result(self, checkpoint: Path, signal: int) -> TrainResult:
-        state, was_finished = self.state, not signal and not self.is_warm
-        counts = (state.step, state.tokens, state.seconds, state.nonfinite_steps + self.averages.nonfinite_steps())
-        return TrainResult(str(self.folder), str(checkpoint), *counts, self.metrics, signal, was_finished)
+        return TrainResult(
+            run=str(self.folder),
+            checkpoint=str(checkpoint),
+            step=self.state.step,
+            tokens=self.state.tokens,
+            seconds=self.state.seconds,
+            nonfinite_steps=self.nonfinite_steps(),
+            metrics=self.metrics,
+            signal=signal,
+            was_finished=not signal and not self.is_warm,
+        )
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -382,10 +414,8 @@ def stop_signals(quiet: bool = False) -> Iterator[list[int]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        if not quiet:
-            os.write(
-                sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n"
-            )  # print is not reentrant
+        if not quiet:  # print is not reentrant
+            os.write(sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n")
 
     handlers = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
