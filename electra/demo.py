@@ -13,15 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING
 
 import numpy
 
 import electra
 from electra.data.shards import open_shards
-
-if TYPE_CHECKING:
-    from electra.serve.inference import Model
+from electra.data.tokenizer import TextTokenizer
 
 VOCAB_SIZE = 1000
 REPLACEMENTS = {0.35: "dictionary", 0.75: "should"}  # words put into the sentence, by their relative position
@@ -98,7 +95,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     electra.export_model(model=run, output=folder / "huggingface")
     log("5. exported the discriminator to Hugging Face format")
     model = electra.load(run, device="cpu")
-    sentence = replace_words(held_out_sentence(shards, model))
+    sentence = replace_words(held_out_sentence(shards, model.tokenizer))
     seconds = time.monotonic() - start
     detection = model.detect(sentence)
     marked = detection.marked(threshold=sorted(detection.replaced)[-3])
@@ -155,12 +152,11 @@ def is_prose(paragraph: str) -> bool:
     return len(paragraph.split()) >= 8 and ">>>" not in paragraph and letters > 0.85 * len(paragraph)
 
 
-def held_out_sentence(shards: Path, model: "Model") -> str:
+def held_out_sentence(shards: Path, tokenizer: TextTokenizer) -> str:
     """The first held-out sentence of 10 to 20 words."""
-    sep_id = model.tokenizer.vocabulary.sep_id
     for tokens in open_shards(shards).tokens("validation"):
-        for document in numpy.split(tokens, numpy.flatnonzero(tokens == sep_id)):
-            for sentence in re.split(r"(?<=\.) ", model.tokenizer.library.decode(document.tolist())):
+        for document in numpy.split(tokens, numpy.flatnonzero(tokens == tokenizer.vocabulary.sep_id)):
+            for sentence in re.split(r"(?<=\.) ", tokenizer.library.decode(document.tolist())):
                 if 10 <= len(sentence.split()) <= 20 and sentence.endswith("."):
                     return sentence
     return "the value of the expression is returned when the function is called."

@@ -101,11 +101,31 @@ def test_links_point_to_files(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_references_to_the_source_exist(page):
-    """`model/heads.py`, `model/heads.py: GeneratorHead` or `model/heads.py`: `GeneratorHead`, `CopyGate`."""
-    for path, inside, after in re.findall(r"`([\w/]+\.py)(?:: ([\w., ]+))?`(?:: ((?:`\w+`(?:, )?)+))?", PAGES[page]):
+    """`RTDHead` (`model/heads.py`), or `model/heads.py`: `RTDHead`, `CopyGate`."""
+    for before, path, after in re.findall(
+        r"(?:`([\w.]+)` \()?`([\w/]+\.py)`(?:: ((?:`[\w.]+`(?:, )?)+))?", PAGES[page]
+    ):
         [source] = [file for file in (ROOT / path, ROOT / "electra" / path) if file.exists()] or pytest.fail(path)
-        missing = set(re.findall(r"[\w.]+", f"{inside} {after}")) - names_in(source)
+        missing = set(re.findall(r"[\w.]+", f"{before} {after}")) - names_in(source)
         assert not missing, f"{path} has no {', '.join(missing)}"
+
+
+def test_names_in_the_architecture_exist():
+    text = re.sub(r"```.*?```", "", PAGES["docs/architecture.md"], flags=re.DOTALL)
+    names = {name.split(".")[-1] for name in re.findall(r"`([\w.]+)`", text) if not name.endswith(".py")}
+    words = {word for path in (ROOT / "electra").rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
+    assert names - words == set()
+    assert len(names) > 30
+
+
+def test_the_source_tree_lists_the_modules_of_each_folder():
+    tree = dict(re.findall(r"^  (\w+)/ +(.*)$", PAGES["docs/architecture.md"], re.MULTILINE))
+    folders = {path.parent.name: path.parent for path in (ROOT / "electra").glob("*/__init__.py")}
+    assert tree.keys() == folders.keys()
+    for folder in tree.keys() - {"kernels"}:  # its README has them
+        listed = set(re.split(r"\W+", re.sub(r"\(.*?\)", "", tree[folder]).strip()))
+        modules = {path.stem for path in folders[folder].glob("*.py")} - {"__init__"}
+        assert listed | {"config"} == modules | {"config"}, folder  # `config` is explained below the tree
 
 
 def names_in(source: Path) -> set[str]:

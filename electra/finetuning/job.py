@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,7 @@ class FinetuningTask:
         """Continue after the same batch of the same epoch."""
         self.step = state["step"]
         epoch, index = divmod(self.step, self.steps_per_epoch)
-        self.batches = self.epoch_batches(epoch)
-        for _ in range(index):
-            next(self.batches)
+        self.batches = islice(self.epoch_batches(epoch), index, None)
 
 
 def available_splits(task: Task) -> list[str]:

@@ -244,29 +244,20 @@ def share_gpu() -> Iterator[bool]:
     if shutil.which(MPS_CONTROL) is None:
         yield False
         return
-    with TemporaryDirectory(prefix="electra-mps-", ignore_cleanup_errors=True) as folder, mps_daemon(folder) as has_mps:
-        if has_mps:
-            os.environ[MPS_PIPES] = folder
+    with TemporaryDirectory(prefix="electra-mps-", ignore_cleanup_errors=True) as folder:
+        daemon = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
+        daemon.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
+        client = os.environ | {MPS_PIPES: folder}
+        if not succeeds([MPS_CONTROL, "-d"], daemon) or not succeeds([sys.executable, "-c", MPS_PROBE], client):
+            succeeds([MPS_CONTROL], daemon, stdin="quit")
+            yield False
+            return
+        os.environ[MPS_PIPES] = folder
         try:
-            yield has_mps
+            yield True
         finally:
-            os.environ.pop(MPS_PIPES, None)
-
-
-@contextmanager
-def mps_daemon(folder: str) -> Iterator[bool]:
-    """Run the MPS daemon with its pipes in a folder; yields whether it started and processes can use the GPU."""
-    environment = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
-    environment.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
-    is_running = succeeds([MPS_CONTROL, "-d"], environment)
-    if is_running and not succeeds([sys.executable, "-c", MPS_PROBE], os.environ | {MPS_PIPES: folder}):
-        succeeds([MPS_CONTROL], environment, stdin="quit")
-        is_running = False
-    try:
-        yield is_running
-    finally:
-        if is_running:
-            succeeds([MPS_CONTROL], environment, stdin="quit")
+            del os.environ[MPS_PIPES]
+            succeeds([MPS_CONTROL], daemon, stdin="quit")
 
 
 def succeeds(command: list[str], environment: dict[str, str], stdin: str = "") -> bool:
