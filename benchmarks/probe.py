@@ -1,126 +1,423 @@
-"""Compare pre-trained models without the dev sets: fine-tune and evaluate on subsets of GLUE's training files.
+"""Compare pre-trained models, or settings of fine-tuning, on GLUE's training rows alone.
 
-    python benchmarks/probe.py --data glue/ --model runs/a runs/b [--tasks qnli sst2 rte] [--seeds 3] \
-        [--learning-rate 3e-4 6e-4] [--layer-decay 0.8 0.9] [--pooling cls mean] [--json]
+    python benchmarks/probe.py --data glue/ --model runs/a runs/b --output results.jsonl [--seeds 2] \
+        [--setting paper] [--setting muon optimizer=muon learning_rate=1e-3 layer_decay=0.9] [--tasks rte cola]
+    python benchmarks/probe.py --table results.jsonl [--score metric auc loss]
 
-Selecting a model on a dev set biases its score there, so models are selected on these subsets instead. All models are
-trained on the same --rows rows and evaluated on the same --held-out other rows (at most a fifth of a task's rows).
-Settings are those of `electra finetune` except for the epochs; each combination of learning rate, layer decay and
-pooling is a row of the table (classic models have no pooling). The table shows the median and standard deviation over
-seeds of each task's first metric. These are not comparable with published scores: there are fewer rows and epochs, and
-the training rows of SST-2 are phrases that overlap.
+Selecting models on a dev set biases their scores there; this script never reads the dev files. CoLA, MRPC, RTE and
+STS-B are evaluated by five-fold cross-validation over their training rows; QNLI and SST-2, which have more, train on
+one slice of 20,000 rows (--slice-rows) and are evaluated on 8,000 others (--slice-held-out, at most a fifth of all
+rows). Folds and slices are the same in every run. That makes 22 fine-tunings per model, setting and seed. A setting is
+a name, followed by settings of `electra finetune` that differ from its defaults (the fields of TuningConfig).
+
+Each result is appended to --output as a line of JSON when its fine-tuning ends. Results that are already there are not
+computed again, so an interrupted command can be repeated, and models, settings and seeds can be added. A failing
+fine-tuning does not stop the others: it is tried once more and then reported. Models, plots and checkpoints are not
+written. --rows N uses N rows per task, to try the script.
+
+The table shows 100 × the score by task, averaged over folds and seeds, ± its standard error. `metric` is the task's
+main metric, `auc` the area under the ROC curve, computed from the logits (STS-B: Spearman again), `loss` the held-out
+cross-entropy (STS-B: squared error). Correlations of constant predictions, which are undefined, count as 0.
+
+Standard errors: let x[f, s] be the score of fold f and seed s; the 8,000 held-out rows of a slice are divided into five
+parts that take the place of folds. The squared standard error of the mean of x is the variance over folds of the means
+over seeds, divided by the number of folds, plus the variance over seeds of the means over folds, divided by the number
+of seeds. The sum counts the interaction of fold and seed twice, so it rather overstates these two sources; with two
+seeds the second term is itself uncertain. The error of the mean over tasks treats tasks as independent and fixed.
+The last column is the difference from the first row. Its error is computed in the same way from the differences of
+x[f, s], which share folds and seeds: use it to compare two rows.
+**Not included**: the variation between pre-training seeds, which is larger (about 0.6 points of GLUE-6), so two rows
+show a difference between two checkpoints, not yet between two recipes; the choice of the training rows of slices; and
+the correlation of folds, whose training rows overlap. The scores are not comparable with published ones: there are
+fewer rows, and training rows of SST-2 are phrases of which some contain others.
 """
 
 import argparse
+import gc
 import json
+import math
+import multiprocessing
+import os
+import sys
 import tempfile
-from dataclasses import replace
-from itertools import product
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
+from electra.config import build
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.glue import markdown_table
-from electra.finetuning.job import Job
-from electra.finetuning.jobs import make_jobs, run_jobs, summarize_seeds
-from electra.finetuning.model import load_pretrained
-from electra.finetuning.tasks import Task, glue_task, read_split
-from electra.model.config import Pooling
-from electra.training.config import HardwareConfig
+from electra.finetuning.glue import GLUE_6, markdown_table
+from electra.finetuning.job import FinetuningTask, Job, build_trainer
+from electra.finetuning.jobs import estimated_cost, resolve_model, run_unfinished
+from electra.finetuning.metrics import Metrics
+from electra.finetuning.tasks import GLUE_TASKS, Task, glue_task, read_split
+from electra.objectives.evaluation import auc
+from electra.runfolder import dump_json
+from electra.training.config import Device, HardwareConfig
 
-SEED = 0  # of the choice of rows
-MAX_HELD_OUT_FRACTION = 0.2
+FOLDS = 5
+SLICED_TASKS = ("qnli", "sst2")
+MAX_HELD_OUT_FRACTION = 0.2  # of a slice
+PERMUTATION_SEED = 0  # of the rows
+ATTEMPTS = 2  # an error on the GPU may be that of another process that shares it
+SCORES = ("metric", "auc", "loss")
 
-Score = dict[str, float]  # "median" and "spread" over seeds
+Record = dict[str, Any]  # a line of the results
+Key = tuple[str, str, str, int, int]  # model, setting, task, fold, seed
+KEY_FIELDS = ("model", "setting", "task", "fold", "seed")
 
 
-def subset(task: Task, rows: int, held_out: int, folder: Path) -> Task:
-    """The task with random training rows as its train and dev splits, always the same ones."""
+def record_key(record: Record) -> Key:
+    return tuple(record[name] for name in KEY_FIELDS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeJob(Job):
+    """A fine-tuning that returns a line of the results and writes nothing but cached features.
+
+    If it fails, it returns None, and the error is in its folder.
+    """
+
+    model_name: str
+    setting: str
+    fold: int
+
+    @property
+    def key(self) -> Key:
+        return self.model_name, self.setting, self.task.name, self.fold, self.seed
+
+    @property
+    def error_file(self) -> Path:
+        return self.folder / "error.txt"
+
+    def identity(self) -> Record:
+        """The fields that a result in the file must share to count as this job's."""
+        fields = {"checkpoint": str(self.model), "tuning": asdict(self.tuning), "rows": count_rows(self.task)}
+        return json.loads(dump_json(dict(zip(KEY_FIELDS, self.key, strict=True)) | fields))
+
+    def run(self, quiet: bool = False) -> Record | None:
+        try:
+            start = time.perf_counter()
+            record = finetune(self)
+            return self.identity() | record | {"seconds": time.perf_counter() - start}
+        except Exception as error:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            is_expected = isinstance(error, ConfigError | DataError | TrainingError)
+            self.error_file.write_text(str(error) if is_expected else traceback.format_exc())
+        finally:
+            gc.collect()  # CUDA graphs are in reference cycles; destroying one while another is captured is an error
+        if multiprocessing.parent_process() is not None and not is_device_usable(self.hardware.device):
+            os._exit(1)  # after some errors of CUDA, every later job of this process would fail
+        return None
+
+
+def finetune(job: ProbeJob) -> Record:
+    """Train as `electra finetune` does, without checkpoints, and evaluate at the end."""
+    finetuning = FinetuningTask(job)
+    trainer = build_trainer(finetuning, quiet=True)
+    trainer.run_step = trainer.graphed_step() if trainer.cuda_graphs else trainer.compute_step
+    while not trainer.is_finished():
+        trainer.step()
+    trainer.check_finite()
+    dev = finetuning.splits["dev"]
+    logits, targets = finetuning.compute_logits(dev), dev.labels.cpu().numpy()
+    record = {"steps": trainer.state.step, "metrics": held_out_metrics(finetuning, logits, targets)}
+    if job.task.name in SLICED_TASKS:
+        parts = [slice(part, None, FOLDS) for part in range(FOLDS)]
+        record["parts"] = [held_out_metrics(finetuning, logits[part], targets[part]) for part in parts]
+    return record
+
+
+def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArray) -> Metrics:
+    """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
+    task, output_type = finetuning.task, finetuning.output_type
+    labels = targets if task.labels else task.denormalize_scores(targets)
+    metrics = task.evaluate(output_type.predict(logits, task), labels)
+    metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
+    if task.labels:
+        metrics["auc"] = auc(logits[:, 1] - logits[:, 0], targets == 1)
+    return metrics
+
+
+def is_device_usable(device: Device) -> bool:
+    """Whether this process can still compute on the GPU, if it uses one."""
+    if device == "cpu" or not torch.cuda.is_initialized():
+        return True
+    try:
+        ones = torch.ones(8, 8, device="cuda")
+        return (ones @ ones).sum().item() == 512
+    except RuntimeError:
+        return False
+
+
+# Splits: files of rows, the same in every run.
+
+
+def write_splits(task: Task, folder: Path, limit: int | None, slice_rows: int, slice_held_out: int) -> list[Task]:
+    """The task with training rows as its train and dev splits, once per fold."""
     values = [row.values for row in read_split(task, "train")]
-    order = np.random.default_rng(SEED).permutation(len(values))
-    dev = min(held_out, int(MAX_HELD_OUT_FRACTION * len(values)))
-    files = {}
-    for split, indices in {"train": order[dev : dev + rows], "dev": order[:dev]}.items():
-        files[split] = folder / f"{task.name}-{split}.jsonl"
-        files[split].write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
-    return replace(task, splits={split: str(file) for split, file in files.items()})
+    order = np.random.default_rng(PERMUTATION_SEED).permutation(len(values))[:limit]
+    if task.name in SLICED_TASKS:
+        held_out = min(slice_held_out, int(MAX_HELD_OUT_FRACTION * len(order)))
+        folds = [(order[held_out : held_out + slice_rows], order[:held_out])]
+    else:
+        folds = [(np.delete(order, slice(fold, None, FOLDS)), order[fold::FOLDS]) for fold in range(FOLDS)]
+    tasks = []
+    for fold, (train, dev) in enumerate(folds):
+        splits = {}
+        for split, indices in {"train": train, "dev": dev}.items():
+            path = folder / f"{task.name}-{fold}-{split}.jsonl"
+            path.write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
+            splits[split] = str(path)
+        tasks.append(replace(task, splits=splits))
+    return tasks
 
 
-def is_modern(model: Path) -> bool:
-    return load_pretrained(model).encoder.config.is_modern()
+def count_rows(task: Task) -> dict[str, int]:
+    return {split: Path(path).read_bytes().count(b"\n") for split, path in task.splits.items()}
 
 
-def run_groups(groups: dict[tuple[str, str], list[Job]], tasks: list[Task]) -> dict[str, dict[str, Score]]:
-    """Scores by model and task; the jobs of all groups share the workers."""
-    results = iter(run_jobs([job for jobs in groups.values() for job in jobs], None))
-    metrics = {task.name: task.metrics[0] for task in tasks}
-    scores: dict[str, dict[str, Score]] = {}
-    for (model, task), jobs in groups.items():
-        medians, spreads = summarize_seeds([next(results) for _ in jobs])
-        score = {"median": medians["dev"][metrics[task]], "spread": spreads["dev"][metrics[task]]}
-        scores.setdefault(model, {})[task] = score
+# Results: a file of JSON lines.
+
+
+def read_records(path: Path) -> list[Record]:
+    """The results in a file; a last line that a killed process left incomplete is ignored."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}: ignored an incomplete line", file=sys.stderr)
+    return records
+
+
+def append_record(path: Path, record: Record) -> None:
+    with path.open("a+b") as file:
+        file.seek(max(0, file.tell() - 1))
+        line_end = b"" if file.read() in (b"", b"\n") else b"\n"  # after an incomplete line
+        file.write(line_end + dump_json(record).encode() + b"\n")
+
+
+def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
+    """The jobs that have no result yet; raises if one has a result of other settings, rows or another checkpoint."""
+    records = {record_key(record): record for record in read_records(output)}
+    for job in jobs:
+        record = records.get(job.key, {})
+        for name, value in job.identity().items() if record else ():
+            if record[name] != value:
+                raise ConfigError(
+                    f"{output} has results of {' '.join(map(str, job.key))} with {name} {record[name]}, "
+                    f"but now it is {value}; choose another --output or another name for the setting"
+                )
+    return [job for job in jobs if job.key not in records]
+
+
+def run_probe(jobs: list[ProbeJob], workers: int | None, output: Path) -> dict[Key, str]:
+    """Run jobs, the longest first, and append their results; returns the errors of those that failed."""
+    pending, total = sorted(jobs, key=estimated_cost, reverse=True), len(jobs)
+    finished: set[Key] = set()
+    attempts: Counter[Key] = Counter()
+    errors: dict[Key, str] = {}
+    while pending:
+        broken = None
+        try:
+            for job, record in run_unfinished(pending, workers):
+                if record is not None:
+                    append_record(output, record)
+                    finished.add(job.key)
+                    report(f"{len(finished)} of {total}", job, record)
+        except TrainingError as error:  # a worker process ended
+            broken = str(error)
+        failed = [job for job in pending if job.error_file.exists()]
+        for job in failed:
+            attempts[job.key] += 1
+            errors[job.key] = job.error_file.read_text()
+            job.error_file.unlink()
+        unfinished = [job for job in pending if job.key not in finished and attempts[job.key] < ATTEMPTS]
+        if broken and not failed and len(unfinished) == len(pending):  # not one job ended in this round
+            errors |= {job.key: broken for job in unfinished}
+            break
+        pending = unfinished
+    return {key: error for key, error in errors.items() if key not in finished}
+
+
+def report(progress: str, job: ProbeJob, record: Record) -> None:
+    """Print a line about a finished job."""
+    metric = job.task.metrics[0]
+    value = math.nan if record["metrics"][metric] is None else 100 * record["metrics"][metric]
+    name = f"{job.model_name}, {job.setting}, {job.task.name}, fold {job.fold}, seed {job.seed}"
+    text = f"{progress}: {name}: {metric} {value:.1f}, {record['steps']:,} steps in {record['seconds']:.0f} s"
+    print(text, file=sys.stderr, flush=True)
+
+
+# The table.
+
+
+def score_name(task: str, score: str) -> str:
+    """The name in a record's metrics of a task's score."""
+    main = GLUE_TASKS[task].metrics[0]
+    return main if score == "metric" or (score == "auc" and not GLUE_TASKS[task].labels) else score
+
+
+def score_matrix(records: Iterable[Record], score: str) -> dict[tuple[int, int], list[float]]:
+    """The scores of one task by fold and seed: one value per fold, or one per part of a slice."""
+    scores = {}
+    for record in records:
+        values = [metrics[score] for metrics in record.get("parts", [record["metrics"]])]
+        scores[record["fold"], record["seed"]] = [0.0 if value is None else value for value in values]
     return scores
 
 
-def format_scores(scores: dict[str, dict[str, Score]], tasks: list[Task]) -> str:
-    """A table with a row for each model and a column for each task."""
-    cells = [["model", *(f"{task.name} ({task.metrics[0]})" for task in tasks)]]
-    for model, row in scores.items():
-        cells.append([model, *(f"{100 * each['median']:.2f} ± {100 * each['spread']:.2f}" for each in row.values())])
+def as_array(scores: dict[tuple[int, int], list[float]]) -> NDArray:
+    """Scores as an array [folds or parts, seeds]; raises a KeyError if one is missing."""
+    folds, seeds = (sorted(set(indices)) for indices in zip(*scores, strict=True))
+    return np.array([[scores[fold, seed] for seed in seeds] for fold in folds]).swapaxes(1, 2).reshape(-1, len(seeds))
+
+
+def mean_and_error(scores: NDArray) -> tuple[float, float]:
+    """The mean of scores [folds, seeds] and its standard error, NaN for a single score; see the module's docstring."""
+    variances = [
+        scores.mean(axis=1 - axis).var(ddof=1) / scores.shape[axis] for axis in (0, 1) if scores.shape[axis] > 1
+    ]
+    return float(scores.mean()), math.sqrt(sum(variances)) if variances else math.nan
+
+
+def mean_of_tasks(arrays: Iterable[NDArray]) -> tuple[float, float]:
+    """The mean over tasks and its standard error."""
+    means, errors = np.array([mean_and_error(scores) for scores in arrays]).T
+    return float(means.mean()), float(np.sqrt(np.sum(errors**2)) / len(errors))
+
+
+def format_table(records: list[Record], score: str) -> str:
+    """A Markdown table with a row for each model and setting and a column for each task."""
+    tasks = [task for task in GLUE_6 if any(record["task"] == task for record in records)]
+    expected = {task: {(r["fold"], r["seed"]) for r in records if r["task"] == task} for task in tasks}
+    header = [f"{task} ({score_name(task, score)})" for task in tasks]
+    cells = [["model", "setting", *header, "mean", "difference from the first row"]]
+    first: dict[str, NDArray] | None = None
+    for model, setting in dict.fromkeys((record["model"], record["setting"]) for record in records):
+        row = [record for record in records if (record["model"], record["setting"]) == (model, setting)]
+        arrays: dict[str, NDArray] = {}
+        line = []
+        for task in tasks:
+            scores = score_matrix((record for record in row if record["task"] == task), score_name(task, score))
+            if missing := len(expected[task] - scores.keys()):
+                line.append(f"{missing} of {len(expected[task])} missing")
+            else:
+                arrays[task] = as_array(scores)
+                line.append(format_score(*mean_and_error(arrays[task])))
+        is_complete = arrays.keys() == set(tasks)
+        line.append(format_score(*mean_of_tasks(arrays.values())) if is_complete else "")
+        has_difference = is_complete and first is not None
+        differences = [arrays[task] - first[task] for task in tasks] if has_difference else []
+        line.append(format_score(*mean_of_tasks(differences), sign="+") if has_difference else "")
+        first = arrays if first is None and is_complete else first
+        cells.append([model, setting, *line])
     return markdown_table(cells)
 
 
-def main() -> None:
+def format_score(mean: float, error: float, sign: str = "") -> str:
+    return f"{100 * mean:{sign}.2f} ± {100 * error:.2f}" if math.isfinite(error) else f"{100 * mean:{sign}.2f}"
+
+
+def print_tables(path: Path, scores: list[str]) -> None:
+    records = list({record_key(record): record for record in read_records(path)}.values())
+    for score in scores if records else []:
+        print(f"{score}\n\n{format_table(records, score)}\n")
+
+
+# The command line.
+
+
+def parse_settings(arguments: list[list[str]]) -> dict[str, TuningConfig]:
+    """Configs by name from lists of a name and KEY=VALUE words."""
+    settings: dict[str, TuningConfig] = {}
+    for name, *words in arguments:
+        pairs = [word.partition("=") for word in words]
+        if "=" in name or name in settings or not all(sign for _, sign, _ in pairs):
+            raise ConfigError(f"--setting {name} {' '.join(words)}: write a new name, then KEY=VALUE …")
+        settings[name] = build(TuningConfig, **{key.replace("-", "_"): value for key, _, value in pairs})
+    return settings
+
+
+def make_jobs(arguments: argparse.Namespace, folder: Path) -> list[ProbeJob]:
+    """A job for each model, setting, task, fold and seed."""
+    for path in arguments.model:
+        if not path.is_dir():
+            raise DataError(f"no folder {path}; --model must be a run, a model folder or a Hugging Face folder")
+    sizes = (arguments.rows, arguments.slice_rows, arguments.slice_held_out)
+    tasks = [write_splits(glue_task(name, arguments.data), folder, *sizes) for name in arguments.tasks]
+    settings = parse_settings(arguments.setting or [["default"]])
+    models = {str(path): resolve_model(path) for path in arguments.model}
+    jobs: list[ProbeJob] = []
+    for model in models:
+        for setting, tuning in settings.items():
+            for fold, task in ((fold, task) for folds in tasks for fold, task in enumerate(folds)):
+                jobs += [
+                    ProbeJob(
+                        model=models[model],
+                        task=task,
+                        tuning=tuning,
+                        hardware=HardwareConfig(device=arguments.device),
+                        seed=seed,
+                        folder=folder / "-".join(map(str, ("job", len(jobs), seed))),  # features are cached beside it
+                        model_name=model,
+                        setting=setting,
+                        fold=fold,
+                    )
+                    for seed in range(1, arguments.seeds + 1)
+                ]
+    return jobs
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="folder of GLUE, or hub:glue")
+    parser.add_argument("--table", type=Path, metavar="RESULTS", help="print the table of earlier results only")
+    parser.add_argument("--data", help="folder of GLUE, or hub:glue")
+    parser.add_argument("--model", nargs="+", type=Path, help="runs, model folders, Hugging Face folders")
+    parser.add_argument("--output", type=Path, help="file of results, .jsonl; those already there are kept")
+    parser.add_argument("--tasks", nargs="+", choices=GLUE_6, default=list(GLUE_6))
     parser.add_argument(
-        "--model", nargs="+", type=Path, required=True, help="runs, model folders, Hugging Face folders"
+        "--setting", nargs="+", action="append", metavar="WORD", help="NAME KEY=VALUE …; may be repeated"
     )
-    parser.add_argument("--tasks", nargs="+", default=["qnli", "sst2"])
-    parser.add_argument("--rows", type=int, default=8000, help="training rows")
-    parser.add_argument("--held-out", type=int, default=2000, help="rows to evaluate on")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--learning-rate", nargs="+", type=float, default=[None], help="peak learning rate")
-    parser.add_argument("--layer-decay", nargs="+", type=float, default=[None], help="learning rate decay per layer")
-    parser.add_argument("--pooling", nargs="+", choices=get_args(Pooling), default=[None], help="of modern models")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--slice-rows", type=int, default=20_000, help="training rows of qnli and sst2")
+    parser.add_argument("--slice-held-out", type=int, default=8_000, help="rows to evaluate qnli and sst2 on")
+    parser.add_argument("--rows", type=int, help="use at most this many rows per task")
+    parser.add_argument("--workers", type=int, help="processes; default as in electra finetune: at most 8")
+    parser.add_argument("--device", choices=get_args(Device), default="auto")
+    parser.add_argument("--score", nargs="+", choices=SCORES, default=["metric", "auc"], help="scores to tabulate")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        glue_tasks = [glue_task(task, arguments.data) for task in arguments.tasks]
-        tasks = [subset(task, arguments.rows, arguments.held_out, folder) for task in glue_tasks]
-        groups = {}
-        poolings = {model: arguments.pooling if is_modern(model) else [None] for model in arguments.model}
-        combinations = [
-            (model, *settings)
-            for model in poolings
-            for settings in product(arguments.learning_rate, arguments.layer_decay, poolings[model])
-        ]
-        for number, (model, rate, decay, pooling) in enumerate(combinations):
-            tuning = TuningConfig(
-                epochs=arguments.epochs,
-                length=arguments.length,
-                learning_rate=rate,
-                layer_decay=decay,
-                pooling=pooling,
-            )
-            name = " ".join(str(value) for value in (model, rate, decay, pooling) if value is not None)
-            for task in tasks:
-                groups[name, task.name] = make_jobs(
-                    model=model,
-                    task=task,
-                    tuning=tuning,
-                    hardware=HardwareConfig(),
-                    seeds=arguments.seeds,
-                    folder=folder / str(number) / task.name,
-                )
-        scores = run_groups(groups, tasks)
-    print(json.dumps(scores) if arguments.json else format_scores(scores, tasks))
+    if arguments.table is None and None in (arguments.data, arguments.model, arguments.output):
+        parser.error("give --data, --model and --output, or --table")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.table is not None:
+        print_tables(arguments.table, arguments.score)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary:
+        jobs = without_finished(make_jobs(arguments, Path(temporary)), arguments.output)
+        errors = run_probe(jobs, arguments.workers, arguments.output)
+    print_tables(arguments.output, arguments.score)
+    for key, error in errors.items():
+        print(f"failed: {' '.join(map(str, key))}: {error}", file=sys.stderr)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except (ConfigError, DataError) as error:
+        sys.exit(f"error: {error}")

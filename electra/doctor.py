@@ -6,7 +6,7 @@ EXTRAS = {
     # optional dependencies of pyproject.toml: library, purpose
     "hub": ("datasets", "corpora from the Hugging Face hub"),
     "parquet": ("pyarrow", "Parquet files"),
-    "zstd": ("zstandard", ".zst files"),
+    "zstd": ("pyarrow", ".zst files"),
     "plot": ("matplotlib", "plots"),
     "tensorboard": ("tensorboard", "TensorBoard"),
     "yaml": ("pyyaml", "--config files in YAML"),

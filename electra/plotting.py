@@ -15,9 +15,7 @@ CURVES = "curves.png"
 MAX_CLASSES = 30  # a larger confusion matrix is unreadable
 
 Points = list[tuple[float, float]]
-MetricPanels = dict[
-    str, list[tuple[str, str]]
-]  # metrics, as (kind, name) in metrics.jsonl, by the title of their panel
+MetricPanels = dict[str, list[tuple[str, str]]]  # (kind, name) of metrics in metrics.jsonl, by panel title
 
 PRETRAINING_PANELS: MetricPanels = {  # training and held-out curves share a panel if their masks and losses are equal
     "total loss": [("train", "loss"), ("validation", "loss")],

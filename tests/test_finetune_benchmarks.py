@@ -10,8 +10,6 @@ import pytest
 from synthetic import write_glue
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
-from electra.finetuning.tasks import Task, glue_task, read_split
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -56,39 +54,3 @@ def test_the_peer_has_layer_wise_learning_rates():
     assert by_name["electra.encoder.layer.0.output.dense.weight"] == pytest.approx(0.8**3)
     assert by_name["electra.embeddings.word_embeddings.weight"] == pytest.approx(0.8**4)
     assert by_name["electra.embeddings_project.weight"] == pytest.approx(0.8**4)
-
-
-@pytest.mark.slow
-def test_models_are_compared_without_the_dev_file(run_benchmark, encoder_folder, tmp_path):
-    data = write_glue(tmp_path / "glue", rows=60)
-    (data / "STS-B" / "dev.tsv").unlink()
-    sizes = ["--rows", 32, "--held-out", 20, "--seeds", 2, "--epochs", 1, "--length", 32]
-    models = [encoder_folder, encoder_folder / ".." / "model"]
-    scores = run_benchmark("probe", "--data", data, "--model", *models, "--tasks", "stsb", *sizes)
-    assert list(scores) == [str(model) for model in models]
-    first, second = scores.values()
-    assert first["stsb"].keys() == {"median", "spread"}
-    assert first == second  # one model under two names
-    rates = run_benchmark(
-        "probe", "--data", data, "--model", models[0], "--tasks", "stsb", "--learning-rate", 1e-3, 1e-2, *sizes
-    )
-    assert list(rates) == [f"{models[0]} 0.001", f"{models[0]} 0.01"]
-    assert len({scores["stsb"]["median"] for scores in rates.values()}) == 2
-    poolings = run_benchmark(
-        "probe", "--data", data, "--model", models[0], "--tasks", "stsb", "--pooling", "cls", "mean", *sizes
-    )
-    assert list(poolings) == [str(models[0])]  # classic models have no pooling
-
-
-@pytest.mark.parametrize(("held_out", "evaluated"), [(5, 5), (2000, 12)])
-def test_held_out_rows_are_not_trained_on_and_at_most_a_fifth(tmp_path, held_out, evaluated):
-    subset = runpy.run_path(str(BENCHMARKS / "probe.py"))["subset"]
-    task = glue_task("rte", str(write_glue(tmp_path / "glue", rows=60)))
-    first, again = (row_indices(subset(task, 40, held_out, tmp_path)) for _ in range(2))
-    assert (len(first["train"]), len(first["dev"])) == (40, evaluated)
-    assert first["train"].isdisjoint(first["dev"])
-    assert first == again
-
-
-def row_indices(task: Task) -> dict[str, set[str]]:
-    return {split: {row.values["index"] for row in read_split(task, split)} for split in task.splits}

@@ -4,8 +4,9 @@ import pytest
 import torch
 from synthetic import write_rows
 
+from electra.errors import ConfigError
 from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.job import FinetuningTask, Job
+from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.model.config import BASE, LARGE, SMALL
 from electra.pretraining.command import pretrain
 from electra.training.config import Budget, HardwareConfig
@@ -90,6 +91,18 @@ def test_hyperparameters_of_the_paper_by_size():
     assert tuning.optimizer_config(SMALL).weight_decay == 0
     faithful = TuningConfig(faithful=True).optimizer_config(SMALL)
     assert (faithful.name, faithful.schedule, faithful.weight_decay) == ("adam", "released", 0.01)
+
+
+def test_muon_updates_the_matrices_of_the_layers(make_job):
+    task = FinetuningTask(make_job(rows=20, optimizer="muon"))
+    muon, adamw = build_trainer(task, quiet=True).optimizers
+    names = {parameter: name for name, parameter in task.model.named_parameters()}
+    rates = {names[parameter]: group["lr_scale"] for group in muon.param_groups for parameter in group["params"]}
+    assert set(rates) == {name for parameter, name in names.items() if ".layers." in name and parameter.dim() == 2}
+    assert sorted(set(rates.values())) == pytest.approx([0.8**2, 0.8])
+    assert sum(len(group["params"]) for group in adamw.param_groups) == len(names) - len(rates)
+    with pytest.raises(ConfigError, match="--faithful"):
+        TuningConfig(optimizer="muon", faithful=True)
 
 
 def test_an_interrupted_job_continues_to_the_same_weights(make_job, monkeypatch):

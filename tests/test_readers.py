@@ -10,14 +10,18 @@ import lzma
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.readers import Row, read_rows
 
-COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+
+def compress_zstd(data: bytes) -> bytes:
+    return pyarrow.compress(data, "zstd", asbytes=True)
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": compress_zstd}
 ROWS = [{"text": 'Käse, "干酪"', "label": "1"}, {"text": "", "label": "0"}]
 
 

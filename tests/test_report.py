@@ -123,8 +123,8 @@ def write_table(
 
 def test_glue_scores_are_found_in_runs_or_given_for_them(runs, tmp_path):
     write_table(runs[0] / "glue", runs[0], 70.0)
-    given = write_table(tmp_path / "tuned", tmp_path / "hf", 60.0, tasks=("rte",))
-    config = ReportConfig(runs=tuple(runs), glue=(f"{runs[1]}={given}",), output=tmp_path / "report")
+    table = write_table(tmp_path / "tuned", tmp_path / "hf", 60.0, tasks=("rte",))
+    config = ReportConfig(runs=tuple(runs), glue=(f"{runs[1]}={table}",), output=tmp_path / "report")
     result = report(config)
     assert [(run.glue.mean, run.glue.tasks) for run in result.runs.values()] == [
         (70.0, ["rte", "cola"]),
@@ -135,16 +135,16 @@ def test_glue_scores_are_found_in_runs_or_given_for_them(runs, tmp_path):
 
 
 def test_a_glue_table_without_a_mean_has_no_score(runs, tmp_path):
-    given = write_table(tmp_path / "tuned", runs[0], None, tasks=("wnli",))
-    result = report(ReportConfig(runs=tuple(runs), glue=(str(given),)))
+    table = write_table(tmp_path / "tuned", runs[0], None, tasks=("wnli",))
+    result = report(ReportConfig(runs=tuple(runs), glue=(str(table),)))
     assert [run.glue for run in result.runs.values()] == [None] * len(runs)
     assert "GLUE mean" not in str(result)
 
 
 def test_a_glue_table_names_its_run(runs, tmp_path):
     newest = checkpoint_folders(runs[1])[-1]
-    given = write_table(tmp_path / "tuned", newest, 61.5)
-    result = report(ReportConfig(runs=tuple(runs), glue=(str(given),)))
+    table = write_table(tmp_path / "tuned", newest, 61.5)
+    result = report(ReportConfig(runs=tuple(runs), glue=(str(table),)))
     assert [run.glue and run.glue.mean for run in result.runs.values()] == [None, 61.5]
     other = write_table(tmp_path / "other", tmp_path / "hf", 60.0)
     with pytest.raises(DataError, match=r"not of one of the runs; name its run: --glue RUN=.*other"):

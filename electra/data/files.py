@@ -124,13 +124,10 @@ def open_file(file: TextFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     with open(file.path, "rb") as raw:
         try:
             yield decompress(file.compression, raw), raw
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise DataError(f"{file.path} is damaged or truncated ({error}); download or compress it again") from None
-        except OSError as error:
-            if error.errno is not None:
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # not about the content of the file
                 raise
-            # bz2 reports damaged data as an OSError without errno
-            raise DataError(f"{file.path} is damaged ({error}); download or compress it again") from None
+            raise DataError(f"{file.path} is damaged or truncated ({error}); download or compress it again") from None
 
 
 def decompress(compression: str, raw: BinaryIO) -> Any:
@@ -143,43 +140,10 @@ def decompress(compression: str, raw: BinaryIO) -> Any:
         case ".xz":
             return lzma.LZMAFile(raw)
         case ".zst":
-            return io.BufferedReader(ZstdReader(raw))
+            pyarrow = import_optional("pyarrow", "reading .zst")
+            return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
         case _:
             return raw
-
-
-class ZstdReader(io.RawIOBase):
-    """Decompresses a .zst file of one or more frames; unlike the library's reader it detects truncation."""
-
-    def __init__(self, raw: BinaryIO):
-        self.library = import_optional("zstandard", "reading .zst")
-        self.raw = raw
-        self.frame: Any = None  # decompressor of the current frame
-        self.compressed = b""  # bytes that were read past the end of the previous frame
-        self.text = b""  # decompressed bytes not yet returned
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.text and (compressed := self.compressed or self.raw.read(1 << 17)):
-            self.text = self.decompress(compressed)
-        if not self.text and self.frame is not None:
-            raise EOFError("its last frame is incomplete")
-        count = min(len(buffer), len(self.text))
-        buffer[:count], self.text = self.text[:count], self.text[count:]
-        return count
-
-    def decompress(self, compressed: bytes) -> bytes:
-        """The text of `compressed` up to the end of the current frame."""
-        self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
-        try:
-            text = self.frame.decompress(compressed)
-        except self.library.ZstdError as error:
-            raise EOFError(str(error)) from None
-        self.compressed = self.frame.unused_data if self.frame.eof else b""
-        self.frame = None if self.frame.eof else self.frame
-        return text
 
 
 @contextmanager

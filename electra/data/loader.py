@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import islice
-from queue import Empty, Full, Queue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -314,42 +313,18 @@ def build_segment_pairs(text: Tensor, spans: RowSpans, vocabulary: Vocabulary) -
     return {"input_ids": input_ids, "attention_mask": attention_mask, "segment_ids": segment_ids}
 
 
-def prefetch(items: Iterable[Item], depth: int = 2) -> Iterator[Item]:
-    """The items, produced by a thread up to `depth` ahead; an exception in the thread is raised here."""
-    queue: Queue[tuple[Item | None, BaseException | None]] = Queue(depth)
-    is_stopped = threading.Event()
-
-    def produce() -> None:
-        try:
-            for item in items:
-                if not put((item, None)):
-                    return
-        except BaseException as error:
-            put((None, error))
-
-    def put(entry: tuple[Item | None, BaseException | None]) -> bool:
-        while not is_stopped.is_set():
-            try:
-                queue.put(entry, timeout=0.1)
-                return not is_stopped.is_set()
-            except Full:
-                continue
-        return False
-
-    thread = threading.Thread(target=produce, daemon=True)
-    thread.start()
+def prefetch(items: Iterable[Item], depth: int = 3) -> Iterator[Item]:
+    """The items of an endless iterable, produced by a thread up to `depth` ahead; its exceptions are raised here."""
+    iterator = iter(items)
+    pool = ThreadPoolExecutor(max_workers=1)
     try:
+        futures = deque(pool.submit(next, iterator) for _ in range(depth))
         while True:
-            item, error = queue.get()
-            if error is not None:
-                raise error
-            assert item is not None
+            item = futures.popleft().result()
+            futures.append(pool.submit(next, iterator))
             yield item
     finally:
-        is_stopped.set()
-        with suppress(Empty):
-            queue.get_nowait()  # `put` may be waiting
-        thread.join()  # a daemon thread inside of torch would abort the process when it exits
+        pool.shutdown(cancel_futures=True)
 
 
 def validation_batches(

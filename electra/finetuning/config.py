@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from electra.errors import ConfigError
 from electra.finetuning.readers import TaskKind
@@ -92,6 +92,8 @@ class TuningConfig:
     """Rows per step."""
     micro_batches: int = 1
     """Split each batch into this many micro-batches and accumulate their gradients: less memory, equal results."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw; muon: Muon for the weight matrices of the layers, AdamW for the other parameters."""
     learning_rate: float | None = None
     """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large)."""
     layer_decay: float | None = None
@@ -118,13 +120,15 @@ class TuningConfig:
             raise ConfigError(message, field="micro_batches")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ConfigError(f"is {self.layer_decay}; it must be above 0 and at most 1", field="layer_decay")
+        if self.faithful and self.optimizer != "adamw":
+            raise ConfigError(f"--faithful uses Adam; it cannot be combined with --optimizer {self.optimizer}")
 
     def optimizer_config(self, encoder: EncoderConfig) -> OptimizerConfig:
         """Optimizer and schedule for an encoder."""
         learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
         weight_decay = 0.01 if self.faithful else 0.0
         return OptimizerConfig(
-            name="adam" if self.faithful else "adamw",
+            name="adam" if self.faithful else self.optimizer,
             schedule="released" if self.faithful else "linear",
             learning_rate=learning_rate if self.learning_rate is None else self.learning_rate,
             warmup=self.warmup,

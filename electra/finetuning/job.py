@@ -219,10 +219,10 @@ def available_splits(task: Task) -> list[str]:
     ]
 
 
-def train(job: Job, quiet: bool) -> None:
-    """Train from the last checkpoint or from the start, and write the result."""
-    task = FinetuningTask(job)
-    trainer = Trainer(
+def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
+    """The trainer of a job."""
+    job = task.job
+    return Trainer(
         task,
         job.tuning.optimizer_config(task.encoder),
         job.tuning.trainer_config(task.steps_per_epoch),
@@ -232,6 +232,12 @@ def train(job: Job, quiet: bool) -> None:
         cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
         quiet=quiet,
     )
+
+
+def train(job: Job, quiet: bool) -> None:
+    """Train from the last checkpoint or from the start, and write the result."""
+    task = FinetuningTask(job)
+    trainer = build_trainer(task, quiet)
     remove_partial(job.folder)
     if not quiet:
         print(*task.describe(), sep="\n", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,9 +75,10 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
         checkpoint = Path(result.checkpoint)
         if result.signal:
             break
-    plot_pretraining(config.output, read_metrics(config.output / METRICS), config.objective.discriminator_weight)
+    metrics = read_metrics(config.output / METRICS)
+    plot_pretraining(config.output, metrics, config.objective.discriminator_weight)
     if not result.signal:
-        check_last_loss(config.output, result)
+        check_last_loss(metrics, result)
     return result
 
 
@@ -118,9 +120,9 @@ def continue_from(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> 
             trainer.state.best_loss = None  # losses of phases are not comparable: masks may differ
 
 
-def check_last_loss(run: Path, result: TrainResult) -> None:
+def check_last_loss(metrics: list[dict[str, Any]], result: TrainResult) -> None:
     """Raise a TrainingError if the last evaluation of a finished run had a non-finite loss."""
-    evaluations = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
+    evaluations = [line for line in metrics if line["kind"] == "validation"]
     if evaluations and evaluations[-1]["loss"] is None:  # NaN in JSON
         raise TrainingError(
             f"step {result.step}: training finished, but the held-out loss is not finite; the checkpoint is kept in "
