@@ -130,7 +130,7 @@ def check_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) ->
     trunk_model = comparable_model(read_model_config(checkpoint))
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
-    shards.check_tokenizer(load_model_tokenizer(checkpoint))
+    shards.check_same_tokenizer(load_model_tokenizer(checkpoint))
     optimizer = config.optimizer.name
     before = trunk_model | {"optimizer": run_settings(checkpoint).get("optimizer", optimizer)}
     now = comparable_model(model) | {"optimizer": optimizer}
@@ -177,7 +177,7 @@ def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> d
     record = {
         "model": asdict(phases[-1].model),
         "pretraining": settings,
-        "data": {"tokens": shards.index.totals("tokens"), "tokenizer": shards.tokenizer.fingerprint},
+        "data": {"tokens": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint},
         "command": shlex.join(sys.argv),
         "environment": environment(),
     }
