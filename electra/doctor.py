@@ -30,7 +30,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = []
         for title, table in (("this machine", self.environment), ("a run uses", self.uses), ("extras", self.extras)):
-            lines += [title, *(f"  {name:<13}{value}" for name, value in table.items())]
+            lines += [title, *(f"  {name:<15}{value}" for name, value in table.items())]
         return "\n".join(lines)
 
 

@@ -99,6 +99,8 @@ def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, ca
         ("--train x.csv --seeds 0", "--seeds is 0; it must be at least 1"),
         ("--train x.csv --batch-size 8 --micro-batches 3", "--micro-batches is 3; it must divide --batch-size 8"),
         ("--train x.csv", "x.csv, the file of the train rows, does not exist"),
+        ("--train x.csv --text label", "they must be different columns"),
+        ("--train x.csv --dev-fraction 1.5", "--dev-fraction is 1.5; it must be above 0 and below 1"),
         ("--train x.csv --ensemble", "--ensemble needs --seeds 2 or more"),
     ],
 )

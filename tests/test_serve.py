@@ -168,6 +168,8 @@ def test_a_folder_without_a_model_is_reported(run, tmp_path):
 
 
 def test_doctor_shows_what_a_run_uses(capsys):
+    main(["doctor"])
+    assert "  torch.compile  " in capsys.readouterr().out
     main(["doctor", "--json"])
     diagnosis = json.loads(capsys.readouterr().out)
     assert diagnosis["environment"]["torch"] == torch.__version__

@@ -66,7 +66,7 @@ class ConversionResult:
 
 def export(config: ExportConfig) -> ConversionResult:
     """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder."""
-    if is_finetuned(config.model):
+    if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
         return export_finetuned(config)
     folder = model_folder(config.model)
     electra = load_model(folder)
@@ -90,13 +90,10 @@ def check_discriminator(electra: Electra, folder: Path) -> None:
         raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
 
 
-def is_finetuned(folder: Path) -> bool:
-    """Whether a folder is the output of electra finetune or one of its models."""
-    return (folder / CONFIG).exists() and "task" in read_json(folder / CONFIG)
-
-
 def export_finetuned(config: ExportConfig) -> ConversionResult:
-    """Write a fine-tuned model as a sequence classifier; scores are in the unit of the training data."""
+    """Write a fine-tuned model, or the best one of an output of electra finetune, as a sequence classifier.
+
+    Its scores are in the unit of the training data."""
     if config.part != ExportConfig.part:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
     folder = best_model(config.model)

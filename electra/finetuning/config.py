@@ -56,9 +56,9 @@ class TaskConfig:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         if self.dev_fraction is not None and not 0 < self.dev_fraction < 1:
             raise ConfigError(f"is {self.dev_fraction}; it must be above 0 and below 1", field="dev_fraction")
-        if len({self.text, self.text_b, self.label}) < 3:
-            columns = f"{self.text}, {self.text_b} and {self.label}"
-            raise ConfigError(f"--text, --text-b and --label are columns {columns}; they must be different")
+        columns = [column for column in (self.text, self.text_b, self.label) if column is not None]
+        if len(set(columns)) < len(columns):
+            raise ConfigError(f"--text, --text-b and --label are {', '.join(columns)}; they must be different columns")
 
     def make_task(self) -> Task:
         """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
