@@ -209,7 +209,7 @@ def test_a_dry_run_estimates_a_run_and_writes_nothing(run_config, shards):
     [
         ({"steps": 0}, "must be above 0"),
         ({"minutes": 1.0}, "give one of --steps, --tokens and --minutes, not steps and minutes"),
-        ({"micro_batches": 3}, "8 is not divisible by micro_batches 3"),
+        ({"micro_batches": 3}, "micro_batches is 3; it must divide the batch of 8 rows: 1, 2, 4, 8"),
         ({"save_every": 0}, "at least 1"),
         ({"evaluation_rows": 0}, "at least 1"),
         ({"seed": -1}, "at least 0"),
