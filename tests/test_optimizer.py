@@ -98,6 +98,26 @@ def test_batched_muon_equals_muon_of_each_matrix_alone():
     torch.testing.assert_close(batched, single)
 
 
+@pytest.mark.parametrize("make_rate", [float, torch.tensor])  # tensors in CUDA graphs
+def test_muon_in_groups_equals_one_optimizer_per_group(make_rate):
+    """Layers have learning rates of their own in fine-tuning; their matrices still form one batch."""
+    torch.manual_seed(0)
+    start, gradients, rates = torch.randn(3, 6, 4), torch.randn(2, 3, 6, 4), (0.1, 0.2, 0.3)
+    together, alone = ([nn.Parameter(matrix.clone()) for matrix in start] for _ in range(2))
+    groups = [
+        [{"params": [matrix], "lr": make_rate(lr), "weight_decay": 0.1} for matrix, lr in zip(part, rates, strict=True)]
+        for part in (together, alone)
+    ]
+    optimizers = [Muon(part, lr=1.0, momentum=0.9) for part in (groups[0], *([group] for group in groups[1]))]
+    for step in gradients:
+        for matrix, other, gradient in zip(together, alone, step, strict=True):
+            matrix.grad, other.grad = gradient.clone(), gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(together, alone)
+    assert len(optimizers[0].momentum_buffers) == 1
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw", "muon"])
 def test_found_inf_skips_a_step_and_grad_scale_divides_gradients(make_pair, name):
     """As used in a CUDA graph, where the CPU does not read whether a step is finite."""

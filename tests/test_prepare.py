@@ -135,7 +135,7 @@ def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
         (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
     (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
     settings = config(tmp_path / "text")
-    kill_repeatedly(shard, settings, times=10, within=0.1)
+    kill_repeatedly(shard, settings, times=20, within=0.1)
     shard(settings)
     shard(config(tmp_path / "text", "uninterrupted"))
     assert content(settings.output) == content(tmp_path / "uninterrupted")

@@ -343,3 +343,10 @@ def test_the_cost_of_a_branch_includes_its_trunk(run_config):
     runs = report(ReportConfig(runs=(trunk.output, branch.output))).runs
     assert [run.steps for run in runs.values()] == [20, 30]
     assert runs["branch"].flops == 1.5 * runs["trunk"].flops
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "notes.md").write_text("mine")
+    with pytest.raises(DataError, match="not empty and not an earlier report"):
+        report(ReportConfig(runs=(tmp_path / "run",), output=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]

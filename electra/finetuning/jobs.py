@@ -40,6 +40,8 @@ from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
+DERIVED = ("name", "labels", "metrics", "offset", "scale")
+"""Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
 MPS_CONTROL = "nvidia-cuda-mps-control"
@@ -79,8 +81,7 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     if any(folder.glob("seed-*")):
         before = read_json(folder / CONFIG)
         for part, values in settings.items():
-            # a custom task's name is that of its training file, which is compared as part of the splits
-            check_same_settings(folder, before.get(part, {}), values, ignore=("name",))
+            check_same_settings(folder, before.get(part, {}), values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / CONFIG, settings)
 

@@ -181,7 +181,8 @@ class PretrainConfig:
         check_range(self, "evaluation_rows", at_least=1)
         rows, count = self.loader.batch_size, self.trainer.micro_batches
         if rows % count:
-            raise ConfigError(f"batch_size {rows} is not divisible by micro_batches {count}")
+            divisors = ", ".join(str(number) for number in range(1, rows + 1) if rows % number == 0)
+            raise ConfigError(f"is {count}; it must divide the batch of {rows} rows: {divisors}", field="micro_batches")
         if self.init.sinusoidal_positions and self.model.style == "modern":
             raise ConfigError("sinusoidal_positions needs position embeddings, which --style modern does not have")
 

@@ -9,8 +9,9 @@ from electra.finetuning.glue import markdown_table
 from electra.plotting import Panel, Points, plot_panels
 from electra.report.config import ReportConfig
 from electra.report.runs import Run, find_glue_tables, read_run
-from electra.runfolder import write_file, write_json
+from electra.runfolder import is_empty, write_file, write_json
 
+REPORT = "report.json"
 METRICS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
 PLOTS = {"loss": "held-out loss", "mlm_loss": "held-out generator MLM loss", "unigram_rtd_auc": "unigram RTD AUC"}
 COSTS = {"flops": "FLOPs", "minutes": "minutes of training"}  # attributes of runs and evaluations, with their labels
@@ -49,6 +50,8 @@ class Report:
 
 def report(config: ReportConfig) -> Report:
     """Compare runs, and write tables and plots to `config.output`."""
+    if config.output is not None and not is_empty(config.output) and not (config.output / REPORT).exists():
+        raise DataError(f"{config.output} is not empty and not an earlier report; choose another --output")
     folders = list(dict.fromkeys(config.runs))
     tables = find_glue_tables(config.glue, folders)
     runs, skipped = {}, {}
@@ -70,7 +73,7 @@ def write_report(result: Report, folder: Path) -> Report:
     notes = result.notes + ([] if plots else ["no plots: they need matplotlib (pip install matplotlib)"])
     result = replace(result, notes=notes, plots=plots, output=str(folder))
     write_file(folder / "report.md", result.page())
-    write_json(folder / "report.json", asdict(result))
+    write_json(folder / REPORT, asdict(result))
     return result
 
 

@@ -32,11 +32,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures
-        updates = [
-            partial(self.update, parameters, group)
-            for group in self.param_groups
-            for parameters in group_by_shape(group["params"])
-        ]
+        updates = [partial(self.update, *zip(*matrices, strict=True)) for matrices in group_by_shape(self.param_groups)]
         if not self.param_groups[0]["params"][0].is_cuda:
             for update in updates:
                 update()
@@ -50,10 +46,11 @@ class Muon(torch.optim.Optimizer):
         for stream in self.streams[: len(updates)]:
             main.wait_stream(stream)
 
-    def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def update(self, parameters: tuple[Tensor, ...], groups: tuple[dict[str, Any], ...]) -> None:
         """Update matrices of one shape: m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonalize(μm + (1 − μ)g) + wd θ)."""
         gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
-        momentum, lr, weight = group["momentum"], group["lr"], 1 - group["momentum"]
+        momentum, weight = groups[0]["momentum"], 1 - groups[0]["momentum"]
+        lr = learning_rates(groups, gradients.device)
         if self.found_inf is not None and self.grad_scale is not None:
             is_finite = 1 - self.found_inf
             gradients = (gradients / self.grad_scale).where(is_finite > 0, 0.0)
@@ -62,33 +59,49 @@ class Muon(torch.optim.Optimizer):
         nesterov = gradients.lerp_(averages, momentum)
         scale = ADAMW_RMS * max(nesterov.shape[1:]) ** 0.5
         updates = orthogonalize(nesterov).to(nesterov.dtype).mul_(lr * scale)
-        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        if groups[0]["weight_decay"]:
+            decay = 1 - lr * groups[0]["weight_decay"]
+            torch._foreach_mul_(parameters, list(decay.unbind()) if is_batch(decay) else decay)
         torch._foreach_sub_(parameters, list(updates.unbind()))
 
-    def momentum_buffer(self, parameters: list[Tensor]) -> Tensor:
+    def momentum_buffer(self, parameters: tuple[Tensor, ...]) -> Tensor:
         """Return the momentum of `parameters` as one tensor [N, rows, columns], of which each state is a view."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         states = [self.state[parameter]["momentum"] for parameter in parameters]
-        buffer = self.momentum_buffers.get(tuple(parameters))
+        buffer = self.momentum_buffers.get(parameters)
         is_current = buffer is not None and all(
             state.data_ptr() == view.data_ptr() for state, view in zip(states, buffer, strict=True)
         )
         if buffer is None or not is_current:  # the first step, or other parameters had gradients before
-            buffer = self.momentum_buffers[tuple(parameters)] = torch.stack(states)
+            buffer = self.momentum_buffers[parameters] = torch.stack(states)
             for parameter, view in zip(parameters, buffer.unbind(), strict=True):
                 self.state[parameter]["momentum"] = view
         return buffer
 
 
-def group_by_shape(parameters: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Group the parameters that have gradients by shape."""
-    by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_shape[parameter.shape].append(parameter)
+def group_by_shape(groups: list[dict[str, Any]]) -> Iterable[list[tuple[Tensor, dict[str, Any]]]]:
+    """Parameters that have gradients, each with its group; those that differ at most in learning rate together."""
+    by_shape: dict[tuple[torch.Size, float, float], list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape[parameter.shape, group["momentum"], group["weight_decay"]].append((parameter, group))
     return by_shape.values()
+
+
+def learning_rates(groups: tuple[dict[str, Any], ...], device: torch.device) -> Any:
+    """The learning rate of matrices in one group, or of those in several groups [N, 1, 1]."""
+    if all(group is groups[0] for group in groups):
+        return groups[0]["lr"]
+    rates = [group["lr"] for group in groups]
+    return (torch.stack(rates) if isinstance(rates[0], Tensor) else torch.tensor(rates, device=device))[:, None, None]
+
+
+def is_batch(rates: Any) -> bool:
+    """Whether there is one value for each matrix instead of one for all."""
+    return isinstance(rates, Tensor) and rates.dim() > 0
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
