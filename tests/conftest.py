@@ -10,7 +10,7 @@ import torch
 from synthetic import write_rows
 
 from electra import plotting
-from electra.config import build, check_names, construct
+from electra.config import build_config, check_setting_names, construct_config
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
@@ -122,7 +122,7 @@ def shards(tmp_path_factory):
     (folder / "text.txt").write_text(simple_text(1500))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     shard(
-        build(
+        build_config(
             ShardConfig,
             corpus=str(folder / "text.txt"),
             tokenizer=folder / "vocab.txt",
@@ -141,8 +141,8 @@ def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
     rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
     intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
     base = {"data": data, "output": output, "size": "tiny", "device": "cpu", "unigram_output_bias": False}
-    check_names(PretrainConfig, settings)
-    return construct(PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings)
+    check_setting_names(PretrainConfig, settings)
+    return construct_config(PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def finetuned(encoder_folder, tmp_path_factory):
     dev = write_rows(folder / "dev.jsonl", "classification", 60, seed=1)
     files = {"model": encoder_folder, "train": train, "dev": dev, "output": folder / "out", "device": "cpu"}
     tuning = {"epochs": 8, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
-    config = build(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
+    config = build_config(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
     return Finetuned(config, finetune(config), folder / "out", dev)
 
 
