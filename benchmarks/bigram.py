@@ -28,7 +28,7 @@ SMOOTHING = (0.5, 2.0, 10.0, 50.0, 200.0)  # pseudo-counts
 def bigram_counts(shards: Shards) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sorted bigrams (first · V + second) of the training text, their counts, and the counts of tokens."""
     size = shards.tokenizer.vocabulary.size
-    tokens = np.concatenate([part.astype(np.int64) for part in shards.tokens("train")])
+    tokens = np.concatenate([part.astype(np.int64) for part in shards.tokens_by_shard("train")])
     pairs, counts = np.unique(tokens[:-1] * size + tokens[1:], return_counts=True)
     return pairs, counts, np.bincount(tokens, minlength=size)
 

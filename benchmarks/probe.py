@@ -2,7 +2,7 @@
 
     python benchmarks/probe.py --data glue/ --model runs/a runs/b --output results.jsonl [--seeds 2] \
         [--setting paper] [--setting muon optimizer=muon learning_rate=1e-3 layer_decay=0.9] [--tasks rte cola]
-    python benchmarks/probe.py --table results.jsonl [--score metric auc loss]
+    python benchmarks/probe.py --table results.jsonl [--score metric auc loss] [--baseline runs/a paper]
 
 Selecting models on a dev set biases their scores there; this script never reads the dev files. CoLA, MRPC, RTE and
 STS-B are evaluated by five-fold cross-validation over their training rows; QNLI and SST-2, which have more, train on
@@ -24,8 +24,9 @@ parts that take the place of folds. The squared standard error of the mean of x 
 over seeds, divided by the number of folds, plus the variance over seeds of the means over folds, divided by the number
 of seeds. The sum counts the interaction of fold and seed twice, so it rather overstates these two sources; with two
 seeds the second term is itself uncertain. The error of the mean over tasks treats tasks as independent and fixed.
-The last column is the difference from the first row. Its error is computed in the same way from the differences of
-x[f, s], which share folds and seeds: use it to compare two rows.
+The last column is the difference of the mean from the baseline's (--baseline, else the first row; rows are sorted by
+name). Its error is computed in the same way from the differences of x[f, s], which share folds and seeds: use it to
+compare two rows. Rows with missing results have no mean.
 **Not included**: the variation between pre-training seeds, which is larger (about 0.6 points of GLUE-6), so two rows
 show a difference between two checkpoints, not yet between two recipes; the choice of the training rows of slices; and
 the correlation of folds, whose training rows overlap. The scores are not comparable with published ones: there are
@@ -297,42 +298,57 @@ def mean_of_tasks(arrays: Iterable[NDArray]) -> tuple[float, float]:
     return float(means.mean()), float(np.sqrt(np.sum(errors**2)) / len(errors))
 
 
-def format_table(records: list[Record], score: str) -> str:
+def task_scores(records: list[Record], tasks: list[str], score: str) -> dict[str, dict[tuple[int, int], list[float]]]:
+    """The scores of one model and setting by task, fold and seed."""
+    by_task = {task: [record for record in records if record["task"] == task] for task in tasks}
+    return {task: score_matrix(by_task[task], score_name(task, score)) for task in tasks}
+
+
+def format_table(records: list[Record], score: str, baseline: tuple[str, str] | None = None) -> str:
     """A Markdown table with a row for each model and setting and a column for each task."""
     tasks = [task for task in GLUE_6 if any(record["task"] == task for record in records)]
     expected = {task: {(r["fold"], r["seed"]) for r in records if r["task"] == task} for task in tasks}
+    rows: dict[tuple[str, str], list[Record]] = {}
+    for record in sorted(records, key=lambda record: (record["model"], record["setting"])):
+        rows.setdefault((record["model"], record["setting"]), []).append(record)
+    scores = {row: task_scores(rows[row], tasks, score) for row in rows}
+    complete = {
+        row: {task: as_array(values) for task, values in by_task.items()}
+        for row, by_task in scores.items()
+        if all(by_task[task].keys() == expected[task] for task in tasks)
+    }
+    baseline = baseline or next(iter(complete), None)
     header = [f"{task} ({score_name(task, score)})" for task in tasks]
-    cells = [["model", "setting", *header, "mean", "difference from the first row"]]
-    first: dict[str, NDArray] | None = None
-    for model, setting in dict.fromkeys((record["model"], record["setting"]) for record in records):
-        row = [record for record in records if (record["model"], record["setting"]) == (model, setting)]
-        arrays: dict[str, NDArray] = {}
-        line = []
-        for task in tasks:
-            scores = score_matrix((record for record in row if record["task"] == task), score_name(task, score))
-            if missing := len(expected[task] - scores.keys()):
-                line.append(f"{missing} of {len(expected[task])} missing")
-            else:
-                arrays[task] = as_array(scores)
-                line.append(format_score(*mean_and_error(arrays[task])))
-        is_complete = arrays.keys() == set(tasks)
-        line.append(format_score(*mean_of_tasks(arrays.values())) if is_complete else "")
-        has_difference = is_complete and first is not None
-        differences = [arrays[task] - first[task] for task in tasks] if has_difference else []
-        line.append(format_score(*mean_of_tasks(differences), sign="+") if has_difference else "")
-        first = arrays if first is None and is_complete else first
-        cells.append([model, setting, *line])
+    cells = [["model", "setting", *header, "mean", "difference"]]
+    for row, by_task in scores.items():
+        line = [format_task(by_task[task], len(expected[task])) for task in tasks]
+        line.append(format_score(*mean_of_tasks(complete[row].values())) if row in complete else "")
+        if row == baseline:
+            line.append("baseline")
+        elif row in complete and baseline in complete:
+            differences = [complete[row][task] - complete[baseline][task] for task in tasks]
+            line.append(format_score(*mean_of_tasks(differences), sign="+"))
+        else:
+            line.append("")
+        cells.append([*row, *line])
     return markdown_table(cells)
+
+
+def format_task(scores: dict[tuple[int, int], list[float]], expected: int) -> str:
+    """Mean and standard error, or how many results are missing."""
+    if len(scores) < expected:
+        return f"{expected - len(scores)} of {expected} missing"
+    return format_score(*mean_and_error(as_array(scores)))
 
 
 def format_score(mean: float, error: float, sign: str = "") -> str:
     return f"{100 * mean:{sign}.2f} ± {100 * error:.2f}" if math.isfinite(error) else f"{100 * mean:{sign}.2f}"
 
 
-def print_tables(path: Path, scores: list[str]) -> None:
+def print_tables(path: Path, scores: list[str], baseline: list[str] | None) -> None:
     records = list({record_key(record): record for record in read_records(path)}.values())
     for score in scores if records else []:
-        print(f"{score}\n\n{format_table(records, score)}\n")
+        print(f"{score}\n\n{format_table(records, score, tuple(baseline) if baseline else None)}\n")
 
 
 # The command line.
@@ -396,6 +412,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, help="processes; default as in electra finetune: at most 8")
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--score", nargs="+", choices=SCORES, default=["metric", "auc"], help="scores to tabulate")
+    parser.add_argument("--baseline", nargs=2, metavar=("MODEL", "SETTING"), help="default: the table's first row")
     arguments = parser.parse_args()
     if arguments.table is None and None in (arguments.data, arguments.model, arguments.output):
         parser.error("give --data, --model and --output, or --table")
@@ -405,12 +422,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     if arguments.table is not None:
-        print_tables(arguments.table, arguments.score)
+        print_tables(arguments.table, arguments.score, arguments.baseline)
         return 0
     with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary:
         jobs = without_finished(make_jobs(arguments, Path(temporary)), arguments.output)
         errors = run_probe(jobs, arguments.workers, arguments.output)
-    print_tables(arguments.output, arguments.score)
+    print_tables(arguments.output, arguments.score, arguments.baseline)
     for key, error in errors.items():
         print(f"failed: {' '.join(map(str, key))}: {error}", file=sys.stderr)
     return 1 if errors else 0

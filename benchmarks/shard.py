@@ -149,7 +149,7 @@ def write_sample(corpus: str, path: Path, megabytes: int) -> float:
     size = 0
     with open(path, "wb") as file:
         while size < megabytes * 1e6:
-            for document in Corpus(CorpusConfig(corpus=corpus)).documents(ReadStats()):
+            for document in Corpus(CorpusConfig(corpus=corpus)).read_documents(ReadStats()):
                 size += file.write(document.strip() + b"\n\n")
                 if size >= megabytes * 1e6:
                     break

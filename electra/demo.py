@@ -154,7 +154,7 @@ def is_prose(paragraph: str) -> bool:
 
 def held_out_sentence(shards: Path, tokenizer: TextTokenizer) -> str:
     """The first held-out sentence of 10 to 20 words."""
-    for tokens in open_shards(shards).tokens("validation"):
+    for tokens in open_shards(shards).tokens_by_shard("validation"):
         for document in numpy.split(tokens, numpy.flatnonzero(tokens == tokenizer.vocabulary.sep_id)):
             for sentence in re.split(r"(?<=\.) ", tokenizer.library.decode(document.tolist())):
                 if 10 <= len(sentence.split()) <= 20 and sentence.endswith("."):

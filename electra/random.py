@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 BITS = 32
-BLOCK = 128  # vocabulary entries per block: `sample_logits` draws a block, then a token in it
+BLOCK = 128  # vocabulary entries per block: `sample_from_logits` draws a block, then a token in it
 LOW_BITS = 2**BITS - 1
 Number = TypeVar("Number", int, Tensor)
 
@@ -28,7 +28,7 @@ class Purpose(IntEnum):
     SAMPLE_TOKEN = 3
 
 
-def scramble(value: Number) -> Number:
+def hash_uint32(value: Number) -> Number:
     """A bijective hash of 32-bit integers: xor-shift and multiply, twice (with factors below 2^31)."""
     value = value ^ (value >> 16)
     value = value * 0x21F0AAAD & LOW_BITS
@@ -41,10 +41,10 @@ def row_keys(seed: int, step: Tensor, row_ids: Tensor, purpose: Purpose) -> Tens
     """Two 32-bit keys [B, 2] for each of `row_ids` [B]."""
     keys = []
     for number in range(2):
-        key = scramble(scramble(2 * int(purpose) + number + 1) + (seed & LOW_BITS) & LOW_BITS)
-        key = scramble(key + (seed >> BITS & LOW_BITS) & LOW_BITS)
-        step_key = scramble(scramble(key + (step & LOW_BITS) & LOW_BITS) + (step >> BITS & LOW_BITS) & LOW_BITS)
-        keys.append(scramble(step_key + (row_ids & LOW_BITS) & LOW_BITS))
+        key = hash_uint32(hash_uint32(2 * int(purpose) + number + 1) + (seed & LOW_BITS) & LOW_BITS)
+        key = hash_uint32(key + (seed >> BITS & LOW_BITS) & LOW_BITS)
+        step_key = hash_uint32(hash_uint32(key + (step & LOW_BITS) & LOW_BITS) + (step >> BITS & LOW_BITS) & LOW_BITS)
+        keys.append(hash_uint32(step_key + (row_ids & LOW_BITS) & LOW_BITS))
     return torch.stack(keys, dim=-1)
 
 
@@ -65,7 +65,7 @@ def random_bits(keys: Tensor, count: int) -> Tensor:
     """`count` random 32-bit integers [..., count] for each of `keys` [..., 2]."""
     counter = torch.arange(count, device=keys.device)
     first, second = keys[..., :1], keys[..., 1:]
-    return scramble(scramble(counter ^ first) + second & LOW_BITS)
+    return hash_uint32(hash_uint32(counter ^ first) + second & LOW_BITS)
 
 
 def random_uniform(keys: Tensor, count: int) -> Tensor:
@@ -74,13 +74,13 @@ def random_uniform(keys: Tensor, count: int) -> Tensor:
     return uniform.clamp(max=1 - 2**-24)  # the largest float below 1
 
 
-def gumbel(keys: Tensor, count: int) -> Tensor:
+def gumbel_noise(keys: Tensor, count: int) -> Tensor:
     """Standard Gumbel noise [..., count] in fp32, precise in the upper tail, where Gumbel-max takes its samples."""
     return -torch.log(-torch.log1p(-random_uniform(keys, count)))
 
 
 @torch.no_grad()
-def sample_logits(logits: Tensor, block_keys: Tensor, token_keys: Tensor) -> Tensor:
+def sample_from_logits(logits: Tensor, block_keys: Tensor, token_keys: Tensor) -> Tensor:
     """Samples [B, M] of softmax(`logits` [B, M, V]) by Gumbel-max, with the rows' keys [B, 2].
 
     First a block of the vocabulary is drawn, then a token in it: the same distribution as one draw over the whole
@@ -88,14 +88,14 @@ def sample_logits(logits: Tensor, block_keys: Tensor, token_keys: Tensor) -> Ten
     """
     blocks = functional.pad(logits, (0, -logits.shape[2] % BLOCK), value=float("-inf")).unflatten(2, (-1, BLOCK))
     slots, num_blocks = blocks.shape[1:3]
-    block_noise = gumbel(block_keys, slots * num_blocks).unflatten(1, (slots, num_blocks))
-    token_noise = gumbel(token_keys, slots * BLOCK).unflatten(1, (slots, BLOCK))
+    block_noise = gumbel_noise(block_keys, slots * num_blocks).unflatten(1, (slots, num_blocks))
+    token_noise = gumbel_noise(token_keys, slots * BLOCK).unflatten(1, (slots, BLOCK))
     block = (blocks.logsumexp(3) + block_noise).argmax(2)  # [B, M]
     tokens = blocks.gather(2, block[:, :, None, None].expand(-1, -1, 1, BLOCK)).squeeze(2)  # [B, M, BLOCK]
     return block * BLOCK + (tokens + token_noise).argmax(2)
 
 
-def sample_frequencies(frequencies: Tensor, keys: Tensor, count: int) -> Tensor:
+def sample_from_frequencies(frequencies: Tensor, keys: Tensor, count: int) -> Tensor:
     """`count` tokens [B, count] drawn from `frequencies` [V], with the rows' keys [B, 2]."""
     uniform = random_uniform(keys, count).double()
     return torch.searchsorted(frequencies.double().cumsum(0), uniform).clamp(max=len(frequencies) - 1)

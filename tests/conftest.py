@@ -24,8 +24,8 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is not a failure
-hypothesis.settings.load_profile("calm")
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("no deadline")
 
 save_figure = plotting.save_figure
 
@@ -195,7 +195,7 @@ def finished_copy(finished_run, run_config) -> PretrainConfig:
 
 @pytest.fixture(scope="session")
 def encoder_folder(shards, tmp_path_factory):
-    """A model folder of a small discriminator that was never trained, with the tokenizer of simple text."""
+    """A model folder of a small untrained discriminator, with the tokenizer of simple text."""
     return saved_discriminator(WIDE, tmp_path_factory.mktemp("encoder") / "model", shards / "tokenizer")
 
 
@@ -206,7 +206,7 @@ def modern_folder(shards, tmp_path_factory):
 
 
 def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:
-    """A folder with a discriminator of so many layers and so on, over the words of simple text."""
+    """A model folder of an untrained discriminator with the vocabulary of simple text."""
     torch.manual_seed(0)
     size = replace(size, vocab_size=len(WORDS) + 5, init_std=0.2)
     save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, tokenizer)

@@ -30,7 +30,7 @@ COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".
 
 
 def read(source, stats=None, **settings) -> list[str]:
-    documents = Corpus(CorpusConfig(corpus=str(source), **settings)).documents(stats or ReadStats())
+    documents = Corpus(CorpusConfig(corpus=str(source), **settings)).read_documents(stats or ReadStats())
     return [document.decode().strip() for document in documents]
 
 
@@ -109,7 +109,7 @@ def test_blocks_of_any_size_lose_nothing(lines):
     with pytest.MonkeyPatch.context() as patch, NamedTemporaryFile(suffix=".txt") as file:
         patch.setattr(corpus, "BLOCK_BYTES", 7)
         Path(file.name).write_bytes(text + b"\n")
-        blocks = list(Corpus(CorpusConfig(corpus=file.name)).blocks()) if kept else []
+        blocks = list(Corpus(CorpusConfig(corpus=file.name)).read_blocks()) if kept else []
     assert b"".join(block.data for block in blocks).split() == text.split()
     assert all(block.data.endswith(b"\n") for block in blocks)
 

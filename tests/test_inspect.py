@@ -9,7 +9,7 @@ import pytest
 
 from electra import cli
 from electra.config import build_config
-from electra.data.inspect import InspectConfig, histogram, inspect
+from electra.data.inspect import InspectConfig, inspect, length_histogram
 from electra.data.prepare import ShardConfig, shard
 from electra.errors import ConfigError
 
@@ -82,7 +82,7 @@ def test_too_small_numbers_are_errors(folder, name, minimum):
 
 
 def test_the_histogram_has_ranges_between_powers_of_two():
-    assert histogram(np.array([1, 2, 3, 4, 1023, 1024])) == {
+    assert length_histogram(np.array([1, 2, 3, 4, 1023, 1024])) == {
         "1–1": 1,
         "2–3": 2,
         "4–7": 1,

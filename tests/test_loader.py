@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from electra.config import build_config
 from electra.data import loader
-from electra.data.loader import BatchLoader, Position, compute_cu_seqlens, prefetch, validation_batches
-from electra.data.packing import LoaderConfig, Permutation, count_documents, split_documents
+from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens, prefetch, validation_batches
+from electra.data.packing import LoaderConfig, Permutation, count_documents_in_spans, split_documents_into_rows
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TokenizerConfig, train_tokenizer
@@ -53,7 +53,7 @@ def shards(tmp_path_factory):
 
 
 def train_tokens(shards) -> list[int]:
-    return np.concatenate(shards.tokens("train")).tolist()
+    return np.concatenate(shards.tokens_by_shard("train")).tolist()
 
 
 def all_rows(batches) -> list[list[int]]:
@@ -63,7 +63,7 @@ def all_rows(batches) -> list[list[int]]:
 def epoch_rows(shards, config, epoch=0) -> list[list[int]]:
     """All rows of one epoch, in training order."""
     source = BatchLoader(shards, config)
-    source.position = Position(epoch=epoch)
+    source.position = LoaderPosition(epoch=epoch)
     num_rows = source.epoch(epoch).num_rows
     return all_rows(islice(source, -(-num_rows // config.batch_size)))[:num_rows]
 
@@ -142,7 +142,7 @@ def count_one_by_one(document_starts: list[int], start: int, width: int) -> int:
 @pytest.mark.parametrize("document_starts", [[0, 9], [0, 1, 2, 9], [0, 4, 5, 6, 12], [0, 3, 4, 5]])
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 13])
 def test_documents_in_a_row_are_counted_around_the_ring(document_starts, width):
-    counts = count_documents(np.arange(document_starts[-1]), width, np.array(document_starts))
+    counts = count_documents_in_spans(np.arange(document_starts[-1]), width, np.array(document_starts))
     assert counts.tolist() == [count_one_by_one(document_starts, start, width) for start in range(document_starts[-1])]
 
 
@@ -170,7 +170,7 @@ def test_cross_document_attention_leaves_out_document_ids(tmp_path):
 
 
 def test_documents_are_split_from_their_beginning():
-    starts, lengths = split_documents(np.array([0, 8, 10]), np.array([7, 1, 3]), width=3)
+    starts, lengths = split_documents_into_rows(np.array([0, 8, 10]), np.array([7, 1, 3]), width=3)
     assert starts.tolist() == [0, 3, 6, 8, 10]
     assert lengths.tolist() == [3, 3, 1, 1, 3]
 
@@ -263,7 +263,7 @@ def test_tokens_on_the_device_give_equal_rows(shards, device, packing):
 
 def test_large_ids_stay_positive():
     tokens = torch.tensor([[-1, 40_000 - 65_536]], dtype=torch.int16)
-    assert loader.to_ids(tokens).tolist() == [[65_535, 40_000]]
+    assert loader.to_int64_ids(tokens).tolist() == [[65_535, 40_000]]
 
 
 def test_whole_word_masking_marks_continuations(tmp_path):
@@ -278,7 +278,7 @@ def test_whole_word_masking_marks_continuations(tmp_path):
 
 def test_validation_rows_come_once_in_the_order_of_the_text(tmp_path):
     shards = make_shards(tmp_path, [" ".join(WORDS[n : n + 9]) for n in range(200)], validation_fraction=0.3)
-    tokens = np.concatenate(shards.tokens("validation")).tolist()
+    tokens = np.concatenate(shards.tokens_by_shard("validation")).tolist()
     rows = all_rows(validation_batches(shards, LoaderConfig(length=9, batch_size=4)))
     assert len(rows) == -(-len(tokens) // 8) // 4 * 4
     assert [token for row in rows for token in row[1:]] == tokens[: len(rows) * 8]
@@ -330,7 +330,7 @@ def test_from_text_to_decoded_batches(tmp_path, text, settings):
     paths = {"corpus": str(tmp_path / "a.txt"), "tokenizer": tmp_path / "vocab", "output": tmp_path / "s"}
     assert shard(build_config(ShardConfig, **paths, workers=1)).documents["train"] == 50
     shards = open_shards(tmp_path / "s")
-    assert shards.index.total("unknown") == 0
+    assert shards.index.total_over_shards("unknown") == 0
     batch = next(iter(BatchLoader(shards, LoaderConfig(length=100, batch_size=4))))
     decoded = shards.tokenizer.library.decode(batch.input_ids[0].tolist(), skip_special_tokens=False)
     assert "".join(text.lower().split()) in "".join(decoded.split())

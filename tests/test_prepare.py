@@ -70,7 +70,7 @@ def run_failing(capsys, *arguments) -> str:
 
 
 def command(settings: ShardConfig) -> list[str]:
-    return [*settings.command().split()[1:], "--workers", str(settings.workers)]
+    return [*settings.command_line().split()[1:], "--workers", str(settings.workers)]
 
 
 def test_skipped_files_are_reported(text, capsys):
@@ -93,8 +93,8 @@ def test_adding_files_moves_no_document_to_another_split(text):
     (text / "00-new.txt").write_text("one of file z")
     shard(config(text, "after"))
     before, after = (open_shards(text.parent / name) for name in ("before", "after"))
-    held_out = [np.concatenate(shards.tokens("validation")).tolist() for shards in (before, after)]
-    assert 0 < len(held_out[0]) < before.index.totals("tokens")["train"]
+    held_out = [np.concatenate(shards.tokens_by_shard("validation")).tolist() for shards in (before, after)]
+    assert 0 < len(held_out[0]) < before.index.totals_by_split("tokens")["train"]
     assert "".join(map(chr, held_out[0])) in "".join(map(chr, held_out[1]))
 
 

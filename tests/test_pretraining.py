@@ -383,7 +383,7 @@ def test_shards_without_held_out_text_are_reported_before_training(run_config, s
 
 def test_few_held_out_rows_are_warned_of(run_config, tmp_path, shards, capsys):
     data = make_shards(shards, tmp_path / "few", validation_fraction=0.01)
-    assert open_shards(data).index.totals("tokens")["validation"] == 486  # 20 rows of 25 tokens and [CLS]
+    assert open_shards(data).index.totals_by_split("tokens")["validation"] == 486  # 20 rows of 25 tokens and [CLS]
     for length, rows, warning in (
         (26, 16, ""),
         (26, 64, f"evaluation uses 20 rows instead of 64: {data} holds out 20; "),

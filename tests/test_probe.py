@@ -107,9 +107,15 @@ def test_differences_are_paired_and_incomplete_rows_have_no_mean(probe):
         [cell.strip() for cell in line.split("|")[1:-1]] for line in probe.format_table(records, "metric").split("\n")
     ]
     assert lines[0][2:4] == ["qnli (accuracy)", "rte (accuracy)"]
-    assert lines[2] == ["a", "x", "80.00 ± 10.00", "55.00 ± 5.00", "67.50 ± 5.59", ""]
+    assert lines[2] == ["a", "x", "80.00 ± 10.00", "55.00 ± 5.00", "67.50 ± 5.59", "baseline"]
     assert lines[3] == ["b", "x", "81.00 ± 10.00", "56.00 ± 5.00", "68.50 ± 5.59", "+1.00 ± 0.00"]
     assert lines[4] == ["c", "x", "80.00 ± 0.00", "1 of 2 missing", "", ""]
+
+
+def test_the_baseline_can_be_chosen(probe):
+    records = [record(model, "rte", 0, seed, value) for model, value in (("b", 0.5), ("a", 0.6)) for seed in (1, 2)]
+    assert "-10.00 ± 0.00" in probe.format_table(records, "metric").split("\n")[3]  # b, after a
+    assert "+10.00 ± 0.00" in probe.format_table(records, "metric", ("b", "x")).split("\n")[2]
 
 
 def test_constant_predictions_count_as_zero(probe):

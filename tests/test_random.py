@@ -7,13 +7,13 @@ from scipy import stats
 from electra.random import (
     BLOCK,
     Purpose,
-    gumbel,
+    gumbel_noise,
+    hash_uint32,
     random_bits,
     random_uniform,
     row_keys,
-    sample_frequencies,
-    sample_logits,
-    scramble,
+    sample_from_frequencies,
+    sample_from_logits,
 )
 
 
@@ -26,14 +26,14 @@ def sampling_keys(rows: int, **fields: int) -> list[torch.Tensor]:
 
 
 def test_scramble_is_bijective():
-    values = scramble(torch.arange(100_000))
+    values = hash_uint32(torch.arange(100_000))
     assert values.unique().numel() == 100_000
     assert 0 <= values.min() <= values.max() < 2**32
 
 
 def test_scramble_does_not_overflow():
     largest = 2**32 - 1
-    assert scramble(torch.tensor(largest)).item() == scramble(largest)  # Python integers have no limit
+    assert hash_uint32(torch.tensor(largest)).item() == hash_uint32(largest)  # Python integers have no limit
 
 
 def test_a_row_draws_the_same_alone_and_in_a_batch():
@@ -70,7 +70,7 @@ def test_uniform_numbers_exclude_0_and_1():
 
 
 def test_gumbel_noise_is_finite_and_has_the_gumbel_distribution():
-    noise = gumbel(keys(100), 200).flatten()
+    noise = gumbel_noise(keys(100), 200).flatten()
     assert noise.isfinite().all()
     assert stats.kstest(noise.numpy(), "gumbel_r").pvalue > 0.01
 
@@ -79,7 +79,9 @@ def test_gumbel_noise_is_finite_and_has_the_gumbel_distribution():
 def test_samples_follow_the_softmax(vocab_size):
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)) * 2
     counts = (
-        sample_logits(logits.expand(40_000, 1, -1), *sampling_keys(40_000)).flatten().bincount(minlength=vocab_size)
+        sample_from_logits(logits.expand(40_000, 1, -1), *sampling_keys(40_000))
+        .flatten()
+        .bincount(minlength=vocab_size)
     )
     assert len(counts) == vocab_size
     assert stats.chisquare(counts, logits.double().softmax(0) * counts.sum()).pvalue > 0.001
@@ -89,14 +91,14 @@ def test_samples_follow_the_softmax(vocab_size):
 
 def test_samples_at_different_positions_are_independent():
     logits = torch.tensor([2.3, 1.1, 0.0, 0.7]).expand(20_000, 2, 4)
-    sampled = sample_logits(logits, *sampling_keys(20_000))
+    sampled = sample_from_logits(logits, *sampling_keys(20_000))
     table = torch.zeros(4, 4).index_put((sampled[:, 0], sampled[:, 1]), torch.ones(20_000), accumulate=True)
     assert stats.chi2_contingency(table + 1).pvalue > 0.001
 
 
 def test_blocks_and_tokens_within_them_depend_on_seed_and_step():
     def draw(**fields: int) -> torch.Tensor:
-        return sample_logits(torch.zeros(100, 1, 3 * BLOCK), *sampling_keys(100, **fields))
+        return sample_from_logits(torch.zeros(100, 1, 3 * BLOCK), *sampling_keys(100, **fields))
 
     first = draw()
     assert torch.equal(draw(), first)
@@ -108,12 +110,12 @@ def test_blocks_and_tokens_within_them_depend_on_seed_and_step():
 def test_samples_do_not_change_when_the_batch_is_split():
     logits = torch.randn(10, 3, 6, generator=torch.Generator().manual_seed(0))
     block_keys, token_keys = sampling_keys(10)
-    whole = sample_logits(logits, block_keys, token_keys)
-    assert torch.equal(sample_logits(logits[7:], block_keys[7:], token_keys[7:]), whole[7:])
+    whole = sample_from_logits(logits, block_keys, token_keys)
+    assert torch.equal(sample_from_logits(logits[7:], block_keys[7:], token_keys[7:]), whole[7:])
 
 
 def test_samples_follow_given_frequencies():
     frequencies = torch.tensor([0.0, 0.25, 0.75, 0.0])
-    counts = sample_frequencies(frequencies, keys(2000), 10).flatten().bincount(minlength=4)
+    counts = sample_from_frequencies(frequencies, keys(2000), 10).flatten().bincount(minlength=4)
     assert counts[[0, 3]].tolist() == [0, 0]
     assert stats.chisquare(counts[1:3], frequencies[1:3] * counts.sum()).pvalue > 0.001

@@ -10,7 +10,7 @@ from electra import cli
 from electra.config import build_config
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import TokenRing, open_shards
-from electra.data.tokenizer import build_wordpiece, load_tokenizer
+from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
 from electra.errors import DataError
 
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcepls", "##b", "##e", "##p"]
@@ -29,22 +29,22 @@ def folder(tmp_path) -> Path:
 
 def test_a_shard_holds_concatenated_documents_that_end_with_sep(folder):
     shards = open_shards(folder)
-    tokens = [[TOKENS[token] for token in part] for part in shards.tokens("train")]
+    tokens = [[TOKENS[token] for token in part] for part in shards.tokens_by_shard("train")]
     assert tokens == [["a", "##b", "c", "[SEP]"], ["[UNK]", "s", "##e", "##p", "[UNK]", "[SEP]"], ["a", "[SEP]"]]
-    assert [ends.tolist() for ends in shards.document_ends("train")] == [[4], [6], [2]]
-    assert shards.tokens("train")[0].dtype == np.uint16
+    assert [ends.tolist() for ends in shards.document_ends_by_shard("train")] == [[4], [6], [2]]
+    assert shards.tokens_by_shard("train")[0].dtype == np.uint16
     assert [info.unknown for info in shards.index.shards] == [0, 2, 0]
-    assert shards.index.uncovered(5) == {"[": 1, "]": 1}
-    assert shards.index.totals("tokens") == {"train": 12, "validation": 0}
+    assert shards.index.most_frequent_uncovered_words(5) == {"[": 1, "]": 1}
+    assert shards.index.totals_by_split("tokens") == {"train": 12, "validation": 0}
 
 
 def test_the_token_ring_continues_over_shards_and_wraps_around(folder):
     shards = open_shards(folder)
-    ring, tokens = TokenRing(shards, "train"), np.concatenate(shards.tokens("train")).tolist()
+    ring, tokens = TokenRing(shards, "train"), np.concatenate(shards.tokens_by_shard("train")).tolist()
     starts = np.arange(12)
     for width in (1, 3, 7, 30):
         rows = np.zeros((12, width), ring.dtype)
-        ring.read(starts, out=rows)
+        ring.read_rows_into(starts, out=rows)
         assert rows.tolist() == [[tokens[(start + n) % 12] for n in range(width)] for start in starts]
 
 
@@ -60,7 +60,7 @@ def test_damage_is_detected_and_only_the_damaged_shard_is_made_again(folder, kin
     moved = folder.rename(folder.parent / "moved shards")
     damage(moved / "00001.safetensors", kind)
     if kind == "flipped bit":  # found only by its checksum
-        assert open_shards(moved).find_damaged() == ["00001.safetensors"]
+        assert open_shards(moved).find_damaged_shards() == ["00001.safetensors"]
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(moved), "--verify"])
     error = capsys.readouterr().err
@@ -79,9 +79,9 @@ def test_a_damaged_index_is_named(folder, content):
 
 def test_a_model_with_another_tokenizer_is_an_error(folder):
     shards = open_shards(folder)
-    shards.check_tokenizer(load_tokenizer(folder.parent / "vocab.txt"))
+    shards.check_same_tokenizer(load_tokenizer(folder.parent / "vocab.txt"))
     with pytest.raises(DataError, match=r"another tokenizer \(15 entries, .* than the model's \(16 entries"):
-        shards.check_tokenizer(build_wordpiece([*TOKENS, "new"], lowercase=True))
+        shards.check_same_tokenizer(build_wordpiece_tokenizer([*TOKENS, "new"], lowercase=True))
 
 
 def test_missing_and_unfinished_shards_have_different_errors(tmp_path):

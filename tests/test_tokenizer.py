@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from electra.config import build_config
-from electra.data.tokenizer import TokenizerConfig, build_wordpiece, load_tokenizer, train_tokenizer
+from electra.data.tokenizer import TokenizerConfig, build_wordpiece_tokenizer, load_tokenizer, train_tokenizer
 from electra.errors import ConfigError, DataError
 
 TEXT = (
@@ -95,8 +95,8 @@ def test_a_tokenizer_has_the_same_fingerprint_in_all_its_files(tmp_path):
     }
     assert len(fingerprints) == 1
     assert (
-        build_wordpiece(SPECIAL_TOKENS, lowercase=True).fingerprint
-        != build_wordpiece(SPECIAL_TOKENS, lowercase=False).fingerprint
+        build_wordpiece_tokenizer(SPECIAL_TOKENS, lowercase=True).fingerprint
+        != build_wordpiece_tokenizer(SPECIAL_TOKENS, lowercase=False).fingerprint
     )
 
 
@@ -108,7 +108,7 @@ def test_a_bare_vocabulary_with_capitals_is_cased(tmp_path):
 
 
 def test_vocabulary_has_special_ids_and_continuations():
-    vocabulary = build_wordpiece([*SPECIAL_TOKENS, "walk", "##ing"], lowercase=True).vocabulary
+    vocabulary = build_wordpiece_tokenizer([*SPECIAL_TOKENS, "walk", "##ing"], lowercase=True).vocabulary
     assert (vocabulary.size, vocabulary.pad_id, vocabulary.cls_id, vocabulary.mask_id) == (7, 0, 2, 4)
     assert vocabulary.is_continuation == (False,) * 6 + (True,)
 

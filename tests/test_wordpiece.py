@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from electra.data import wordpiece
-from electra.data.tokenizer import build_wordpiece
+from electra.data.tokenizer import build_wordpiece_tokenizer
 from electra.data.wordpiece import CachedWordPieceEncoder, LibraryEncoder, create_encoder
 
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -31,7 +31,10 @@ SETTINGS = [
     for chinese in (True, False)
 ]
 PAIRS = [
-    (create_encoder(build_wordpiece(TOKENS, **each)), LibraryEncoder(build_wordpiece(TOKENS, **each)))
+    (
+        create_encoder(build_wordpiece_tokenizer(TOKENS, **each)),
+        LibraryEncoder(build_wordpiece_tokenizer(TOKENS, **each)),
+    )
     for each in SETTINGS
 ]
 for _, reference in PAIRS:
@@ -39,7 +42,7 @@ for _, reference in PAIRS:
 
 
 def lowercase_encoder() -> CachedWordPieceEncoder:
-    return create_encoder(build_wordpiece(TOKENS, lowercase=True))
+    return create_encoder(build_wordpiece_tokenizer(TOKENS, lowercase=True))
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
@@ -97,12 +100,12 @@ def test_a_document_ends_with_sep_and_is_empty_without_tokens():
 
 def test_ids_of_large_vocabularies_take_four_bytes():
     tokens = [*TOKENS, *(f"w{number}" for number in range(70_000))]
-    encoder = create_encoder(build_wordpiece(tokens, lowercase=True))
+    encoder = create_encoder(build_wordpiece_tokenizer(tokens, lowercase=True))
     assert array("I", encoder.encode([b"w69999"])[0]).tolist() == [len(tokens) - 1, 3]
 
 
 def test_a_tokenizer_with_added_tokens_is_not_cached():
-    tokenizer = build_wordpiece(TOKENS, lowercase=True)
+    tokenizer = build_wordpiece_tokenizer(TOKENS, lowercase=True)
     tokenizer.library.add_tokens([AddedToken("new york")])
     encoder = create_encoder(tokenizer)
     assert type(encoder) is LibraryEncoder

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import Any, BinaryIO, Literal
 
-from electra.data.files import TextFile, find_files, import_optional, open_file, open_parquet
+from electra.data.files import TextFile, find_text_files, import_optional, open_parquet, open_streams
 from electra.errors import ConfigError, DataError
 
 BLOCK_BYTES = 1 << 20
@@ -75,13 +75,13 @@ class Corpus:
     def __init__(self, config: CorpusConfig):
         self.config = config
         self.is_hub = config.corpus.startswith("hub:")
-        self.files: list[TextFile] = [] if self.is_hub else find_files(config.corpus)
+        self.files: list[TextFile] = [] if self.is_hub else find_text_files(config.corpus)
 
     def file_sizes(self) -> list[int]:
         """Bytes on disk of each file; empty for hub data."""
         return [file.path.stat().st_size for file in self.files]
 
-    def identity(self) -> dict[str, str] | str:
+    def hub_name_or_file_sizes(self) -> dict[str, str] | str:
         """The hub name, or the size of each file by its path below their common folder; to notice a changed corpus."""
         if self.is_hub:
             return self.config.corpus
@@ -90,40 +90,41 @@ class Corpus:
         names = [str(path.relative_to(common)) for path in paths]
         return {name: f"{size:,} bytes" for name, size in zip(names, self.file_sizes(), strict=True)}
 
-    def blocks(self) -> Iterator[Block]:
+    def read_blocks(self) -> Iterator[Block]:
         """All documents in order, as blocks of bounded size."""
         is_empty = True
-        for block in read_hub(self.config) if self.is_hub else self.read_files():
+        for block in read_hub_blocks(self.config) if self.is_hub else self.read_file_blocks():
             if not block.is_blank():
                 is_empty = False
                 yield block
         if is_empty:
             raise DataError(f"no text in {self.config.corpus}: every document is empty")
 
-    def read_files(self) -> Iterator[Block]:
+    def read_file_blocks(self) -> Iterator[Block]:
+        """The blocks of all files in order, blank ones included."""
         for file in self.files:
-            with open_file(file) as (stream, raw):
+            with open_streams(file) as (decompressed, raw):
                 if file.format == ".parquet":
-                    yield from read_parquet(file, stream, raw, self.config.text_field)
+                    yield from read_parquet_blocks(file, decompressed, raw, self.config.text_field)
                 else:
-                    yield from read_lines(file, stream, raw, self.config.document_end)
+                    yield from read_text_blocks(file, decompressed, raw, self.config.document_end)
 
-    def documents(self, stats: ReadStats) -> Iterator[bytes]:
+    def read_documents(self, stats: ReadStats) -> Iterator[bytes]:
         """All documents in order, as valid UTF-8."""
-        for block in self.blocks():
+        for block in self.read_blocks():
             yield from parse_documents(block, self.config, stats)
 
 
-def read_lines(file: TextFile, stream: BinaryIO, raw: BinaryIO, document_end: str) -> Iterator[Block]:
+def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, document_end: str) -> Iterator[Block]:
     """Blocks of a .txt or .jsonl file, each ending where a document ends."""
     source = str(file.path)
     line = 1  # in which `text` begins
     text = b""
     is_by_line = file.format == ".jsonl" or document_end == "line"
-    while chunk := stream.read(BLOCK_BYTES):
-        check_no_nul(source, line, text, chunk)
+    while chunk := decompressed.read(BLOCK_BYTES):
+        check_no_nul_bytes(source, line, text, chunk)
         text += chunk
-        end = text.rfind(b"\n") + 1 if is_by_line else find_last_blank_line(text)
+        end = text.rfind(b"\n") + 1 if is_by_line else find_last_blank_line_end(text)
         is_cut = not end and len(text) > MAX_DOCUMENT_BYTES
         if is_cut and file.format == ".jsonl":
             limit = f"{MAX_DOCUMENT_BYTES >> 20} MB"
@@ -136,15 +137,15 @@ def read_lines(file: TextFile, stream: BinaryIO, raw: BinaryIO, document_end: st
     yield Block(source, file.format, text, line, raw.tell())
 
 
-def check_no_nul(source: str, line: int, text: bytes, chunk: bytes) -> None:
-    """Raise if the chunk, which follows `text` that begins in `line`, contains NUL bytes and thus is not text."""
-    nul = chunk.find(b"\0")
+def check_no_nul_bytes(source: str, first_line: int, text: bytes, next_chunk: bytes) -> None:
+    """Raise if `next_chunk`, which follows `text` that begins in `first_line`, has NUL bytes and thus is not text."""
+    nul = next_chunk.find(b"\0")
     if nul >= 0:
-        line += text.count(b"\n") + chunk.count(b"\n", 0, nul)
+        line = first_line + text.count(b"\n") + next_chunk.count(b"\n", 0, nul)
         raise DataError(f"{source}, line {line}: NUL byte; convert the file to UTF-8 text (iconv) or remove it")
 
 
-def find_last_blank_line(text: bytes) -> int:
+def find_last_blank_line_end(text: bytes) -> int:
     """The end of the last blank line, or 0."""
     end = text.rfind(b"\n\n") + 2
     if end > 1:
@@ -162,16 +163,16 @@ def find_split_point(text: bytes, limit: int) -> int:
     return limit
 
 
-def read_parquet(file: TextFile, stream: BinaryIO, raw: BinaryIO, text_field: str) -> Iterator[Block]:
+def read_parquet_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, text_field: str) -> Iterator[Block]:
     source = str(file.path)
-    with open_parquet(file, stream, raw) as table:
-        check_field(source, text_field, table.schema_arrow.names)
+    with open_parquet(file, decompressed, raw) as table:
+        check_has_field(source, text_field, table.schema_arrow.names)
         batches = table.iter_batches(batch_size=64, columns=[text_field])
         rows = (text for batch in batches for text in batch.column(0).to_pylist())
-        yield from group_rows(source, rows, lambda: 0 if file.compression else raw.tell())
+        yield from group_into_blocks(source, rows, lambda: 0 if file.compression else raw.tell())
 
 
-def read_hub(config: CorpusConfig) -> Iterator[Block]:
+def read_hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     """Blocks of a hub dataset's training split, streamed."""
     datasets = import_optional("datasets", "reading from the hub")
     name, _, subset = config.corpus.removeprefix("hub:").partition(":")
@@ -183,42 +184,42 @@ def read_hub(config: CorpusConfig) -> Iterator[Block]:
     except (FileNotFoundError, ValueError, ConnectionError) as error:
         raise DataError(f"cannot read {config.corpus}: {' '.join(str(error).split())}") from None
     if first:
-        check_field(config.corpus, config.text_field, list(first))
+        check_has_field(config.corpus, config.text_field, list(first))
     texts = (row.get(config.text_field) for row in chain([first], rows))
-    yield from group_rows(config.corpus, texts, lambda: 0)
+    yield from group_into_blocks(config.corpus, texts, lambda: 0)
 
 
-def check_field(source: str, text_field: str, fields: list[str]) -> None:
+def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
     if text_field not in fields:
         raise DataError(f"{source} has no field {text_field!r}; set --text-field to one of {', '.join(fields)}")
 
 
-def group_rows(source: str, rows: Iterable[Any], position: Callable[[], int]) -> Iterator[Block]:
-    """Blocks of documents that come one by one; `position` returns the current `Block.position`."""
+def group_into_blocks(source: str, texts: Iterable[Any], current_position: Callable[[], int]) -> Iterator[Block]:
+    """Blocks of documents that come one by one; `current_position` returns `Block.position`."""
     documents: list[bytes] = []
     first_row, size = 1, 0
-    for number, text in enumerate(rows, start=1):
-        data = check_text(source, number, text).encode("utf-8", "replace")
-        parts = list(split_document(data))
+    for number, text in enumerate(texts, start=1):
+        data = parse_text_field(source, number, text).encode("utf-8", "replace")
+        parts = list(split_long_document(data))
         documents += [part for part in parts if part.strip()]
         size += len(data)
         is_cut = len(parts) > 1
         if size >= BLOCK_BYTES or is_cut:
-            yield Block(source, ".parquet", documents, first_row, position(), is_cut)
+            yield Block(source, ".parquet", documents, first_row, current_position(), is_cut)
             documents, first_row, size = [], number + 1, 0
-    yield Block(source, ".parquet", documents, first_row, position())
+    yield Block(source, ".parquet", documents, first_row, current_position())
 
 
-def check_text(source: str, line: int, text: Any) -> str:
+def parse_text_field(source: str, line: int, value: Any) -> str:
     """The text of a field, empty if it is None; raises if it is not a string."""
-    if text is None:
+    if value is None:
         return ""
-    if not isinstance(text, str):
-        raise DataError(f"{source}, line {line}: the text field is {type(text).__name__}; expected a string")
-    return text
+    if not isinstance(value, str):
+        raise DataError(f"{source}, line {line}: the text field is {type(value).__name__}; expected a string")
+    return value
 
 
-def split_document(document: bytes) -> Iterator[bytes]:
+def split_long_document(document: bytes) -> Iterator[bytes]:
     """The document in parts of at most MAX_DOCUMENT_BYTES."""
     while len(document) > MAX_DOCUMENT_BYTES:
         end = find_split_point(document, MAX_DOCUMENT_BYTES)
@@ -266,8 +267,8 @@ def parse_jsonl(block: Block, text: bytes, text_field: str) -> Iterator[bytes]:
             raise DataError(f"{block.source}, line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
             raise DataError(f"{block.source}, line {number}: {type(row).__name__}; expected a JSON object")
-        check_field(f"{block.source}, line {number},", text_field, list(row))
-        yield check_text(block.source, number, row[text_field]).encode("utf-8", "replace")
+        check_has_field(f"{block.source}, line {number},", text_field, list(row))
+        yield parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
 
 
 def in_validation_split(document: bytes, fraction: float) -> bool:

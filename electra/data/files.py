@@ -37,19 +37,19 @@ class TextFile:
     compression: str  # one of COMPRESSIONS, or ""
 
 
-def find_files(source: str) -> list[TextFile]:
+def find_text_files(source: str) -> list[TextFile]:
     """The text files of a path, a folder (recursively) or a glob, sorted by path."""
     path = Path(source)
     details = ""
     expected = f"a corpus is a file, a folder or a glob of {describe_formats(FORMATS)}, or hub:NAME"
     if path.is_dir():
         candidates = list(walk_files(path))
-        files = [file for candidate in candidates if (file := identify(candidate))]
+        files = [file for candidate in candidates if (file := as_text_file(candidate))]
         details = f" ({len(candidates):,} files of other types)" if candidates else " (the folder is empty)"
     elif path.exists():
-        files = [require_format(path)]
+        files = [require_text_file(path)]
     elif glob.has_magic(source):
-        files = [require_format(Path(name)) for name in glob.glob(source, recursive=True) if Path(name).is_file()]
+        files = [require_text_file(Path(name)) for name in glob.glob(source, recursive=True) if Path(name).is_file()]
     else:
         raise DataError(f"{source} does not exist; {expected}")
     if not files:
@@ -63,34 +63,34 @@ def describe_formats(formats: tuple[str, ...]) -> str:
 
 def walk_files(folder: Path) -> Iterator[Path]:
     """All files of a folder and its subfolders, except hidden ones."""
-    for parent, folders, names in os.walk(folder, onerror=raise_unreadable):
+    for parent, folders, names in os.walk(folder, onerror=raise_unreadable_folder):
         folders[:] = (name for name in folders if not name.startswith("."))  # os.walk then skips the others
         paths = (Path(parent, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
 
 
-def raise_unreadable(error: OSError) -> NoReturn:
+def raise_unreadable_folder(error: OSError) -> NoReturn:
     """os.walk would silently skip the folder."""
     raise DataError(
         f"cannot read the folder {error.filename}: {error.strerror}; change its permissions or name the files by a glob"
     ) from None
 
 
-def identify(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
+def as_text_file(path: Path, formats: tuple[str, ...] = FORMATS) -> TextFile | None:
     """The file with its format; None if its suffix is none of `formats`."""
-    format, compression = split_suffix(path)
+    format, compression = format_and_compression(path)
     return TextFile(path, format, compression) if format in formats else None
 
 
-def split_suffix(path: Path) -> tuple[str, str]:
+def format_and_compression(path: Path) -> tuple[str, str]:
     """The suffixes of format and compression, either of which may be empty."""
     compression = path.suffix if path.suffix in COMPRESSIONS else ""
     return Path(path.name.removesuffix(compression)).suffix, compression
 
 
-def require_format(path: Path, formats: tuple[str, ...] = FORMATS, description: str = "text files") -> TextFile:
+def require_text_file(path: Path, formats: tuple[str, ...] = FORMATS, description: str = "text files") -> TextFile:
     """The file with its format; raises if its suffix is none of `formats`."""
-    file = identify(path, formats)
+    file = as_text_file(path, formats)
     if file is None:
         raise ConfigError(f"unknown file type: {path}; {description} end in {describe_formats(formats)}")
     return file
@@ -99,7 +99,9 @@ def require_format(path: Path, formats: tuple[str, ...] = FORMATS, description: 
 def warn_skipped_files(source: str) -> None:
     """Print to standard error which files of a folder are not read, if any."""
     paths = walk_files(Path(source)) if Path(source).is_dir() else ()
-    counts = Counter("".join(split_suffix(path)) or "without suffix" for path in paths if not identify(path))
+    counts = Counter(
+        "".join(format_and_compression(path)) or "without suffix" for path in paths if not as_text_file(path)
+    )
     if counts:
         listed = ", ".join(f"{count:,} {suffix}" for suffix, count in counts.most_common(MAX_LISTED_SUFFIXES))
         more = ", …" if len(counts) > MAX_LISTED_SUFFIXES else ""
@@ -119,18 +121,18 @@ def import_optional(module: str, purpose: str) -> ModuleType:
 
 
 @contextmanager
-def open_file(file: TextFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_streams(file: TextFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open a file as its decompressed stream and the raw file, whose `tell` gives the bytes read from disk."""
     with open(file.path, "rb") as raw:
         try:
-            yield decompress(file.compression, raw), raw
+            yield open_decompressed(file.compression, raw), raw
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             if getattr(error, "errno", None) is not None:  # not about the content of the file
                 raise
             raise DataError(f"{file.path} is damaged or truncated ({error}); download or compress it again") from None
 
 
-def decompress(compression: str, raw: BinaryIO) -> Any:
+def open_decompressed(compression: str, raw: BinaryIO) -> Any:
     """A stream whose `read(n)` returns n bytes unless the text ends."""
     match compression:
         case ".gz":
@@ -147,12 +149,12 @@ def decompress(compression: str, raw: BinaryIO) -> Any:
 
 
 @contextmanager
-def open_parquet(file: TextFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[Any]:
-    """The `pyarrow.parquet.ParquetFile` of a file that `open_file` opened."""
+def open_parquet(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Any]:
+    """The `pyarrow.parquet.ParquetFile` of a file that `open_streams` opened."""
     parquet = import_optional("pyarrow.parquet", "reading .parquet")
     with tempfile.TemporaryFile() as copy:
         if file.compression:  # parquet needs random access
-            shutil.copyfileobj(stream, copy)
+            shutil.copyfileobj(decompressed, copy)
         try:
             yield parquet.ParquetFile(copy if file.compression else raw)
         except DataError:

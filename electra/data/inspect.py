@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from electra.config import Positional
 from electra.data.packing import PackedRows
-from electra.data.shards import SPLITS, Shards, TokenRing, damage_error, open_shards
+from electra.data.shards import SPLITS, Shards, TokenRing, damaged_shards_error, open_shards
 from electra.errors import check_range
 from electra.plotting import plot_document_lengths
 
@@ -86,25 +86,25 @@ class InspectResult:
 def inspect(config: InspectConfig) -> InspectResult:
     """Read the index and the document lengths, decode some rows, plot the lengths."""
     shards = open_shards(config.shards)
-    if config.verify and (names := shards.find_damaged()):
-        raise damage_error(shards, names)
+    if config.verify and (names := shards.find_damaged_shards()):
+        raise damaged_shards_error(shards, names)
     index = shards.index
     lengths = document_lengths(shards)
-    plot, plot_error = try_plot(lengths, config)
+    plot, plot_error = try_plot_lengths(lengths, config)
     return InspectResult(
         folder=str(config.shards),
         shards=len(index.shards),
         vocab_size=shards.tokenizer.vocabulary.size,
-        text_megabytes=index.total("text_bytes") / 1e6,
-        documents=index.totals("documents"),
-        tokens=index.totals("tokens"),
-        replaced=index.total("replaced"),
-        cut=index.total("cut"),
-        unknown_fraction=index.total("unknown") / sum(index.totals("tokens").values()),
-        uncovered=index.uncovered(config.words),
-        length_histogram=histogram(lengths),
+        text_megabytes=index.total_over_shards("text_bytes") / 1e6,
+        documents=index.totals_by_split("documents"),
+        tokens=index.totals_by_split("tokens"),
+        replaced=index.total_over_shards("replaced"),
+        cut=index.total_over_shards("cut"),
+        unknown_fraction=index.total_over_shards("unknown") / sum(index.totals_by_split("tokens").values()),
+        uncovered=index.most_frequent_uncovered_words(config.words),
+        length_histogram=length_histogram(lengths),
         median_length=float(np.median(lengths)),
-        rows=decode_rows(shards, config.rows, config.length),
+        rows=decode_first_rows(shards, config.rows, config.length),
         plot=plot,
         plot_error=plot_error,
         is_verified=config.verify,
@@ -113,11 +113,11 @@ def inspect(config: InspectConfig) -> InspectResult:
 
 def document_lengths(shards: Shards) -> NDArray:
     """Tokens of every document, without [SEP]."""
-    ends = [shard_ends.astype(np.int64) for split in SPLITS for shard_ends in shards.document_ends(split)]
+    ends = [shard_ends.astype(np.int64) for split in SPLITS for shard_ends in shards.document_ends_by_shard(split)]
     return np.concatenate([np.diff(shard_ends, prepend=0) - 1 for shard_ends in ends])
 
 
-def histogram(lengths: NDArray) -> dict[str, int]:
+def length_histogram(lengths: NDArray) -> dict[str, int]:
     """Number of documents in ranges between powers of two."""
     powers, counts = np.unique(np.log2(lengths).astype(int), return_counts=True)
     return {f"{1 << power}–{(2 << power) - 1}": int(count) for power, count in zip(powers, counts, strict=True)}
@@ -129,9 +129,9 @@ def format_histogram(counts: dict[str, int]) -> list[str]:
     return [f"{name:>20} {count:>12,} {'█' * round(scale * count)}" for name, count in counts.items()]
 
 
-def decode_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
+def decode_first_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
     """The first packed rows of the first epoch with seed 0."""
-    ring = TokenRing(shards, "train" if shards.index.totals("tokens")["train"] else "validation")
+    ring = TokenRing(shards, "train" if shards.index.totals_by_split("tokens")["train"] else "validation")
     packed = PackedRows(len(ring), length, seed=0, epoch=0, shuffle=True)
     starts = packed.spans(np.arange(min(num_rows, packed.num_rows))).starts
     library, cls_id = shards.tokenizer.library, shards.tokenizer.vocabulary.cls_id
@@ -139,7 +139,7 @@ def decode_rows(shards: Shards, num_rows: int, length: int) -> list[str]:
     return [library.decode([cls_id, *row], skip_special_tokens=False) for row in rows]
 
 
-def try_plot(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
+def try_plot_lengths(lengths: NDArray, config: InspectConfig) -> tuple[str | None, str | None]:
     """The path of the plot, or why there is none; raises only if --plot is set and cannot be written."""
     path = config.plot or config.shards / "document-lengths.png"
     try:

@@ -22,7 +22,7 @@ from electra.data.packing import (
     RowSpans,
     SegmentPairRows,
     compute_document_starts,
-    count_documents,
+    count_documents_in_spans,
 )
 from electra.data.shards import Shards, Split, TokenRing
 from electra.data.tokenizer import Vocabulary
@@ -31,7 +31,7 @@ from electra.errors import ConfigError
 TOKENS_PER_READ = 1 << 20
 """Tokens that are read and packed together; many small gathers would be slower."""
 
-# torch indexes only signed integers; `to_ids` restores the unsigned values
+# torch indexes only signed integers; `to_int64_ids` restores the unsigned values
 SIGNED_DTYPES = {np.dtype(np.uint16): torch.int16, np.dtype(np.uint32): torch.int32}
 UNSIGNED_MASKS = {torch.int16: 0xFFFF, torch.int32: 0xFFFFFFFF}
 
@@ -103,26 +103,26 @@ def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -
     return position.new_full((max_documents + 2,), end).scatter(0, index.clamp(max=max_documents + 1), position)[:-1]
 
 
-def to_ids(tokens: Tensor) -> Tensor:
-    """Tokens that `MappedTokens` or `ResidentTokens` read, as int64 ids."""
-    return tokens.long() & UNSIGNED_MASKS[tokens.dtype]
+def to_int64_ids(stored_tokens: Tensor) -> Tensor:
+    """Tokens that `MemoryMappedTokens` or `DeviceTokens` read, as int64 ids."""
+    return stored_tokens.long() & UNSIGNED_MASKS[stored_tokens.dtype]
 
 
-class MappedTokens:
+class MemoryMappedTokens:
     """Tokens read from memory-mapped shards, into pinned memory if a GPU will use them."""
 
     def __init__(self, ring: TokenRing, device: torch.device):
         self.ring, self.pin_memory = ring, device.type == "cuda"
 
-    def read(self, starts: NDArray, width: int) -> Tensor:
-        """[R, width] the tokens from each start on, for `to_ids`."""
+    def read_rows(self, starts: NDArray, width: int) -> Tensor:
+        """[R, width] the tokens from each start on, for `to_int64_ids`."""
         dtype = SIGNED_DTYPES[self.ring.dtype]
         tokens = torch.empty((len(starts), width), dtype=dtype, pin_memory=self.pin_memory)
-        self.ring.read(starts, out=tokens.numpy().view(self.ring.dtype))
+        self.ring.read_rows_into(starts, out=tokens.numpy().view(self.ring.dtype))
         return tokens
 
 
-class ResidentTokens:
+class DeviceTokens:
     """Tokens that are all in the memory of a device."""
 
     def __init__(self, ring: TokenRing, device: torch.device):
@@ -137,15 +137,15 @@ class ResidentTokens:
         for part, start, end in zip(ring.parts, ring.starts, ring.ends, strict=True):
             self.tokens[start:end] = torch.from_numpy(np.array(part)).view(self.tokens.dtype)
 
-    def read(self, starts: NDArray, width: int) -> Tensor:
-        """[R, width] the tokens from each start on, for `to_ids`."""
+    def read_rows(self, starts: NDArray, width: int) -> Tensor:
+        """[R, width] the tokens from each start on, for `to_int64_ids`."""
         device = self.tokens.device
         positions = torch.from_numpy(starts).to(device)[:, None] + torch.arange(width, device=device)
         return self.tokens[positions % len(self.tokens)]
 
 
 @dataclass(frozen=True)
-class Position:
+class LoaderPosition:
     """The next batch: its step, and its first row as (epoch, row over all ranks)."""
 
     step: int = 0
@@ -153,13 +153,13 @@ class Position:
     row: int = 0
 
 
-def create_epoch(
-    config: LoaderConfig, seed: int, shuffle: bool, num_tokens: int, document_starts: NDArray, number: int
+def create_epoch_rows(
+    config: LoaderConfig, seed: int, shuffle: bool, num_tokens: int, document_starts: NDArray, epoch: int
 ) -> PackedRows | SegmentPairRows:
     """The rows of an epoch; without `shuffle` in the order of the text."""
     if config.packing == "packed":
-        return PackedRows(num_tokens, config.length, seed, number, shuffle)
-    return SegmentPairRows(document_starts, config.length, seed, number, shuffle)
+        return PackedRows(num_tokens, config.length, seed, epoch, shuffle)
+    return SegmentPairRows(document_starts, config.length, seed, epoch, shuffle)
 
 
 class BatchLoader:
@@ -185,11 +185,11 @@ class BatchLoader:
             raise ConfigError(f"is {config.batch_size}, not divisible by the {world_size} ranks", field="batch_size")
         self.config, self.seed, self.device = config, seed, torch.device(device)
         self.rank, self.rows_per_rank = rank, config.batch_size // world_size
-        self.position = Position()
+        self.position = LoaderPosition()
         self.vocabulary = shards.tokenizer.vocabulary
         ring = TokenRing(shards, split)
-        tokens_class = ResidentTokens if config.data_on_gpu else MappedTokens
-        self.tokens: MappedTokens | ResidentTokens = tokens_class(ring, self.device)
+        tokens_class = DeviceTokens if config.data_on_gpu else MemoryMappedTokens
+        self.tokens: MemoryMappedTokens | DeviceTokens = tokens_class(ring, self.device)
         is_packed = config.packing == "packed"
         self.with_cu_seqlens = with_cu_seqlens and is_packed and not config.cross_document_attention
         needs_documents = self.with_cu_seqlens or not is_packed
@@ -197,45 +197,45 @@ class BatchLoader:
         continuations = self.vocabulary.is_continuation if whole_word_masking else None
         self.is_continuation = None if continuations is None else torch.tensor(continuations, device=self.device)
         # not a method: a reference cycle would keep tokens in GPU memory until the next garbage collection
-        create = partial(create_epoch, config, seed, split == "train", len(ring), self.document_starts)
+        create = partial(create_epoch_rows, config, seed, split == "train", len(ring), self.document_starts)
         self.epoch = lru_cache(maxsize=2)(create)
 
-    def row_order(self) -> dict[str, Any]:
+    def row_order_settings(self) -> dict[str, Any]:
         """The settings that determine the row order."""
         settings = {"seed": self.seed, **asdict(self.config)}
         return {name: settings[name] for name in ROW_ORDER}
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch and the row order it refers to."""
-        return asdict(self.position) | self.row_order()
+        return asdict(self.position) | self.row_order_settings()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, saved with any number of ranks; raises if it refers to another row order."""
-        for name, value in self.row_order().items():
+        for name, value in self.row_order_settings().items():
             if state[name] != value:
                 raise ConfigError(
                     f"{name} is {value} but the saved position in the training data is for {name} {state[name]}; "
                     f"resume with {name} {state[name]} or start a new run"
                 )
-        self.position = Position(**{field.name: state[field.name] for field in fields(Position)})
+        self.position = LoaderPosition(**{field.name: state[field.name] for field in fields(LoaderPosition)})
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from `self.position` on, which advances with each batch taken."""
-        for position, tokens, spans in prefetch(self.read_chunks(self.position)):
+        for position, tokens, spans in prefetch(self.read_token_chunks(self.position)):
             for batch in self.build_batches(position, tokens, spans):
-                self.position = self.advance(self.position, steps=1)
+                self.position = self.position_after(self.position, steps=1)
                 yield batch
 
-    def read_chunks(self, position: Position) -> Iterator[tuple[Position, Tensor, RowSpans]]:
+    def read_token_chunks(self, position: LoaderPosition) -> Iterator[tuple[LoaderPosition, Tensor, RowSpans]]:
         """The tokens of several steps at a time, endlessly."""
         steps = TOKENS_PER_READ // (self.rows_per_rank * self.config.length)
         steps = max(1, min(steps, self.epoch(position.epoch).num_rows // self.config.batch_size))
         while True:
-            spans, width = self.row_spans(position, steps)
-            yield position, self.tokens.read(spans.starts, width), spans
-            position = self.advance(position, steps)
+            spans, width = self.next_row_spans(position, steps)
+            yield position, self.tokens.read_rows(spans.starts, width), spans
+            position = self.position_after(position, steps)
 
-    def row_spans(self, position: Position, steps: int) -> tuple[RowSpans, int]:
+    def next_row_spans(self, position: LoaderPosition, steps: int) -> tuple[RowSpans, int]:
         """The spans of this rank's rows of the next steps, over as many epochs as needed, and their width."""
         row_ids = self.rank * self.rows_per_rank + np.arange(self.rows_per_rank)
         rows = position.row + (np.arange(steps)[:, None] * self.config.batch_size + row_ids).ravel()
@@ -247,23 +247,23 @@ class BatchLoader:
             spans.append(epoch.spans(rows[is_inside]))
             rows = rows[~is_inside] - epoch.num_rows
             number += 1
-        return concatenate(spans), epoch.width
+        return concatenate_spans(spans), epoch.width
 
-    def advance(self, position: Position, steps: int) -> Position:
+    def position_after(self, position: LoaderPosition, steps: int) -> LoaderPosition:
         """The position `steps` later."""
         epoch = position.epoch
         row = position.row + steps * self.config.batch_size
         while row >= (num_rows := self.epoch(epoch).num_rows):
             epoch, row = epoch + 1, row - num_rows
-        return Position(position.step + steps, epoch, row)
+        return LoaderPosition(position.step + steps, epoch, row)
 
-    def build_batches(self, position: Position, tokens: Tensor, spans: RowSpans) -> Iterator[Batch]:
+    def build_batches(self, position: LoaderPosition, tokens: Tensor, spans: RowSpans) -> Iterator[Batch]:
         """The batch of each step of a chunk, on the device."""
-        text = to_ids(tokens.to(self.device, non_blocking=True))  # [steps * B, width]
+        text = to_int64_ids(tokens.to(self.device, non_blocking=True))  # [steps * B, width]
         if self.config.packing == "packed":
             chunk = build_packed_rows(text, self.vocabulary)
         else:
-            chunk = build_segment_pairs(text, spans, self.vocabulary)
+            chunk = build_segment_pair_rows(text, spans, self.vocabulary)
         if self.config.cross_document_attention:
             chunk.pop("document_ids", None)
         if self.is_continuation is not None:
@@ -273,37 +273,37 @@ class BatchLoader:
         for index, step in enumerate(steps):
             rows = slice(index * self.rows_per_rank, (index + 1) * self.rows_per_rank)
             batch = Batch(step=step, row_ids=row_ids, **{name: tensor[rows] for name, tensor in chunk.items()})
-            yield batch.with_cu_seqlens(self.max_documents(spans.starts[rows])) if self.with_cu_seqlens else batch
+            yield batch.with_cu_seqlens(self.bound_num_documents(spans.starts[rows])) if self.with_cu_seqlens else batch
 
-    def max_documents(self, starts: NDArray) -> int:
+    def bound_num_documents(self, starts: NDArray) -> int:
         """An upper bound of the documents in these rows, rounded up so that `cu_seqlens` has few different shapes."""
-        count = int(count_documents(starts, self.config.length - 1, self.document_starts).sum())
+        count = int(count_documents_in_spans(starts, self.config.length - 1, self.document_starts).sum())
         return len(starts) * 2 ** max(0, (-(-count // len(starts)) - 1).bit_length())
 
 
-def concatenate(spans: list[RowSpans]) -> RowSpans:
+def concatenate_spans(spans: list[RowSpans]) -> RowSpans:
     """Row spans of several epochs in one."""
     columns = {field.name: [getattr(part, field.name) for part in spans] for field in fields(RowSpans)}
     return RowSpans(**{name: np.concatenate(column) for name, column in columns.items() if column[0] is not None})
 
 
-def build_packed_rows(text: Tensor, vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """`input_ids` and `document_ids` of packed rows, [CLS] followed by `text` [B, L - 1]."""
-    input_ids = torch.nn.functional.pad(text, (1, 0), value=vocabulary.cls_id)  # [B, L]
+def build_packed_rows(token_ids: Tensor, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """`input_ids` and `document_ids` of packed rows, [CLS] followed by `token_ids` [B, L - 1]."""
+    input_ids = torch.nn.functional.pad(token_ids, (1, 0), value=vocabulary.cls_id)  # [B, L]
     is_end = input_ids == vocabulary.sep_id
     document_ids = is_end.cumsum(1, dtype=torch.int32) - is_end.int()  # [SEP] belongs to the document it ends
     return {"input_ids": input_ids, "document_ids": document_ids}
 
 
-def build_segment_pairs(text: Tensor, spans: RowSpans, vocabulary: Vocabulary) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and `segment_ids` of [CLS] A [SEP] B [SEP] rows from `text` [B, L - 3]."""
-    device, width = text.device, text.shape[1]
+def build_segment_pair_rows(token_ids: Tensor, spans: RowSpans, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """`input_ids`, `attention_mask` and `segment_ids` of [CLS] A [SEP] B [SEP] rows from `token_ids` [B, L - 3]."""
+    device, width = token_ids.device, token_ids.shape[1]
     lengths = torch.from_numpy(spans.lengths).to(device)[:, None]  # [B, 1]
     first_lengths = torch.from_numpy(spans.first_lengths).to(device)[:, None]  # [B, 1]
     has_second = lengths > first_lengths
     position = torch.arange(width + 3, device=device)  # [L]
     is_second = position > first_lengths + 1
-    input_ids = text.gather(1, (position - 1 - is_second.long()).clamp(0, width - 1))  # [B, L]
+    input_ids = token_ids.gather(1, (position - 1 - is_second.long()).clamp(0, width - 1))  # [B, L]
     is_separator = (position == first_lengths + 1) | (has_second & (position == lengths + 2))
     attention_mask = position < lengths + 2 + has_second.long()
     input_ids = torch.where(is_separator, vocabulary.sep_id, input_ids)

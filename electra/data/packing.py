@@ -82,8 +82,8 @@ class SegmentPairRows:
     def __init__(self, document_starts: NDArray, length: int, seed: int, epoch: int, shuffle: bool):
         self.width = length - 3  # text tokens in a full row; the others are [CLS], [SEP], [SEP]
         random = random_generator(seed, epoch, SEGMENT_PAIRS_STREAM)
-        self.starts, lengths = split_documents(document_starts[:-1], np.diff(document_starts) - 1, self.width)
-        self.starts, lengths = split_short_rows(self.starts, lengths, random)
+        self.starts, lengths = split_documents_into_rows(document_starts[:-1], np.diff(document_starts) - 1, self.width)
+        self.starts, lengths = split_random_rows(self.starts, lengths, random)
         first_lengths = (lengths * random.uniform(0.25, 0.75, len(lengths))).astype(np.int32).clip(1)
         is_single = (random.random(len(lengths)) < SINGLE_SEGMENT_FRACTION) | (lengths < 2)
         self.lengths = lengths.astype(np.int32)
@@ -102,7 +102,7 @@ def identity(indices: NDArray) -> NDArray:
     return indices
 
 
-def split_documents(starts: NDArray, lengths: NDArray, width: int) -> tuple[NDArray, NDArray]:
+def split_documents_into_rows(starts: NDArray, lengths: NDArray, width: int) -> tuple[NDArray, NDArray]:
     """Starts and lengths of the rows when each document is split every `width` tokens; its last row has the rest."""
     counts = -(-lengths // width)
     row_in_document = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -111,7 +111,7 @@ def split_documents(starts: NDArray, lengths: NDArray, width: int) -> tuple[NDAr
     return row_starts, row_lengths
 
 
-def split_short_rows(starts: NDArray, lengths: NDArray, random: np.random.Generator) -> tuple[NDArray, NDArray]:
+def split_random_rows(starts: NDArray, lengths: NDArray, random: np.random.Generator) -> tuple[NDArray, NDArray]:
     """Split random rows in two so that `SHORT_ROW_FRACTION` of the resulting rows are such halves."""
     fraction = SHORT_ROW_FRACTION / (2 - SHORT_ROW_FRACTION)  # each split row yields two short ones
     is_split = (random.random(len(starts)) < fraction) & (lengths > 1)
@@ -133,13 +133,13 @@ def compute_document_starts(shards: Shards, split: Split) -> NDArray:
     """[N + 1] start of each document in the concatenated tokens of a split, and their total."""
     ends = [np.zeros(1, np.int64)]
     offset = 0
-    for shard_ends in shards.document_ends(split):
+    for shard_ends in shards.document_ends_by_shard(split):
         ends.append(shard_ends.astype(np.int64) + offset)
         offset += int(shard_ends[-1]) if len(shard_ends) else 0
     return np.concatenate(ends)
 
 
-def count_documents(starts: NDArray, width: int, document_starts: NDArray) -> NDArray:
+def count_documents_in_spans(starts: NDArray, width: int, document_starts: NDArray) -> NDArray:
     """[R] number of documents in each span of `width` tokens of the ring that begins at `starts` [R]."""
 
     def documents_before(positions: NDArray) -> NDArray:

@@ -42,11 +42,11 @@ from electra.data.shards import (
     ShardInfo,
     Shards,
     Split,
-    describe_shard,
-    most_frequent,
+    most_frequent_words,
     read_index,
+    read_shard_info,
     serialize_shard,
-    shard_name,
+    shard_file_name,
 )
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.data.wordpiece import LibraryEncoder, create_encoder
@@ -81,7 +81,7 @@ class ShardConfig:
     validation_fraction: float = 0.005
     """Fraction of documents held out for validation, selected by a hash of their text."""
     shard_megabytes: float = 32
-    """Megabytes of text per shard; a worker needs about four times as much memory."""
+    """Minimum megabytes of text per shard, except for the last; a worker needs about four times as much memory."""
     workers: int | None = None
     """Number of worker processes, by default one per core; does not affect the shards."""
     json: bool = False
@@ -91,7 +91,7 @@ class ShardConfig:
         check_range(self, "validation_fraction", at_least=0, below=1)
         check_range(self, "shard_megabytes", "workers", above=0)
 
-    def command(self) -> str:
+    def command_line(self) -> str:
         """The command line with these settings."""
         words = ["electra", "shard"]
         defaults = flat_defaults(ShardConfig)
@@ -154,34 +154,34 @@ def shard(config: ShardConfig) -> ShardResult:
     tokenizer = load_tokenizer(config.tokenizer)
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
-    texts = split_corpus(corpus, int(config.shard_megabytes * 1e6))
+    texts = split_into_shard_texts(corpus, int(config.shard_megabytes * 1e6))
     first = next(texts)  # raises before anything is written if there is no text
-    settings = shard_settings(config, corpus, tokenizer)
+    settings = content_settings(config, corpus, tokenizer)
     with lock_folder(config.output):
-        old_index = open_output(config.output, settings)
+        old_index = prepare_output_folder(config.output, settings)
         with clean_up_on_failure(config.output):
-            finished = find_finished(config.output, old_index)
+            finished = find_finished_shards(config.output, old_index)
             tokenizer.save(config.output / TOKENIZER)
             if old_index is not None and len(finished) == len(old_index.shards):
                 return summarize(config, old_index, 0, monotonic() - start_time)
             new = write_missing_shards(config, chain([first], texts), finished, tokenizer, corpus)
             shards = sorted([*finished.values(), *new], key=lambda shard: shard.name)
-            index = Index(settings=settings, command=config.command(), shards=shards)
-            write_index(config, old_index, index)
+            index = Index(settings=settings, command=config.command_line(), shards=shards)
+            check_and_write_index(config, old_index, index)
             return summarize(config, index, len(new), monotonic() - start_time)
 
 
-def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
-    """The corpus in parts of at least `size` bytes, except for the last."""
+def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText]:
+    """The corpus in parts of at least `min_bytes` bytes, except for the last."""
     number = num_bytes = position = 0
     blocks: list[Block] = []
     paths = (str(file.path) for file in corpus.files)
     offsets = dict(zip(paths, accumulate(corpus.file_sizes(), initial=0), strict=False))
-    for block in corpus.blocks():
+    for block in corpus.read_blocks():
         blocks.append(block)
         num_bytes += len(block)
         position = offsets.get(block.source, 0) + block.position
-        if num_bytes >= size:
+        if num_bytes >= min_bytes:
             yield ShardText(number, blocks, position)
             number += 1
             num_bytes = 0
@@ -190,14 +190,14 @@ def split_corpus(corpus: Corpus, size: int) -> Iterator[ShardText]:
         yield ShardText(number, blocks, position)
 
 
-def shard_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
+def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Everything that determines the content of the shards."""
     names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
     settings = {name: flat_values(config)[name] for name in names}
-    return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.identity()}
+    return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.hub_name_or_file_sizes()}
 
 
-def open_output(output: Path, settings: dict[str, Any]) -> Index | None:
+def prepare_output_folder(output: Path, settings: dict[str, Any]) -> Index | None:
     """The index of a previous run, if it finished; raises unless the folder is empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
     is_started = (output / UNFINISHED).exists()
@@ -235,11 +235,11 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
         ) from None
 
 
-def find_finished(output: Path, index: Index | None) -> dict[str, ShardInfo]:
+def find_finished_shards(output: Path, index: Index | None) -> dict[str, ShardInfo]:
     """The complete shards of a folder by name."""
     if index is None:
-        return {path.name: describe_shard(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
-    damaged = Shards(output, index).find_damaged()
+        return {path.name: read_shard_info(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
+    damaged = Shards(output, index).find_damaged_shards()
     return {shard.name: shard for shard in index.shards if shard.name not in damaged}
 
 
@@ -253,7 +253,7 @@ def write_missing_shards(
     """Encode and write every shard that is not finished."""
     new: list[ShardInfo] = []
     encode = partial(encode_shard, config, tokenizer.fingerprint)
-    missing = (text for text in texts if shard_name(text.number) not in finished)
+    missing = (text for text in texts if shard_file_name(text.number) not in finished)
     workers = config.workers or len(os.sched_getaffinity(0))
     start_time = monotonic()
     with create_progress_bar() as bar:
@@ -267,32 +267,32 @@ def write_missing_shards(
 
 
 @lru_cache(maxsize=1)
-def load_encoder(folder: Path, fingerprint: str) -> LibraryEncoder:
+def load_cached_encoder(tokenizer_folder: Path, fingerprint: str) -> LibraryEncoder:
     """The worker's encoder, whose word cache is kept from shard to shard."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(tokenizer_folder)
     assert tokenizer.fingerprint == fingerprint
     return create_encoder(tokenizer)
 
 
 def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> EncodedShard:
     """Encode the text of one shard; runs in a worker."""
-    encoder = load_encoder(config.output / TOKENIZER, fingerprint)
+    encoder = load_cached_encoder(config.output / TOKENIZER, fingerprint)
     encoder.uncovered.clear()
     stats = ReadStats()
     dtype = np.dtype(encoder.typecode)
-    documents = encode_documents(config, encoder, text, stats)
+    documents = encode_documents_by_split(config, encoder, text, stats)
     encoded = [ids for split in SPLITS for ids in documents[split]]
-    facts = {
+    info = {
         "text_bytes": sum(map(len, text.blocks)),
         "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
-        "uncovered": most_frequent(encoder.uncovered, MAX_UNCOVERED_WORDS),
+        "uncovered": most_frequent_words(encoder.uncovered, MAX_UNCOVERED_WORDS),
         **asdict(stats),
     }
-    content = serialize_shard(documents, facts, dtype)
-    return EncodedShard(describe_shard(shard_name(text.number), content), content, text.position)
+    content = serialize_shard(documents, info, dtype)
+    return EncodedShard(read_shard_info(shard_file_name(text.number), content), content, text.position)
 
 
-def encode_documents(
+def encode_documents_by_split(
     config: ShardConfig, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
 ) -> dict[Split, list[bytes]]:
     """The ids of each document by split."""
@@ -306,12 +306,12 @@ def encode_documents(
     return encoded
 
 
-def write_index(config: ShardConfig, old_index: Index | None, index: Index) -> None:
+def check_and_write_index(config: ShardConfig, old_index: Index | None, index: Index) -> None:
     """Write the index last; raises if shards that were made again are not what they were."""
     if old_index is not None and old_index.shards != index.shards:
         changed = [new.name for old, new in zip(old_index.shards, index.shards, strict=False) if old != new]
         raise DataError(f"{', '.join(changed)} changed because the text changed; start again with another --output")
-    if not any(index.totals("tokens").values()):
+    if not any(index.totals_by_split("tokens").values()):
         for shard in index.shards:
             (config.output / shard.name).unlink()
         raise DataError(f"no document of {config.source.corpus} has any tokens; check that it is text")
@@ -323,12 +323,12 @@ def summarize(config: ShardConfig, index: Index, new_shards: int, seconds: float
     return ShardResult(
         output=str(config.output),
         shards=len(index.shards),
-        documents=index.totals("documents"),
-        tokens=index.totals("tokens"),
+        documents=index.totals_by_split("documents"),
+        tokens=index.totals_by_split("tokens"),
         seconds=seconds,
         new_shards=new_shards,
-        replaced=index.total("replaced"),
-        cut=index.total("cut"),
+        replaced=index.total_over_shards("replaced"),
+        cut=index.total_over_shards("cut"),
     )
 
 

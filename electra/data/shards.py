@@ -60,47 +60,47 @@ class Index:
     command: str  # the command line that makes these shards
     shards: list[ShardInfo]
 
-    def totals(self, count: Literal["documents", "tokens"]) -> dict[str, int]:
+    def totals_by_split(self, field: Literal["documents", "tokens"]) -> dict[str, int]:
         """Number of documents or tokens by split."""
-        return {split: sum(getattr(shard, count)[split] for shard in self.shards) for split in SPLITS}
+        return {split: sum(getattr(shard, field)[split] for shard in self.shards) for split in SPLITS}
 
-    def total(self, count: Literal["text_bytes", "replaced", "cut", "unknown"]) -> int:
-        """The sum of a count over all shards."""
-        return sum(getattr(shard, count) for shard in self.shards)
+    def total_over_shards(self, field: Literal["text_bytes", "replaced", "cut", "unknown"]) -> int:
+        """The sum of a field over all shards."""
+        return sum(getattr(shard, field) for shard in self.shards)
 
-    def uncovered(self, limit: int) -> dict[str, int]:
+    def most_frequent_uncovered_words(self, limit: int) -> dict[str, int]:
         """The most frequent words that contain [UNK], with their counts."""
         words: Counter[str] = Counter()
         for shard in self.shards:
             words.update(shard.uncovered)
-        return most_frequent(words, limit)
+        return most_frequent_words(words, limit)
 
     def to_json(self) -> bytes:
-        totals = {"documents": self.totals("documents"), "tokens": self.totals("tokens")}
+        totals = {"documents": self.totals_by_split("documents"), "tokens": self.totals_by_split("tokens")}
         return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False).encode() + b"\n"
 
 
-def most_frequent(words: Counter[str], limit: int) -> dict[str, int]:
+def most_frequent_words(words: Counter[str], limit: int) -> dict[str, int]:
     """The `limit` most frequent words with their counts; ties are in alphabetical order."""
     return dict(sorted(words.items(), key=lambda word: (-word[1], word[0]))[:limit])
 
 
-def shard_name(number: int) -> str:
+def shard_file_name(number: int) -> str:
     return f"{number:05d}.safetensors"
 
 
-def serialize_shard(documents: dict[Split, list[bytes]], facts: dict[str, Any], dtype: np.dtype) -> bytes:
-    """The content of a shard file from the encoded documents of each split; `facts` are fields of `ShardInfo`."""
+def serialize_shard(documents: dict[Split, list[bytes]], info: dict[str, Any], dtype: np.dtype) -> bytes:
+    """The content of a shard file from the encoded documents of each split; `info` are fields of `ShardInfo`."""
     arrays = {}
     for split, encoded in documents.items():
         arrays[f"{split}.tokens"] = np.frombuffer(b"".join(encoded), dtype)
         arrays[f"{split}.ends"] = np.cumsum([len(ids) // dtype.itemsize for ids in encoded], dtype=np.uint32)
-    return save(arrays, {"facts": json.dumps(facts)})
+    return save(arrays, {"facts": json.dumps(info)})
 
 
-def describe_shard(name: str, content: bytes) -> ShardInfo:
+def read_shard_info(name: str, content: bytes) -> ShardInfo:
     """The index entry of a shard file with this content."""
-    header, _ = read_header(content)
+    header, _ = read_safetensors_header(content)
     counts: dict[str, Any] = {
         count: {split: header[f"{split}.{array}"]["shape"][0] for split in SPLITS}
         for count, array in (("documents", "ends"), ("tokens", "tokens"))
@@ -109,7 +109,7 @@ def describe_shard(name: str, content: bytes) -> ShardInfo:
     return ShardInfo(name=name, bytes=len(content), sha256=sha256(content).hexdigest(), **counts, **facts)
 
 
-def read_header(content: bytes | mmap) -> tuple[dict[str, Any], int]:
+def read_safetensors_header(content: bytes | mmap) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file and the offset of its data."""
     offset = 8 + int.from_bytes(content[:8], "little")
     return json.loads(content[8:offset]), offset
@@ -127,38 +127,38 @@ class Shards:
         """The tokenizer that the shards were made with."""
         return load_tokenizer(self.folder / TOKENIZER)
 
-    def tokens(self, split: Split) -> list[NDArray]:
+    def tokens_by_shard(self, split: Split) -> list[NDArray]:
         """The tokens of each shard, memory-mapped."""
-        return [self.map_array(shard, f"{split}.tokens") for shard in self.index.shards]
+        return [self.memory_map_array(shard, f"{split}.tokens") for shard in self.index.shards]
 
-    def document_ends(self, split: Split) -> list[NDArray]:
+    def document_ends_by_shard(self, split: Split) -> list[NDArray]:
         """The end of each document in `tokens` of each shard, memory-mapped."""
-        return [self.map_array(shard, f"{split}.ends") for shard in self.index.shards]
+        return [self.memory_map_array(shard, f"{split}.ends") for shard in self.index.shards]
 
-    def map_array(self, shard: ShardInfo, name: str) -> NDArray:
+    def memory_map_array(self, shard: ShardInfo, name: str) -> NDArray:
         with open(self.folder / shard.name, "rb") as file:
             mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
         try:
-            header, offset = read_header(mapped)
+            header, offset = read_safetensors_header(mapped)
             [length], (start, _) = header[name]["shape"], header[name]["data_offsets"]
             return np.frombuffer(mapped, DTYPES[header[name]["dtype"]], length, offset + start)
         except (ValueError, KeyError):
-            raise damage_error(self, [shard.name]) from None
+            raise damaged_shards_error(self, [shard.name]) from None
 
-    def find_damaged(self) -> list[str]:
+    def find_damaged_shards(self) -> list[str]:
         """The names of shards that are missing or whose checksum is not the index's."""
         return [
             shard.name
             for shard in self.index.shards
-            if self.has_wrong_size(shard) or file_checksum(self.folder / shard.name) != CHECKSUM + shard.sha256
+            if self.is_missing_or_truncated(shard) or file_checksum(self.folder / shard.name) != CHECKSUM + shard.sha256
         ]
 
-    def has_wrong_size(self, shard: ShardInfo) -> bool:
+    def is_missing_or_truncated(self, shard: ShardInfo) -> bool:
         """Whether a shard is missing or truncated."""
         path = self.folder / shard.name
         return not path.exists() or path.stat().st_size != shard.bytes
 
-    def check_tokenizer(self, model_tokenizer: TextTokenizer) -> None:
+    def check_same_tokenizer(self, model_tokenizer: TextTokenizer) -> None:
         """Raise if a model's tokenizer is not the one that the shards were made with."""
         if self.tokenizer.fingerprint != model_tokenizer.fingerprint:
             ours, other = (
@@ -178,16 +178,16 @@ def open_shards(folder: Path) -> Shards:
     if not (folder / INDEX).exists():
         corpus = folder if folder.is_file() else "…"
         raise DataError(
-            f"{explain_missing(folder)}; make shards with: electra shard --corpus {corpus} --output shards/"
+            f"{explain_missing_shards(folder)}; make shards with: electra shard --corpus {corpus} --output shards/"
         )
     shards = Shards(folder, read_index(folder))
-    damaged = [shard.name for shard in shards.index.shards if shards.has_wrong_size(shard)]
+    damaged = [shard.name for shard in shards.index.shards if shards.is_missing_or_truncated(shard)]
     if damaged:
-        raise damage_error(shards, damaged)
+        raise damaged_shards_error(shards, damaged)
     return shards
 
 
-def explain_missing(path: Path) -> str:
+def explain_missing_shards(path: Path) -> str:
     if path.is_file():
         return f"{path} is a file, not a folder of shards"
     return f"no shards in {path}" if path.exists() else f"the folder {path} does not exist"
@@ -200,7 +200,7 @@ def read_index(folder: Path) -> Index:
         raise DataError(f"{folder / INDEX} is damaged ({error}); remove {folder} and make the shards again") from None
 
 
-def damage_error(shards: Shards, names: list[str]) -> DataError:
+def damaged_shards_error(shards: Shards, names: list[str]) -> DataError:
     """An error with the command that makes the damaged shards again, in their present folder."""
     words = shlex.split(shards.index.command)
     words[words.index("--output") + 1] = str(shards.folder)
@@ -214,7 +214,7 @@ class TokenRing:
 
     def __init__(self, shards: Shards, split: Split):
         raise_open_file_limit(len(shards.index.shards))
-        self.parts = [part for part in shards.tokens(split) if len(part)]
+        self.parts = [part for part in shards.tokens_by_shard(split) if len(part)]
         if not self.parts:
             raise DataError(f"{shards.folder} has no {split} tokens; make shards with another --validation-fraction")
         sizes = [len(part) for part in self.parts]
@@ -226,7 +226,7 @@ class TokenRing:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, starts: NDArray, out: NDArray) -> None:
+    def read_rows_into(self, starts: NDArray, out: NDArray) -> None:
         """Fill `out` [R, width] with the tokens from each start [R] on, one shard at a time."""
         width = out.shape[1]
         shard_of_row = np.searchsorted(self.starts, starts, side="right") - 1
@@ -237,9 +237,9 @@ class TokenRing:
         by_shard = inside[np.argsort(shard_of_row[inside], kind="stable")]
         numbers, firsts = np.unique(shard_of_row[by_shard], return_index=True)
         for number, rows in zip(numbers, np.split(by_shard, firsts[1:]), strict=False):  # no number if no row is inside
-            out[rows] = self.windows(width)[number][starts[rows] - self.starts[number]]
+            out[rows] = self.sliding_windows(width)[number][starts[rows] - self.starts[number]]
 
-    def windows(self, width: int) -> list[NDArray]:
+    def sliding_windows(self, width: int) -> list[NDArray]:
         """For each shard, a view of all its windows of this width."""
         if width not in self.window_views:
             padded = [part if len(part) >= width else np.zeros(width, part.dtype) for part in self.parts]

@@ -42,7 +42,7 @@ class Vocabulary:
         if len(self.is_continuation) not in (0, self.size):
             raise ConfigError(f"is_continuation has {len(self.is_continuation):,} entries; expected {self.size:,}")
 
-    def unmaskable(self) -> tuple[int, ...]:
+    def unmaskable_ids(self) -> tuple[int, ...]:
         """The ids that are never masked: [PAD], [CLS], [SEP], [MASK]."""
         return self.pad_id, self.cls_id, self.sep_id, self.mask_id
 
@@ -69,7 +69,7 @@ class TextTokenizer:
         return Vocabulary(size=size, is_continuation=tuple(is_continuation), **special_ids)
 
     @property
-    def components(self) -> dict[str, Any]:
+    def component_settings(self) -> dict[str, Any]:
         """The library's description of normalizer, pre-tokenizer and model, which determine the ids."""
         description = json.loads(self.library.to_str())
         return {name: description[name] for name in ("normalizer", "pre_tokenizer", "model")}
@@ -77,7 +77,7 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """A hash that is equal for tokenizers that produce the same ids, whatever files they come from."""
-        return sha256(json.dumps([self.components, self.special_tokens], sort_keys=True).encode()).hexdigest()
+        return sha256(json.dumps([self.component_settings, self.special_tokens], sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read."""
@@ -91,9 +91,9 @@ class TextTokenizer:
 
     def transformers_config(self) -> dict[str, Any]:
         """The settings with which `transformers` builds an equal tokenizer."""
-        if not self.is_bert():
+        if not self.is_bert_wordpiece():
             return {"tokenizer_class": "PreTrainedTokenizerFast"}
-        normalizer = self.components["normalizer"]
+        normalizer = self.component_settings["normalizer"]
         return {
             "tokenizer_class": "ElectraTokenizer",
             "do_lower_case": normalizer["lowercase"],
@@ -101,13 +101,13 @@ class TextTokenizer:
             "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
         }
 
-    def is_bert(self) -> bool:
+    def is_bert_wordpiece(self) -> bool:
         """Whether this is BERT's tokenizer: split at spaces and punctuation, WordPiece within each word."""
-        types = [(component or {}).get("type") for component in self.components.values()]
+        types = [(component or {}).get("type") for component in self.component_settings.values()]
         return types == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
 
 
-def build_wordpiece(
+def build_wordpiece_tokenizer(
     tokens: list[str], *, lowercase: bool, strip_accents: bool | None = None, split_chinese: bool = True
 ) -> TextTokenizer:
     """BERT's tokenizer with these tokens, in the order of their ids."""
@@ -149,7 +149,7 @@ def load_tokenizer_json(file: Path) -> TextTokenizer:
         raise DataError(f"{file} is not a file of the tokenizers library ({error})") from None
     library.no_truncation()
     library.no_padding()
-    settings = read_neighbor(file, "tokenizer_config.json") | read_neighbor(file, "special_tokens_map.json")
+    settings = read_json_beside(file, "tokenizer_config.json") | read_json_beside(file, "special_tokens_map.json")
     special_tokens = []
     for role, default in SPECIAL_TOKENS.items():
         token = settings.get(f"{role}_token") or default
@@ -165,9 +165,9 @@ def load_vocab_txt(file: Path) -> TextTokenizer:
         raise DataError(f"{file} is not a vocabulary; expected one token per line in UTF-8") from None
     tokens = [line.rstrip("\r") for line in lines]
     tokens = tokens[:-1] if tokens[-1] == "" else tokens
-    settings = read_neighbor(file, "tokenizer_config.json")
+    settings = read_json_beside(file, "tokenizer_config.json")
     has_capitals = any(token != token.lower() for token in tokens if not token.startswith("["))
-    return build_wordpiece(
+    return build_wordpiece_tokenizer(
         tokens,
         lowercase=settings.get("do_lower_case", not has_capitals),
         strip_accents=settings.get("strip_accents"),
@@ -175,7 +175,7 @@ def load_vocab_txt(file: Path) -> TextTokenizer:
     )
 
 
-def read_neighbor(file: Path, name: str) -> dict[str, Any]:
+def read_json_beside(file: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` of the same folder; empty if there is no such file."""
     neighbor = file.with_name(name)
     return read_json(neighbor) if neighbor.exists() else {}
@@ -209,26 +209,26 @@ class TokenizerConfig:
         check_range(self, "unused_tokens", at_least=0)
         check_range(self, "min_frequency", at_least=1)
         check_range(self, "character_coverage", above=0, at_most=1)
-        if self.vocab_size <= len(self.fixed_tokens()):
+        num_fixed = len(self.special_and_unused_tokens())
+        if self.vocab_size <= num_fixed:
             raise ConfigError(
-                f"is {self.vocab_size}; it must be greater than {len(self.fixed_tokens())}, the number of special and "
-                "unused tokens",
+                f"is {self.vocab_size}; it must be greater than {num_fixed}, the number of special and unused tokens",
                 field="vocab_size",
             )
 
-    def fixed_tokens(self) -> list[str]:
+    def special_and_unused_tokens(self) -> list[str]:
         """The special and unused tokens, which have the first ids."""
         return [*SPECIAL_TOKENS.values(), *(f"[unused{number}]" for number in range(self.unused_tokens))]
 
     def create_tokenizer(self, tokens: list[str]) -> TextTokenizer:
         """A tokenizer with these settings and tokens."""
-        return build_wordpiece(
+        return build_wordpiece_tokenizer(
             tokens, lowercase=self.lowercase, strip_accents=self.strip_accents, split_chinese=self.split_chinese
         )
 
 
 @dataclass(frozen=True)
-class TrainedTokenizer:
+class TokenizerResult:
     """The result of `electra tokenizer`."""
 
     output: str
@@ -245,19 +245,21 @@ class TrainedTokenizer:
         )
 
 
-def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
+def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
     """Train a tokenizer and write its folder; deterministic to the byte."""
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
     text = TrainingText(corpus)
     with create_folder_atomically(config.output) as draft:
         alphabet = select_alphabet(corpus, config)
-        untrained = config.create_tokenizer(config.fixed_tokens())
-        untrained.library.train_from_iterator(text.batches(), create_trainer(config, alphabet, untrained))
+        untrained = config.create_tokenizer(config.special_and_unused_tokens())
+        untrained.library.train_from_iterator(
+            text.line_batches(), create_wordpiece_trainer(config, alphabet, untrained)
+        )
         ids = untrained.library.get_vocab(with_added_tokens=False)
         tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
         tokenizer.save(draft)
-    return TrainedTokenizer(
+    return TokenizerResult(
         output=str(config.output),
         vocab_size=tokenizer.vocabulary.size,
         documents=text.documents,
@@ -269,9 +271,9 @@ def train_tokenizer(config: TokenizerConfig) -> TrainedTokenizer:
 def select_alphabet(corpus: Corpus, config: TokenizerConfig) -> list[str]:
     """The most frequent normalized characters that make up `character_coverage` of the text."""
     raw: Counter[str] = Counter()
-    for document in corpus.documents(ReadStats()):
+    for document in corpus.read_documents(ReadStats()):
         raw.update(document.decode())
-    normalize = config.create_tokenizer(config.fixed_tokens()).library.normalizer.normalize_str
+    normalize = config.create_tokenizer(config.special_and_unused_tokens()).library.normalizer.normalize_str
     counts: Counter[str] = Counter()
     for character, count in raw.items():
         counts.update(dict.fromkeys(normalize(character).replace(" ", ""), count))
@@ -281,7 +283,9 @@ def select_alphabet(corpus: Corpus, config: TokenizerConfig) -> list[str]:
     return sorted(ranked[:size])
 
 
-def create_trainer(config: TokenizerConfig, alphabet: list[str], untrained: TextTokenizer) -> trainers.WordPieceTrainer:
+def create_wordpiece_trainer(
+    config: TokenizerConfig, alphabet: list[str], untrained: TextTokenizer
+) -> trainers.WordPieceTrainer:
     """The library's trainer, with all characters passed as special tokens.
 
     Without them it would number the characters within words in hash map order, and merge equally frequent pairs in a
@@ -289,7 +293,7 @@ def create_trainer(config: TokenizerConfig, alphabet: list[str], untrained: Text
     """
     split = untrained.library.pre_tokenizer.pre_tokenize_str
     continuations = [CONTINUATION_PREFIX + character for character in alphabet if len(split(f"a{character}")) == 1]
-    fixed = [*config.fixed_tokens(), *alphabet, *continuations]
+    fixed = [*config.special_and_unused_tokens(), *alphabet, *continuations]
     if len(fixed) > config.vocab_size:
         raise ConfigError(
             f"is {config.vocab_size:,}, but the {len(alphabet):,} characters of the text take {len(fixed):,} entries; "
@@ -316,7 +320,7 @@ class TrainingText:
     num_bytes: int = 0
     stats: ReadStats = field(default_factory=ReadStats)
 
-    def batches(self) -> Iterator[list[str]]:
+    def line_batches(self) -> Iterator[list[str]]:
         """Lines in batches of a thousand, within which the library counts words in parallel."""
         lines = self.lines()
         while batch := list(islice(lines, 1000)):
@@ -324,7 +328,7 @@ class TrainingText:
 
     def lines(self) -> Iterator[str]:
         """The lines of all documents, long ones in parts."""
-        for document in self.corpus.documents(self.stats):
+        for document in self.corpus.read_documents(self.stats):
             self.documents += 1
             self.num_bytes += len(document)
             for line in document.decode().split("\n"):

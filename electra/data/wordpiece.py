@@ -35,9 +35,9 @@ LONG_TEXT_BYTES = 1 << 20
 def create_encoder(tokenizer: TextTokenizer) -> LibraryEncoder:
     """The fastest encoder that produces the tokenizer's ids."""
     tokenizer.library.encode_special_tokens = True
-    normalizer = tokenizer.components["normalizer"] or {}
+    normalizer = tokenizer.component_settings["normalizer"] or {}
     has_added_words = any(not token.special for token in tokenizer.library.get_added_tokens_decoder().values())
-    is_word_by_word = tokenizer.is_bert() and normalizer["clean_text"] and not has_added_words
+    is_word_by_word = tokenizer.is_bert_wordpiece() and normalizer["clean_text"] and not has_added_words
     return CachedWordPieceEncoder(tokenizer) if is_word_by_word else LibraryEncoder(tokenizer)
 
 
@@ -71,7 +71,7 @@ class CachedWordPieceEncoder(LibraryEncoder):
 
     def __init__(self, tokenizer: TextTokenizer):
         super().__init__(tokenizer)
-        normalizer = tokenizer.components["normalizer"]
+        normalizer = tokenizer.component_settings["normalizer"]
         self.lowercase = normalizer["lowercase"]
         self.split_chinese = normalizer["handle_chinese_chars"]
         self.model = tokenizer.library.model
@@ -121,6 +121,7 @@ class WordCache(dict[bytes, bytes]):
         return ids
 
     def store(self, cache: dict[bytes, bytes], word: bytes, ids: bytes) -> None:
+        """Store a word unless it is long; a full cache is cleared first."""
         if len(word) <= MAX_CACHED_WORD_BYTES:
             if len(cache) >= MAX_CACHED_WORDS:
                 cache.clear()

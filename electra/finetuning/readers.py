@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.data.corpus import MAX_DOCUMENT_BYTES
-from electra.data.files import TextFile, import_optional, open_file, open_parquet, require_format
+from electra.data.files import TextFile, import_optional, open_parquet, open_streams, require_text_file
 from electra.errors import ConfigError, DataError
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
@@ -37,15 +37,15 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
     `columns` names the fields of a .csv or .tsv file without a header: one whose first line has as many fields as
     there are columns, and none of their names. `skip_malformed` skips lines with a wrong number of fields.
     """
-    file = require_format(path, FORMATS, "tables")
+    file = require_text_file(path, FORMATS, "tables")
     name, is_empty = str(path), True
-    with open_file(file) as (stream, raw):
+    with open_streams(file) as (decompressed, raw):
         if file.format == ".parquet":
-            rows = parquet_rows(file, stream, raw)
+            rows = parquet_rows(file, decompressed, raw)
         elif file.format == ".jsonl":
-            rows = json_rows(name, decode_lines(name, stream))
+            rows = json_rows(name, decode_lines(name, decompressed))
         else:
-            lines = decode_lines(name, stream)
+            lines = decode_lines(name, decompressed)
             records = csv_records(name, lines) if file.format == ".csv" else tsv_records(lines)
             rows = table_rows(name, records, columns, skip_malformed)
         for row in rows:
@@ -131,8 +131,8 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
         yield Row(number, values)
 
 
-def parquet_rows(file: TextFile, stream: BinaryIO, raw: BinaryIO) -> Iterator[Row]:
-    with open_parquet(file, stream, raw) as table:
+def parquet_rows(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Row]:
+    with open_parquet(file, decompressed, raw) as table:
         check_unique_columns(str(file.path), table.schema_arrow.names)
         batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1024))
         yield from (Row(number, values) for number, values in enumerate(chain.from_iterable(batches), start=1))

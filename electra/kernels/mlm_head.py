@@ -20,8 +20,8 @@ BLOCK_ROWS, BLOCK_COLUMNS = 2, 1024  # of the backward pass
 
 
 @triton.jit
-def gumbel(keys, counter):
-    """The noise of `electra.random.gumbel` for one row's `keys` [2], at `counter`."""
+def gumbel_noise(keys, counter):
+    """The noise of `electra.random.gumbel_noise` for one row's `keys` [2], at `counter`."""
     first, second = tl.load(keys).to(tl.uint32), tl.load(keys + 1).to(tl.uint32)
     bits = hash_uint32(hash_uint32(counter.to(tl.uint32) ^ first) + second)
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
@@ -59,12 +59,12 @@ def mlm_loss_and_sample_kernel(
     tl.debug_barrier()  # other threads' stores are loaded next
     block = tl.arange(0, WIDTH)
     mass = tl.load(block_logsumexp + block, mask=block < NUM_BLOCKS, other=float("-inf"))
-    noisy = mass + gumbel(block_keys + 2 * row, position * NUM_BLOCKS + block)
+    noisy = mass + gumbel_noise(block_keys + 2 * row, position * NUM_BLOCKS + block)
     sampled_block = tl.minimum(tl.argmax(noisy, 0), NUM_BLOCKS - 1)
     top = tl.maximum(tl.max(mass, 0), -1e30)
     total = top + tl.log(tl.sum(tl.exp(mass - top), 0))
     noisy = load_logits(logits, sampled_block * BLOCK + within, V, stride)
-    noisy += gumbel(token_keys + 2 * row, position * BLOCK + within)
+    noisy += gumbel_noise(token_keys + 2 * row, position * BLOCK + within)
     sample = tl.minimum(sampled_block * BLOCK + tl.argmax(noisy, 0), V - 1)  # a valid id even for NaN logits
     tl.store(samples + prediction, sample.to(tl.int64))
     tl.store(losses + prediction, total - tl.load(logits + tl.load(labels + prediction)).to(tl.float32))

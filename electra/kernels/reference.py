@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _global_forward_hooks
 
-from electra.random import sample_logits, scramble
+from electra.random import hash_uint32, sample_from_logits
 
 
 def dropout_scale(seed: Tensor | None, index: Tensor, dropout: float) -> Tensor | float:
@@ -13,7 +13,7 @@ def dropout_scale(seed: Tensor | None, index: Tensor, dropout: float) -> Tensor 
     if seed is None or not dropout:
         return 1.0
     key = int(seed)
-    bits = scramble((scramble(index ^ scramble(key)) + key) % 2**32)
+    bits = hash_uint32((hash_uint32(index ^ hash_uint32(key)) + key) % 2**32)
     return torch.where(bits < dropout * 2**32, 0.0, 1 / (1 - dropout))
 
 
@@ -137,4 +137,4 @@ def mlm_loss_and_sample(
     """Cross-entropy of `labels` [B, M] and a Gumbel-max sample [B, M] of the logits of `states` [B, M, E]."""
     logits = functional.linear(states, table.to(states.dtype), bias.to(states.dtype)).float()  # [B, M, V]
     losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    return losses, sample_logits(logits, block_keys, token_keys)
+    return losses, sample_from_logits(logits, block_keys, token_keys)

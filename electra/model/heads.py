@@ -7,7 +7,7 @@ from torch.nn import functional
 from electra.kernels.dispatch import can_fuse_mlm_head, linear_gelu, mlm_loss_and_sample
 from electra.model.config import EncoderConfig
 from electra.model.encoder import initialize, linear, norm
-from electra.random import Purpose, RowRandomness, sample_logits
+from electra.random import Purpose, RowRandomness, sample_from_logits
 
 
 class TokenPredictions:
@@ -51,7 +51,7 @@ class TokenPredictions:
             losses, sampled = mlm_loss_and_sample(self.states, self.table, self.bias, labels, *keys)
             self.cached_loss = (losses * weights).sum()
             return sampled
-        return sample_logits(self.sampling_logits(labels, temperature, disallow_correct), *keys)
+        return sample_from_logits(self.sampling_logits(labels, temperature, disallow_correct), *keys)
 
     def mlm_loss(self, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum of the negative log-likelihoods of `labels` [B, M] at positions with weight 1 in `weights` [B, M]."""

@@ -76,7 +76,7 @@ def choose_positions(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary
 def maskable_tokens(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     """[B, L] bool, False at special tokens and padding."""
     is_maskable = torch.ones_like(batch.input_ids, dtype=torch.bool)
-    for special_id in vocabulary.unmaskable():
+    for special_id in vocabulary.unmaskable_ids():
         is_maskable = is_maskable & (batch.input_ids != special_id)
     return is_maskable if batch.attention_mask is None else is_maskable & batch.attention_mask.bool()
 

@@ -15,7 +15,7 @@ from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.objectives.losses import Counts, Loss, Losses, weighted_loss
 from electra.objectives.masking import Masked, mask
-from electra.random import Purpose, RowRandomness, sample_frequencies
+from electra.random import Purpose, RowRandomness, sample_from_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ def sample(predictions: TokenPredictions | None, masked: Masked, batch: Batch, c
     config, rows = context.objective, RowRandomness(context.seed, batch.step, batch.row_ids)
     if predictions is None:
         assert context.frequencies is not None
-        return sample_frequencies(context.frequencies, rows.keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
+        return sample_from_frequencies(context.frequencies, rows.keys(Purpose.SAMPLE_TOKEN), masked.positions.shape[1])
     return predictions.sample(masked.labels, masked.weights, rows, config.temperature, config.disallow_correct)
 
 

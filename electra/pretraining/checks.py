@@ -130,7 +130,7 @@ def check_branch_matches_trunk(config: PretrainConfig, model: ElectraConfig, sha
     trunk_model = model_settings_to_compare(read_model_config(checkpoint))
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
-    shards.check_tokenizer(load_model_tokenizer(checkpoint))
+    shards.check_same_tokenizer(load_model_tokenizer(checkpoint))
     optimizer = config.optimizer.name
     before = trunk_model | {"optimizer": read_run_settings(checkpoint).get("optimizer", optimizer)}
     now = model_settings_to_compare(model) | {"optimizer": optimizer}
@@ -181,7 +181,7 @@ def config_file_content(config: PretrainConfig, phases: list[Phase], shards: Sha
     record = {
         "model": asdict(phases[-1].model),
         "pretraining": settings,
-        "data": {"tokens": shards.index.totals("tokens"), "tokenizer": shards.tokenizer.fingerprint},
+        "data": {"tokens": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint},
         "command": shlex.join(sys.argv),
         "environment": describe_environment(),
     }

@@ -195,7 +195,7 @@ def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> RunEst
         parameters=parameters,
         steps=steps,
         tokens=tokens,
-        epochs=tokens / max(1, shards.index.totals("tokens")["train"]),
+        epochs=tokens / max(1, shards.index.totals_by_split("tokens")["train"]),
         flops=float(steps * flops_per_step),
         minutes=steps * flops_per_step / speed / 60,
         memory_bytes=BYTES_PER_PARAMETER * parameters + rows * activation_bytes_per_row(phase, device),

@@ -112,7 +112,7 @@ def check_init_tokenizers(init: InitConfig, shards: Shards) -> None:
     if source is not None and not source.exists():
         raise ConfigError(f"--init-generator: there is no folder {source}; give the folder of a model, or fresh")
     for folder in filter(None, (init.model, source)):
-        shards.check_tokenizer(load_model_tokenizer(find_model_folder(folder)))
+        shards.check_same_tokenizer(load_model_tokenizer(find_model_folder(folder)))
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,9 @@ def load_previous_phase_weights(model: Electra, checkpoint: Path, init: InitConf
 def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
     """Relative frequencies of the first tokens of the training text, special tokens excluded: [V]."""
     counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
-    for tokens in shards.tokens("train"):
+    for tokens in shards.tokens_by_shard("train"):
         counts += np.bincount(tokens[: max(0, UNIGRAM_TOKENS - counts.sum())], minlength=len(counts))
-    counts[list(shards.tokenizer.vocabulary.unmaskable())] = 0
+    counts[list(shards.tokenizer.vocabulary.unmaskable_ids())] = 0
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from electra.data.loader import Batch, BatchLoader, Position
+from electra.data.loader import Batch, BatchLoader, LoaderPosition
 from electra.data.shards import TOKENIZER, Shards
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
@@ -77,7 +77,7 @@ class PretrainingTask:
         """What the objective is called with besides models and batches."""
         config, vocabulary = self.config, self.shards.tokenizer.vocabulary
         uniform = torch.ones_like(self.unigram)  # [V]
-        uniform[list(vocabulary.unmaskable())] = 0
+        uniform[list(vocabulary.unmaskable_ids())] = 0
         frequencies = {"model": None, "uniform": uniform / uniform.sum(), "unigram": self.unigram}
         return ObjectiveContext(
             vocabulary=vocabulary,
@@ -137,4 +137,4 @@ class PretrainingTask:
         if state["phase"] == self.phase.index:
             self.loader.load_state_dict(state)
         else:  # rows may have another length: start an epoch
-            self.loader.position = Position(step=state["step"], epoch=state["epoch"] + 1)
+            self.loader.position = LoaderPosition(step=state["step"], epoch=state["epoch"] + 1)
