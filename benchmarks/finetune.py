@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from timing import synchronize
 
-from electra.config import build
+from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
 from electra.export.command import export
 from electra.export.config import ExportConfig
@@ -38,7 +38,7 @@ from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
 from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.model import OUTPUT_TYPES
-from electra.finetuning.tasks import Examples, Task, glue_task, read_examples
+from electra.finetuning.tasks import Examples, Task, get_glue_task, read_examples
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
@@ -60,7 +60,7 @@ def random_model(vocab: Path, folder: Path, size: str) -> Path:
 def finetune_config(model: Path, task: str, data: str, folder: Path, device: str, seeds: int) -> FinetuneConfig:
     """The settings of both contenders: the defaults of `electra finetune`."""
     settings = {"model": model, "task": task, "data": data, "output": folder / task, "device": device, "seeds": seeds}
-    return build(FinetuneConfig, **settings)
+    return build_config(FinetuneConfig, **settings)
 
 
 class Peer:
@@ -223,7 +223,7 @@ def main() -> None:
             seeds = arguments.seeds if arguments.scores else 1
             config, task = (
                 finetune_config(model, name, arguments.data, folder, device, seeds),
-                glue_task(name, arguments.data),
+                get_glue_task(name, arguments.data),
             )
             if arguments.scores:
                 results[name] = compare_scores(config, task)

@@ -221,7 +221,7 @@ def ablate(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
-        environment = Environment(shards, torch.device("cuda"), peak_flops=1.0)
+        environment = Environment(shards, torch.device("cuda"), peak_flops_per_second=1.0)
         for shape, style in product(arguments.shapes, arguments.styles):
             rows = "short" if parse_shape(shape).length <= MAX_LENGTH else "long"
             fields = {"shape": shape, "style": style}

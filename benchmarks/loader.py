@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from electra.cli import parse
+from electra.cli import parse_config
 from electra.data.loader import BatchLoader
 from electra.data.packing import LoaderConfig, Packing
 from electra.data.shards import open_shards
@@ -79,6 +79,6 @@ def million_tokens_per_second(settings: Settings, packing: Packing, whole_word_m
 
 
 if __name__ == "__main__":
-    settings = parse("benchmarks/loader.py", Settings, sys.argv[1:])
+    settings = parse_config("benchmarks/loader.py", Settings, sys.argv[1:])
     result = main(settings)
     print(json.dumps(asdict(result)) if settings.json else result)

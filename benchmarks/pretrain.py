@@ -40,7 +40,7 @@ from timing import matmul_flops, mean_seconds, median_seconds, reset, result_or_
 from torch import nn
 from transformers import ElectraForPreTraining
 
-from electra.config import construct
+from electra.config import construct_config
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
@@ -50,7 +50,7 @@ from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops_per_row
 from electra.objectives.masking import max_masked
-from electra.pretraining.command import plan
+from electra.pretraining.command import plan_and_check_phases
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.initialize import pair_config
 from electra.pretraining.task import PretrainingTask
@@ -87,7 +87,7 @@ class Environment:
 
     shards: Shards
     device: torch.device
-    peak_flops: float  # FLOP/s of a large matrix product
+    peak_flops_per_second: float  # FLOP/s of a large matrix product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ def build_electra(shape: Shape, environment: Environment, mode: str, **settings:
     """The trainer of `electra pretrain`."""
     config = run_config(shape, environment.shards, mode, **settings)
     torch.manual_seed(config.seed)
-    [phase] = plan(config, environment.shards)
+    [phase] = plan_and_check_phases(config, environment.shards)
     task = PretrainingTask(phase, environment.shards, environment.device)
     trainer = Trainer(
         task,
@@ -170,7 +170,7 @@ def build_electra(shape: Shape, environment: Environment, mode: str, **settings:
         cuda_graphs=task.captures_graph,
         stop_at=phase.stage_end,
     )
-    trainer.run_step = trainer.graphed_step() if task.captures_graph else trainer.compute_step
+    trainer.run_step = trainer.build_graphed_step() if task.captures_graph else trainer.compute_step
 
     def step() -> None:
         trainer.averages = RunningAverages()
@@ -185,7 +185,7 @@ def run_config(shape: Shape, shards: Shards, mode: str, **settings: Any) -> Pret
     values = {name: recipe[name] for name in ("learning_rate", "mask_fraction")} | {"compile": MODES[mode]}
     values |= {"size": shape.size, "length": shape.length, "batch_size": shape.rows, "dropout": shape.dropout}
     values |= {"data": shards.folder, "output": shards.folder / "unused", "steps": 10_000, "evaluation_rows": 32}
-    return construct(PretrainConfig, values | settings)
+    return construct_config(PretrainConfig, values | settings)
 
 
 def measure(
@@ -207,7 +207,7 @@ def measure(
         "step_seconds": seconds,
         "tokens_per_second": shape.rows * shape.length / seconds,
         "tflops": flops / 1e12,
-        "fraction_of_peak": flops / environment.peak_flops,
+        "fraction_of_peak": flops / environment.peak_flops_per_second,
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else None,
         "first_step_seconds": first,
         "ready_seconds": ready,
@@ -361,12 +361,12 @@ def all_shapes(arguments: argparse.Namespace) -> list[Shape]:
 def run_benchmark(environment: Environment, arguments: argparse.Namespace, log: Log) -> Report:
     device, shapes, compares_losses = environment.device, all_shapes(arguments), arguments.compare_losses is not None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    log(f"{name}; matrix products run at {environment.peak_flops / 1e12:.3g} TFLOP/s")
+    log(f"{name}; matrix products run at {environment.peak_flops_per_second / 1e12:.3g} TFLOP/s")
     report: Report = {
         "device": name,
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "peak_tflops": environment.peak_flops / 1e12,
+        "peak_tflops": environment.peak_flops_per_second / 1e12,
     }
     if compares_losses:
         run = partial(compare_losses, environment=environment, arguments=arguments)
@@ -389,7 +389,7 @@ def main(command_line: list[str] | None = None) -> None:
         try:
             shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
             for shape in all_shapes(arguments):
-                plan(run_config(shape, shards, "eager"), shards)
+                plan_and_check_phases(run_config(shape, shards, "eager"), shards)
         except (ConfigError, DataError) as error:
             print(error, file=sys.stderr)
             sys.exit(2)

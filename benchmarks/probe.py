@@ -53,14 +53,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from electra.config import build
+from electra.config import build_config
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.glue import GLUE_6, markdown_table
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
-from electra.finetuning.jobs import estimated_cost, resolve_model, run_unfinished
+from electra.finetuning.jobs import estimated_cost, find_model_to_finetune, run_here_or_in_workers
 from electra.finetuning.metrics import Metrics
-from electra.finetuning.tasks import GLUE_TASKS, Task, glue_task, read_split
+from electra.finetuning.tasks import GLUE_TASKS, Task, get_glue_task, read_split_rows
 from electra.objectives.evaluation import auc
 from electra.runfolder import dump_json
 from electra.training.config import Device, HardwareConfig
@@ -125,10 +125,10 @@ def finetune(job: ProbeJob) -> Record:
     """Train as `electra finetune` does, without checkpoints, and evaluate at the end."""
     finetuning = FinetuningTask(job)
     trainer = build_trainer(finetuning, quiet=True)
-    trainer.run_step = trainer.graphed_step() if trainer.cuda_graphs else trainer.compute_step
+    trainer.run_step = trainer.build_graphed_step() if trainer.cuda_graphs else trainer.compute_step
     while not trainer.is_finished():
         trainer.step()
-    trainer.check_finite()
+    trainer.check_nonfinite_steps()
     dev = finetuning.splits["dev"]
     logits, targets = finetuning.compute_logits(dev), dev.labels.cpu().numpy()
     record = {"steps": trainer.state.step, "metrics": held_out_metrics(finetuning, logits, targets)}
@@ -142,7 +142,7 @@ def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArr
     """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
     task, output_type = finetuning.task, finetuning.output_type
     labels = targets if task.labels else task.denormalize_scores(targets)
-    metrics = task.evaluate(output_type.predict(logits, task), labels)
+    metrics = task.compute_metrics(output_type.predict(logits, task), labels)
     metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
     if task.labels:
         metrics["auc"] = auc(logits[:, 1] - logits[:, 0], targets == 1)
@@ -165,7 +165,7 @@ def is_device_usable(device: Device) -> bool:
 
 def write_splits(task: Task, folder: Path, limit: int | None, slice_rows: int, slice_held_out: int) -> list[Task]:
     """The task with training rows as its train and dev splits, once per fold."""
-    values = [row.values for row in read_split(task, "train")]
+    values = [row.values for row in read_split_rows(task, "train")]
     order = np.random.default_rng(PERMUTATION_SEED).permutation(len(values))[:limit]
     if task.name in SLICED_TASKS:
         held_out = min(slice_held_out, int(MAX_HELD_OUT_FRACTION * len(order)))
@@ -231,7 +231,7 @@ def run_probe(jobs: list[ProbeJob], workers: int | None, output: Path) -> dict[K
     while pending:
         broken = None
         try:
-            for job, record in run_unfinished(pending, workers):
+            for job, record in run_here_or_in_workers(pending, workers):
                 if record is not None:
                     append_record(output, record)
                     finished.add(job.key)
@@ -361,7 +361,7 @@ def parse_settings(arguments: list[list[str]]) -> dict[str, TuningConfig]:
         pairs = [word.partition("=") for word in words]
         if "=" in name or name in settings or not all(sign for _, sign, _ in pairs):
             raise ConfigError(f"--setting {name} {' '.join(words)}: write a new name, then KEY=VALUE …")
-        settings[name] = build(TuningConfig, **{key.replace("-", "_"): value for key, _, value in pairs})
+        settings[name] = build_config(TuningConfig, **{key.replace("-", "_"): value for key, _, value in pairs})
     return settings
 
 
@@ -371,9 +371,9 @@ def make_jobs(arguments: argparse.Namespace, folder: Path) -> list[ProbeJob]:
         if not path.is_dir():
             raise DataError(f"no folder {path}; --model must be a run, a model folder or a Hugging Face folder")
     sizes = (arguments.rows, arguments.slice_rows, arguments.slice_held_out)
-    tasks = [write_splits(glue_task(name, arguments.data), folder, *sizes) for name in arguments.tasks]
+    tasks = [write_splits(get_glue_task(name, arguments.data), folder, *sizes) for name in arguments.tasks]
     settings = parse_settings(arguments.setting or [["default"]])
-    models = {str(path): resolve_model(path) for path in arguments.model}
+    models = {str(path): find_model_to_finetune(path) for path in arguments.model}
     jobs: list[ProbeJob] = []
     for model in models:
         for setting, tuning in settings.items():

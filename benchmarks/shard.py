@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from electra.cli import parse
+from electra.cli import parse_config
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 
 BARE = """
@@ -207,6 +207,6 @@ def resident_megabytes(process: int) -> float:
 
 
 if __name__ == "__main__":
-    settings = parse("benchmarks/shard.py", Settings, sys.argv[1:])
+    settings = parse_config("benchmarks/shard.py", Settings, sys.argv[1:])
     result = main(settings)
     print(json.dumps(asdict(result)) if settings.json else result)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from electra.config import build
+from electra.config import build_config
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import SPECIAL_TOKENS, Vocabulary
 
@@ -25,5 +25,5 @@ def write_synthetic_shards(folder: Path) -> Path:
     (folder / "text.txt").write_text("\n\n".join(map(" ".join, documents)))
     (folder / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS.values(), *words]) + "\n")
     source = {"corpus": str(folder / "text.txt"), "tokenizer": folder / "vocab.txt", "workers": 1}
-    shard(build(ShardConfig, **source, output=folder / "shards", validation_fraction=0.05))
+    shard(build_config(ShardConfig, **source, output=folder / "shards", validation_fraction=0.05))
     return folder / "shards"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from electra.training.hardware import measure_flops
+from electra.training.hardware import measure_flops_per_second
 
 CHUNK = 5  # repetitions that are timed together
 
@@ -56,7 +56,7 @@ def synchronize(device: torch.device) -> None:
 def matmul_flops(device: torch.device) -> float:
     """FLOP/s of a large matrix product in the precision of training: the practical peak of the device."""
     if device.type == "cpu":
-        return measure_flops(device, torch.float32)
+        return measure_flops_per_second(device, torch.float32)
     left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     mean_seconds(lambda: left @ right, 20, device)
     return 2 * 8192**3 / min(mean_seconds(lambda: left @ right, 20, device) for _ in range(5))

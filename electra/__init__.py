@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
         return load
     if name in COMMANDS:
-        from electra.commands import as_function
+        from electra.commands import make_command_function
 
-        return as_function(COMMANDS[name])
+        return make_command_function(COMMANDS[name])
     raise AttributeError(f"module 'electra' has no attribute {name!r}")

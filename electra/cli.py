@@ -29,15 +29,15 @@ from electra.commands import COMMANDS, Command, exit_on_interrupt
 from electra.config import (
     Config,
     Setting,
-    allowed_values,
-    alternatives,
-    construct,
-    convert,
-    defaults_for,
-    flat_fields,
+    all_defaults,
+    construct_config,
+    convert_values,
+    describe_allowed_values,
+    flat_values,
     missing_settings,
+    settings_by_name,
+    union_members,
 )
-from electra.config import settings as settings_of
 from electra.errors import ConfigError, DataError, TrainingError, suggest
 from electra.runfolder import dump_json
 
@@ -48,19 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
-        run(arguments)
+        run_command(arguments)
     except (ConfigError, DataError, TrainingError) as error:
-        fail(str(error), arguments)
+        exit_with_error(str(error), arguments)
     except BrokenPipeError:  # the reader of the output (head, less) was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        fail(describe_os_error(error), arguments)
+        exit_with_error(describe_os_error(error), arguments)
 
 
-def fail(message: str, arguments: list[str]) -> NoReturn:
+def exit_with_error(message: str, arguments: list[str]) -> NoReturn:
     """Print an error to stderr, with `--json` also as JSON to stdout, and exit with code 2."""
     print(f"electra: {message}", file=sys.stderr)
-    if "--json" in before_delimiter(arguments):
+    if "--json" in arguments_before_delimiter(arguments):
         print(json.dumps({"error": message}))
     sys.exit(2)
 
@@ -76,15 +76,15 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.strerror or error}: {path}"
 
 
-def before_delimiter(arguments: list[str]) -> list[str]:
+def arguments_before_delimiter(arguments: list[str]) -> list[str]:
     """The arguments before `--`; those after it are texts."""
     return list(takewhile(lambda argument: argument != "--", arguments))
 
 
-def run(arguments: list[str]) -> None:
+def run_command(arguments: list[str]) -> None:
     """Parse the flags of a command, run it and print its result."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(format_command_list())
         return
     if arguments[0] == "--version":
         print(f"electra {__version__}")
@@ -92,19 +92,19 @@ def run(arguments: list[str]) -> None:
     command = find_command(arguments[0])
     with exit_on_interrupt():
         config_class = command.load_config_class()
-    with flags_in_errors(config_class):
-        config: Any = parse(f"electra {arguments[0]}", config_class, arguments[1:])
+    with name_flags_in_errors(config_class):
+        config: Any = parse_config(f"electra {arguments[0]}", config_class, arguments[1:])
         with exit_on_interrupt():
             function = command.load_function()
         result = function(config)
     if result is not None:
-        is_json = flat_fields(config).get("json")
+        is_json = flat_values(config).get("json")
         print(dump_json(asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
 
 
-def overview() -> str:
+def format_command_list() -> str:
     """All commands, one line each."""
     lines = ["Usage: electra COMMAND [OPTIONS]    (electra COMMAND --help lists the options)", ""]
     return "\n".join([*lines, *(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())])
@@ -118,55 +118,56 @@ def find_command(name: str) -> Command:
 
 
 @contextlib.contextmanager
-def flags_in_errors(config_class: type) -> Iterator[None]:
+def name_flags_in_errors(config_class: type) -> Iterator[None]:
     """Let ConfigErrors about a field name its flag."""
     try:
         yield
     except ConfigError as error:
-        if error.field not in settings_of(config_class):
+        if error.field not in settings_by_name(config_class):
             raise
-        flag = settings_of(config_class)[error.field].flag
+        flag = settings_by_name(config_class)[error.field].flag
         raise ConfigError(f"{flag} {error.message}") from None
 
 
-def parse(program: str, config_class: type[Config], arguments: list[str]) -> Config:
+def parse_config(program: str, config_class: type[Config], arguments: list[str]) -> Config:
     """A config from flags and a `--config` file, over which flags win; `--help` prints its settings and exits."""
-    flags = before_delimiter(arguments)
+    flags = arguments_before_delimiter(arguments)
     help_flags = [flag for flag in flags if flag in ("-h", "--help")]
     texts = arguments[len(flags) :]
     values = parse_flags(config_class, [flag for flag in flags if flag not in help_flags] + texts)
     if (file := values.pop("config", None)) is not None:
         values = read_config_file(file, config_class) | values
-    values = convert(config_class, values)
-    values = defaults_for(config_class, values) | values
+    values = convert_values(config_class, values)
+    values = all_defaults(config_class, values) | values
     if help_flags:
-        parser(config_class, program, values).help_print([])
+        build_parser(config_class, program, values).help_print([])
         sys.exit(0)
     if missing := missing_settings(config_class, values):
         raise ConfigError("missing " + "; and ".join(f"{each.flag}: {each.help.rstrip('.')}" for each in missing))
-    return construct(config_class, values)
+    return construct_config(config_class, values)
 
 
 def parse_flags(config_class: type, arguments: list[str]) -> dict[str, Any]:
     """The values of flags by their flat names."""
     try:
-        bound = parser(config_class).parse_args(arguments, exit_on_error=False, print_error=False, verbose=False)[1]
+        parser = build_parser(config_class)
+        _, bound, _ = parser.parse_args(arguments, exit_on_error=False, print_error=False, verbose=False)
     except CycloptsError as error:
         raise ConfigError(describe_flag_error(error)) from None
-    names = {parameter_name(setting): name for name, setting in settings_of(config_class).items()}
+    names = {python_parameter_name(setting): name for name, setting in settings_by_name(config_class).items()}
     return {names.get(parameter, parameter): value for parameter, value in bound.arguments.items()}
 
 
-def parser(config_class: type, program: str = "electra", values: dict[str, Any] | None = None) -> App:
+def build_parser(config_class: type, program: str = "electra", values: dict[str, Any] | None = None) -> App:
     """The parser of a config's flags, with one help panel for each config class; the help shows `values` as defaults.
 
     It parses for a function with one flat parameter per setting. Only in the help are some required, because a default
     may depend on another flag."""
     panels: dict[type, Group] = {config_class: Group("Options", sort_key=0)}
     parameters = []
-    for setting in settings_of(config_class).values():
-        group = panels.setdefault(setting.config_class, panel(setting.config_class))
-        parameters.append(parameter(setting, group, values))
+    for setting in settings_by_name(config_class).values():
+        group = panels.setdefault(setting.config_class, build_help_panel(setting.config_class))
+        parameters.append(build_parameter(setting, group, values))
     parameters.sort(key=lambda each: each.kind)  # positional ones first, as Python requires
     file = Parameter(help="A JSON, YAML or TOML file with settings; flags win over it.", group=panels[config_class])
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -175,25 +176,25 @@ def parser(config_class: type, program: str = "electra", values: dict[str, Any] 
     def command() -> None: ...
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    app = App(name=program, help=describe(config_class), help_format="plaintext", help_flags=(), version_flags=())
+    app = App(name=program, help=format_help(config_class), help_format="plaintext", help_flags=(), version_flags=())
     app.default(command)
     return app
 
 
-def panel(config_class: type) -> Group:
+def build_help_panel(config_class: type) -> Group:
     """The help panel of a nested config class: "Masking options" for MaskingConfig."""
     words = re.findall("[A-Z][a-z]+", config_class.__name__.removesuffix("Config"))
     return Group.create_ordered(f"{' '.join(words).capitalize()} options")
 
 
-def parameter(setting: Setting, group: Group, values: dict[str, Any] | None) -> inspect.Parameter:
+def build_parameter(setting: Setting, group: Group, values: dict[str, Any] | None) -> inspect.Parameter:
     """A setting as a parameter of the function that cyclopts parses for."""
     default = None if values is None else values.get(setting.name)
     details = Parameter(
         name=setting.flag,
         help=setting.help,
         group=group,
-        converter=parse_integer if int in alternatives(setting.value_type) else None,
+        converter=parse_integer if int in union_members(setting.value_type) else None,
         allow_repeating=True,  # the last of two equal flags wins
         consume_multiple=1 if get_origin(setting.value_type) is tuple else None,
         negative_iterable=(),
@@ -201,11 +202,11 @@ def parameter(setting: Setting, group: Group, values: dict[str, Any] | None) -> 
         required=values is not None and setting.name not in values,
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY
-    name = parameter_name(setting)
+    name = python_parameter_name(setting)
     return inspect.Parameter(name, kind, default=default, annotation=Annotated[setting.value_type, details])
 
 
-def parameter_name(setting: Setting) -> str:
+def python_parameter_name(setting: Setting) -> str:
     """The name of a setting's parameter: its path, because a flag may be a keyword of Python (--from)."""
     return setting.path.replace(".", "_")
 
@@ -218,7 +219,7 @@ def parse_integer(field_type: Any, tokens: Sequence[Token]) -> int:
         raise CoercionError(token=tokens[0], target_type=int) from None
 
 
-def describe(config_class: type) -> str:
+def format_help(config_class: type) -> str:
     """The docstring of a config class without the line breaks of the source."""
     paragraphs = (inspect.getdoc(config_class) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -235,7 +236,7 @@ def describe_flag_error(error: CycloptsError) -> str:
             assert error.argument is not None
             return f"{error.argument.name} needs a value: {error.argument.parameter.help}"
         case CoercionError(token=token) if token is not None:
-            allowed = allowed_values(error.target_type)
+            allowed = describe_allowed_values(error.target_type)
             return f"{token.keyword or 'the argument'} is {token.value!r}; it must be {allowed}"
         case UnusedCliTokensError():
             return f"unexpected argument {(error.unused_tokens or [''])[0]!r}; put a text of several words in quotes"
@@ -247,12 +248,12 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     if not path.exists() or path.is_dir():  # a pipe is a file, too
         raise ConfigError(f"{path} does not exist; --config takes a JSON, YAML or TOML file with settings")
     try:
-        values = FORMATS.get(path.suffix, json.loads)(path.read_text(encoding="utf-8"))
+        values = CONFIG_PARSERS.get(path.suffix, json.loads)(path.read_text(encoding="utf-8"))
     except ValueError as error:  # also of UTF-8
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; a table of settings is needed")
-    known = settings_of(config_class)
+    known = settings_by_name(config_class)
     values = {str(name).replace("-", "_"): value for name, value in values.items() if value is not None}
     for name in values:
         if name not in known:
@@ -261,7 +262,7 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
     return values
 
 
-def read_yaml(text: str) -> Any:
+def parse_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError:
@@ -272,4 +273,4 @@ def read_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-FORMATS: dict[str, Callable[[str], Any]] = {".yaml": read_yaml, ".yml": read_yaml, ".toml": tomllib.loads}
+CONFIG_PARSERS: dict[str, Callable[[str], Any]] = {".yaml": parse_yaml, ".yml": parse_yaml, ".toml": tomllib.loads}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from electra.config import build
+from electra.config import build_config
 
 INTERRUPTED = "electra: interrupted"
 EXIT_INTERRUPTED = 128 + signal.SIGINT  # the shell's convention
@@ -73,12 +73,12 @@ COMMANDS = {
 }
 
 
-def as_function(name: str) -> Callable[..., Any]:
+def make_command_function(name: str) -> Callable[..., Any]:
     """A command as a function of flat keyword arguments, named like its flags."""
     command = COMMANDS[name]
 
     def function(**settings: Any) -> Any:
-        return command.load_function()(build(command.load_config_class(), **settings))
+        return command.load_function()(build_config(command.load_config_class(), **settings))
 
     function.__name__ = name
     function.__doc__ = f"{command.help.capitalize()}; `electra {name} --help` lists the settings."

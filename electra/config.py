@@ -48,7 +48,7 @@ class Setting:
 
 
 @cache
-def settings(config_class: type) -> dict[str, Setting]:
+def settings_by_name(config_class: type) -> dict[str, Setting]:
     """All settings of a config class by their flat names."""
     by_name: dict[str, Setting] = {}
     for field in fields(config_class):
@@ -60,10 +60,10 @@ def settings(config_class: type) -> dict[str, Setting]:
 
 def field_settings(config_class: type, field: Field[Any]) -> list[Setting]:
     """The setting of a field with a plain value, or those of the config in it, whose default, if any, gives theirs."""
-    annotation = annotations(config_class)[field.name]
+    annotation = field_annotations(config_class)[field.name]
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    if nested_class := nested_config(annotation):
-        nested = list(settings(nested_class).values())
+    if nested_class := nested_config_class(annotation):
+        nested = list(settings_by_name(nested_class).values())
         if default is not MISSING:
             nested = [replace(each, default=attrgetter(each.path)(default)) for each in nested]
         return [replace(each, path=f"{field.name}.{each.path}") for each in nested]
@@ -79,74 +79,76 @@ def field_settings(config_class: type, field: Field[Any]) -> list[Setting]:
     return [setting]
 
 
-def flat_fields(config: Any) -> dict[str, Any]:
+def flat_values(config: Any) -> dict[str, Any]:
     """The values of a config's settings by their flat names."""
     config_class: type = type(config)
-    return {name: attrgetter(setting.path)(config) for name, setting in settings(config_class).items()}
+    return {name: attrgetter(setting.path)(config) for name, setting in settings_by_name(config_class).items()}
 
 
 def flat_defaults(config_class: type) -> dict[str, Any]:
     """The defaults of a config's settings by their flat names; required settings are left out."""
-    return {name: each.default for name, each in settings(config_class).items() if each.default is not MISSING}
+    return {name: each.default for name, each in settings_by_name(config_class).items() if each.default is not MISSING}
 
 
-def defaults_for(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of a config class, and over them those that its `defaults_for(values)` returns."""
-    dependent = config_class.defaults_for(values) if hasattr(config_class, "defaults_for") else {}
+def all_defaults(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of a config class, and over them those that its `dependent_defaults(values)` returns."""
+    dependent = config_class.dependent_defaults(values) if hasattr(config_class, "dependent_defaults") else {}
     return flat_defaults(config_class) | dependent
 
 
 def missing_settings(config_class: type, values: Iterable[str]) -> list[Setting]:
     """The required settings that have no value."""
-    return [each for name, each in settings(config_class).items() if each.default is MISSING and name not in values]
+    return [
+        each for name, each in settings_by_name(config_class).items() if each.default is MISSING and name not in values
+    ]
 
 
-def build(config_class: type[Config], **values: Any) -> Config:
-    """A config from flat values; `config_class.defaults_for(values)`, where defined, supplies the others."""
-    values = convert(config_class, values)
-    values = defaults_for(config_class, values) | values
+def build_config(config_class: type[Config], **values: Any) -> Config:
+    """A config from flat values; `config_class.dependent_defaults(values)`, where defined, supplies the others."""
+    values = convert_values(config_class, values)
+    values = all_defaults(config_class, values) | values
     if missing := missing_settings(config_class, values):
         raise ConfigError(f"{config_class.__name__} needs a value for {', '.join(each.name for each in missing)}")
-    return construct(config_class, values)
+    return construct_config(config_class, values)
 
 
-def replace_fields(config: Config, **values: Any) -> Config:
+def replace_settings(config: Config, **values: Any) -> Config:
     """A copy of a config with some of its settings, nested ones included, replaced."""
-    check_names(type(config), values)
-    return construct(type(config), flat_fields(config) | values)
+    check_setting_names(type(config), values)
+    return construct_config(type(config), flat_values(config) | values)
 
 
-def construct(config_class: type[Config], values: dict[str, Any]) -> Config:
+def construct_config(config_class: type[Config], values: dict[str, Any]) -> Config:
     """An instance of a config class, and of those nested in it, from those values that are theirs."""
     arguments: dict[str, Any] = {}
-    for field_name, annotation in annotations(config_class).items():
-        nested_class = nested_config(annotation)
+    for field_name, annotation in field_annotations(config_class).items():
+        nested_class = nested_config_class(annotation)
         if nested_class is not None:
-            arguments[field_name] = construct(nested_class, values)
+            arguments[field_name] = construct_config(nested_class, values)
         elif (name := flat_name(field_name, annotation)) in values:
             arguments[field_name] = values[name]
     return config_class(**arguments)
 
 
-def check_names(config_class: type, names: Iterable[str]) -> None:
+def check_setting_names(config_class: type, names: Iterable[str]) -> None:
     """Raise a ConfigError for a name that is not a setting of the config."""
-    known = settings(config_class)
+    known = settings_by_name(config_class)
     for name in names:
         if name not in known:
             hint = suggest(str(name), known, otherwise=f"its settings are {', '.join(known)}")
             raise ConfigError(f"{config_class.__name__} has no setting {name!r}; {hint}")
 
 
-def convert(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
+def convert_values(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """Values from Python or a file with the types of their settings: a path may be a string, a tuple a list."""
-    check_names(config_class, values)
-    types = {name: setting.value_type for name, setting in settings(config_class).items()}
+    check_setting_names(config_class, values)
+    types = {name: setting.value_type for name, setting in settings_by_name(config_class).items()}
     return {name: convert_value(name, value, types[name]) for name, value in values.items()}
 
 
 def convert_value(name: str, value: Any, value_type: Any) -> Any:
     """The value of a setting, with its type."""
-    for kind in alternatives(value_type):
+    for kind in union_members(value_type):
         try:
             result = msgspec.convert(value, kind, strict=False, dec_hook=lambda custom, plain: custom(plain))
         except msgspec.ValidationError:
@@ -154,15 +156,15 @@ def convert_value(name: str, value: Any, value_type: Any) -> Any:
         if isinstance(result, float) and not math.isfinite(result):
             raise ConfigError(f"is {value}; it must be a finite number", field=name)
         return result
-    raise ConfigError(f"is {value!r}; it must be {allowed_values(value_type)}", field=name)
+    raise ConfigError(f"is {value!r}; it must be {describe_allowed_values(value_type)}", field=name)
 
 
-def allowed_values(value_type: Any) -> str:
+def describe_allowed_values(value_type: Any) -> str:
     """Describe the values of a type, for an error message."""
     names = {int: "an integer, such as 10000", float: "a number, such as 0.5 or 1e-4", bool: "true or false"}
     names |= {Path: "a path", str: "a text"}
     described = []
-    for kind in alternatives(value_type):
+    for kind in union_members(value_type):
         if get_origin(kind) is Literal:
             described.append(f"one of {', '.join(map(str, get_args(kind)))}")
         elif get_origin(kind) is tuple:
@@ -172,18 +174,18 @@ def allowed_values(value_type: Any) -> str:
     return " or ".join(described)
 
 
-def alternatives(value_type: Any) -> tuple[Any, ...]:
+def union_members(value_type: Any) -> tuple[Any, ...]:
     """The types in a union, in order; a single type alone."""
     return get_args(value_type) if get_origin(value_type) in (Union, UnionType) else (value_type,)
 
 
-def annotations(config_class: type) -> dict[str, Any]:
+def field_annotations(config_class: type) -> dict[str, Any]:
     """The type of each field, including the metadata of `Annotated`."""
     hints = get_type_hints(config_class, include_extras=True)
     return {field.name: hints[field.name] for field in fields(config_class)}
 
 
-def nested_config(annotation: Any) -> type | None:
+def nested_config_class(annotation: Any) -> type | None:
     """The config class that a field holds; None if it holds a plain value."""
     field_type = getattr(annotation, "__origin__", annotation)  # of Annotated
     return field_type if is_dataclass(field_type) and isinstance(field_type, type) else None

@@ -82,27 +82,27 @@ def run_demo(config: DemoConfig) -> DemoResult:
     folder = unused_folder(config.output)
     folder.mkdir(parents=True)
     corpus, shards, run = folder / "corpus.txt", folder / "shards", folder / "run"
-    documents = write_corpus(corpus, max_characters=1_000_000 if config.quick else 4_000_000)
-    log(f"1. collected {documents:,} documents from the documentation of this Python installation")
+    documents = write_documentation_corpus(corpus, max_characters=1_000_000 if config.quick else 4_000_000)
+    print_progress(f"1. collected {documents:,} documents from the documentation of this Python installation")
     electra.train_tokenizer(corpus=str(corpus), output=folder / "vocab", vocab_size=VOCAB_SIZE)
-    log(f"2. trained a vocabulary of {VOCAB_SIZE:,} word pieces")
+    print_progress(f"2. trained a vocabulary of {VOCAB_SIZE:,} word pieces")
     electra.shard(corpus=str(corpus), tokenizer=folder / "vocab", output=shards, validation_fraction=0.03)
-    log("3. tokenized the text into shards; 3% of the documents are held out")
+    print_progress("3. tokenized the text into shards; 3% of the documents are held out")
     minutes = config.minutes or (0.15 if config.quick else 2.5)
-    log(f"4. pre-training a tiny generator and discriminator for {minutes:g} minutes")
+    print_progress(f"4. pre-training a tiny generator and discriminator for {minutes:g} minutes")
     settings = MODEL | BATCHES | INTERVALS
     result = electra.pretrain(data=shards, output=run, minutes=minutes, device="cpu", generator_width=64, **settings)
     electra.export_model(model=run, output=folder / "huggingface")
-    log("5. exported the discriminator to Hugging Face format")
+    print_progress("5. exported the discriminator to Hugging Face format")
     model = electra.load(run, device="cpu")
-    sentence = replace_words(held_out_sentence(shards, model.tokenizer))
+    sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))
     seconds = time.monotonic() - start
     detection = model.detect(sentence)
-    marked = detection.marked(threshold=sorted(detection.replaced)[-3])
+    marked = detection.marked_text(threshold=sorted(detection.replaced)[-3])
     return DemoResult(str(folder), documents, result.tokens, seconds, result.metrics, sentence, marked)
 
 
-def log(message: str) -> None:
+def print_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
@@ -112,7 +112,7 @@ def unused_folder(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def write_corpus(path: Path, max_characters: int) -> int:
+def write_documentation_corpus(path: Path, max_characters: int) -> int:
     """Write documents of prose paragraphs until there are `max_characters`; return the number of documents."""
     documents = characters = 0
     with path.open("w", encoding="utf-8") as file:
@@ -133,10 +133,10 @@ def documentation_texts() -> Iterator[str]:
     for root in (Path(sysconfig.get_paths()["stdlib"]), Path(numpy.__file__).parent):
         for file in sorted(root.rglob("*.py")):
             if not {"test", "tests", "site-packages", "idlelib"} & set(file.relative_to(root).parts):
-                yield from docstrings(file)
+                yield from read_docstrings(file)
 
 
-def docstrings(file: Path) -> Iterator[str]:
+def read_docstrings(file: Path) -> Iterator[str]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and old syntax
@@ -162,7 +162,7 @@ def held_out_sentence(shards: Path, tokenizer: TextTokenizer) -> str:
     return "the value of the expression is returned when the function is called."
 
 
-def replace_words(sentence: str) -> str:
+def replace_two_words(sentence: str) -> str:
     """The sentence with two of its words replaced by words that do not fit."""
     words = sentence.split()
     for position, replacement in REPLACEMENTS.items():

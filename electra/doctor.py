@@ -40,18 +40,18 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
     from electra.training import hardware
 
     device = hardware.choose_device("auto")
-    precision = hardware.choose_precision("auto", device)
+    precision = hardware.choose_dtype("auto", device)
     can_compile = hardware.can_compile(device)
     uses = {
         "device": device.type,
         "precision": str(precision).removeprefix("torch."),
-        "memory": f"{hardware.device_memory(device) / 1e9:.0f} GB",
-        "speed": f"{hardware.measure_flops(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
+        "memory": f"{hardware.device_memory_bytes(device) / 1e9:.0f} GB",
+        "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
         "threads": str(torch.get_num_threads()),
         "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",
     }
     extras = {name: describe_extra(*row) for name, row in EXTRAS.items()}
-    return Diagnosis(hardware.environment(), uses, extras)
+    return Diagnosis(hardware.describe_environment(), uses, extras)
 
 
 def describe_extra(library: str, purpose: str) -> str:

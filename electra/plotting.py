@@ -75,7 +75,7 @@ def plot_panels(path: Path, panels: list[Panel], columns: int, panel_height: flo
     return save_figure(path, (12, panel_height * rows), draw)
 
 
-def plot_metrics(run: Path, lines: list[dict[str, Any]], panels: MetricPanels) -> bool:
+def plot_metric_curves(run: Path, lines: list[dict[str, Any]], panels: MetricPanels) -> bool:
     """Plot the lines of metrics.jsonl against steps, into the run folder."""
     filled = [
         Panel({f"{kind}: {name}": metric_points(lines, kind, name) for kind, name in metrics}, "step", title=title)
@@ -84,15 +84,16 @@ def plot_metrics(run: Path, lines: list[dict[str, Any]], panels: MetricPanels) -
     return plot_panels(run / CURVES, filled, columns=3, panel_height=3.5)
 
 
-def plot_pretraining(run: Path, lines: list[dict[str, Any]], discriminator_weight: float) -> bool:
+def plot_pretraining_curves(run: Path, lines: list[dict[str, Any]], discriminator_weight: float) -> bool:
     """Plot the metrics of a pre-training run."""
     lines = [
-        line | {"loss": total_loss(line, discriminator_weight)} if line["kind"] == "train" else line for line in lines
+        line | {"loss": total_training_loss(line, discriminator_weight)} if line["kind"] == "train" else line
+        for line in lines
     ]
-    return plot_metrics(run, lines, PRETRAINING_PANELS)
+    return plot_metric_curves(run, lines, PRETRAINING_PANELS)
 
 
-def total_loss(line: dict[str, Any], discriminator_weight: float) -> float | None:
+def total_training_loss(line: dict[str, Any], discriminator_weight: float) -> float | None:
     """The weighted sum of training losses; None in adversarial training, whose held-out loss has other terms."""
     if "baseline" in line:
         return None
@@ -114,7 +115,7 @@ def metric_points(lines: list[dict[str, Any]], kind: str, name: str) -> Points:
     return points
 
 
-def plot_confusion(path: Path, counts: NDArray, labels: tuple[str, ...]) -> bool:
+def plot_confusion_matrix(path: Path, counts: NDArray, labels: tuple[str, ...]) -> bool:
     """Plot a confusion matrix [true class, predicted class]; False if it has too many classes to be readable."""
     if len(labels) > MAX_CLASSES:
         return False

@@ -58,7 +58,7 @@ def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def write_folder(folder: Path) -> Iterator[Path]:
+def create_folder_atomically(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` when the block ends without an error."""
     folder = folder.resolve()
     if folder == Path.cwd():
@@ -78,7 +78,7 @@ def write_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def remove_partial(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Remove what a killed process was writing in `folder` and its subfolders; lock the folder first."""
     for path in list(folder.rglob(f"*{PARTIAL}")):
         if path.is_dir() and not path.is_symlink():
@@ -87,13 +87,13 @@ def remove_partial(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def is_empty(folder: Path) -> bool:
+def is_missing_or_empty(folder: Path) -> bool:
     """Whether a folder is missing or holds nothing but the lock and partial files of a killed process."""
     return not folder.exists() or all(path.name == LOCK or path.name.endswith(PARTIAL) for path in folder.iterdir())
 
 
 @contextmanager
-def make_folder(folder: Path) -> Iterator[None]:
+def make_folder_removed_if_empty(folder: Path) -> Iterator[None]:
     """Create a folder and its parents; on exit remove those of them that are still empty."""
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,13 +109,13 @@ def make_folder(folder: Path) -> Iterator[None]:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Create a folder and keep other processes out of it; the lock ends with this process, however it ends."""
     path = folder / LOCK
-    with make_folder(folder):
+    with make_folder_removed_if_empty(folder):
         lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
         try:
             lock.acquire()
         except Timeout:
             raise ConfigError(
-                f"{read_holder(path)} is using {folder}; wait for it, stop it (Ctrl-C or kill; training saves a "
+                f"{read_lock_holder(path)} is using {folder}; wait for it, stop it (Ctrl-C or kill; training saves a "
                 "checkpoint first), or choose another --output"
             ) from None
         except OSError as error:
@@ -131,7 +131,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             lock.release()
 
 
-def read_holder(lock: Path) -> str:
+def read_lock_holder(lock: Path) -> str:
     with suppress(OSError):  # the holder may just have ended
         return lock.read_text(encoding="utf-8") or "another process"
     return "another process"
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
     if not path.is_file():
         inside = sorted(other.parent.name for other in path.parent.glob(f"*/{path.name}"))
-        hint = f"; did you mean one of its folders: {join_names(inside)}?" if inside else ""
+        hint = f"; did you mean one of its folders: {join_first_names(inside)}?" if inside else ""
         raise DataError(f"{path.parent} has no {path.name}{hint}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def join_names(names: list[str]) -> str:
+def join_first_names(names: list[str]) -> str:
     """Join the first three names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -187,14 +187,16 @@ def check_same_settings(
     folder: Path, before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
 ) -> None:
     """Raise if a folder was started with settings other than `now`, both as read from JSON."""
-    if changes := changed_settings(before, now, ignore):
+    if changes := describe_changed_settings(before, now, ignore):
         raise ConfigError(
             f"{folder} was started with other settings: {'; '.join(changes)}; use the same settings, choose another "
             f"--output, or start over: rm -r {shlex.quote(str(folder))}"
         )
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()) -> list[str]:
+def describe_changed_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], ignore: Collection[str] = ()
+) -> list[str]:
     """Describe each setting that differs, as a flag; of a table (such as files with their sizes), the first entry."""
     changes = []
     for name in [*now, *(name for name in before if name not in now)]:

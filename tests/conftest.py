@@ -10,7 +10,7 @@ import torch
 from synthetic import write_rows
 
 from electra import plotting
-from electra.config import build, check_names, construct
+from electra.config import build_config, check_setting_names, construct_config
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
@@ -24,8 +24,8 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("calm", deadline=None)  # a busy machine is not a failure
-hypothesis.settings.load_profile("calm")
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("no deadline")
 
 save_figure = plotting.save_figure
 
@@ -122,7 +122,7 @@ def shards(tmp_path_factory):
     (folder / "text.txt").write_text(simple_text(1500))
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
     shard(
-        build(
+        build_config(
             ShardConfig,
             corpus=str(folder / "text.txt"),
             tokenizer=folder / "vocab.txt",
@@ -141,8 +141,8 @@ def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
     rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
     intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
     base = {"data": data, "output": output, "size": "tiny", "device": "cpu", "unigram_output_bias": False}
-    check_names(PretrainConfig, settings)
-    return construct(PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings)
+    check_setting_names(PretrainConfig, settings)
+    return construct_config(PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def finetuned(encoder_folder, tmp_path_factory):
     dev = write_rows(folder / "dev.jsonl", "classification", 60, seed=1)
     files = {"model": encoder_folder, "train": train, "dev": dev, "output": folder / "out", "device": "cpu"}
     tuning = {"epochs": 8, "batch_size": 16, "learning_rate": 5e-3, "layer_decay": 1.0, "dropout": 0.0, "length": 32}
-    config = build(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
+    config = build_config(FinetuneConfig, **files, **tuning, seeds=2, ensemble=True)
     return Finetuned(config, finetune(config), folder / "out", dev)
 
 
@@ -195,7 +195,7 @@ def finished_copy(finished_run, run_config) -> PretrainConfig:
 
 @pytest.fixture(scope="session")
 def encoder_folder(shards, tmp_path_factory):
-    """A model folder of a small discriminator that was never trained, with the tokenizer of simple text."""
+    """A model folder of a small untrained discriminator, with the tokenizer of simple text."""
     return saved_discriminator(WIDE, tmp_path_factory.mktemp("encoder") / "model", shards / "tokenizer")
 
 
@@ -206,7 +206,7 @@ def modern_folder(shards, tmp_path_factory):
 
 
 def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:
-    """A folder with a discriminator of so many layers and so on, over the words of simple text."""
+    """A model folder of an untrained discriminator with the vocabulary of simple text."""
     torch.manual_seed(0)
     size = replace(size, vocab_size=len(WORDS) + 5, init_std=0.2)
     save_model(Electra(ElectraConfig(generator=None, discriminator=size, sharing="none")), folder, tokenizer)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from electra.cli import main
-from electra.config import build
+from electra.config import build_config
 from electra.errors import ConfigError, DataError
 from electra.model.storage import read_model_config
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.runfolder import checkpoint_folders
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.logging import read_metrics
 
 SIZE = {"layers": 1, "width": 32, "heads": 2, "feedforward": 48, "embedding_width": 16}
@@ -23,7 +23,7 @@ ROWS = {"batch_size": 4, "length": 16, "evaluation_rows": 8, "device": "cpu"}
 def train_trunk(shards: Path, output: Path, **settings) -> Path:
     """Train four steps."""
     base = {"data": shards, "output": output, "size": "tiny", "steps": 4, "schedule": "wsd", "decay_fraction": 0.0}
-    pretrain(build(PretrainConfig, **base | SIZE | ROWS | settings))
+    pretrain(build_config(PretrainConfig, **base | SIZE | ROWS | settings))
     return output
 
 
@@ -34,7 +34,7 @@ def trunk(shards, tmp_path_factory) -> Path:
 
 def branch_config(shards: Path, trunk: Path, output: Path, **settings) -> PretrainConfig:
     base = {"data": shards, "output": output, "branch_from": trunk, "schedule": "decay", "steps": 2}
-    return build(PretrainConfig, **base | ROWS | {"length": settings.pop("length", 16)} | settings)
+    return build_config(PretrainConfig, **base | ROWS | {"length": settings.pop("length", 16)} | settings)
 
 
 def read_settings(run: Path) -> dict:
@@ -85,7 +85,7 @@ def test_a_trunk_that_was_initialised_from_another_model_has_that_models_size(sh
 
 
 def test_a_checkpoint_outside_its_run_still_has_a_size(shards, trunk, tmp_path):
-    checkpoint = shutil.copytree(model_folder(trunk), tmp_path / "checkpoint")
+    checkpoint = shutil.copytree(find_model_folder(trunk), tmp_path / "checkpoint")
     assert branch_config(shards, checkpoint, tmp_path / "branch").model.width == 32
 
 
@@ -122,5 +122,7 @@ def test_folders_without_a_trunk_are_reported(run_config, trunk, encoder_folder)
 
 
 def test_the_trunks_size_is_not_a_default_beside_another_size(trunk):
-    assert PretrainConfig.defaults_for({"branch_from": trunk, "size": "base"}).get("width") is None
-    assert PretrainConfig.defaults_for({"branch_from": checkpoint_folders(trunk)[0], "size": "tiny"})["width"] == 32
+    assert PretrainConfig.dependent_defaults({"branch_from": trunk, "size": "base"}).get("width") is None
+    assert (
+        PretrainConfig.dependent_defaults({"branch_from": checkpoint_folders(trunk)[0], "size": "tiny"})["width"] == 32
+    )

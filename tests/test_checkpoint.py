@@ -12,8 +12,8 @@ from electra.runfolder import PARTIAL, checkpoint_folders
 from electra.training.checkpoint import (
     STATE,
     TRAINING,
+    find_model_folder,
     load_checkpoint,
-    model_folder,
     prune_checkpoints,
     save_checkpoint,
 )
@@ -85,9 +85,9 @@ def test_the_best_checkpoint_is_not_removed(tmp_path):
 def test_a_run_refers_to_its_newest_checkpoint(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(DataError, match="has no checkpoint yet"):
-        model_folder(tmp_path)
+        find_model_folder(tmp_path)
     for step in (9, 10):
         save(tmp_path, step)
-    newest = model_folder(tmp_path)
+    newest = find_model_folder(tmp_path)
     assert newest.name == "step-000000010"
-    assert model_folder(newest) == newest
+    assert find_model_folder(newest) == newest

@@ -13,9 +13,9 @@ import pytest
 
 import electra
 import electra.__main__
-from electra.cli import flags_in_errors, main, parse
+from electra.cli import main, name_flags_in_errors, parse_config
 from electra.commands import COMMANDS
-from electra.config import flat_fields, settings
+from electra.config import flat_values, settings_by_name
 from electra.data.tokenizer import TokenizerConfig
 from electra.errors import ConfigError
 from electra.export.command import export
@@ -54,7 +54,7 @@ def test_help_explains_every_flag(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "400")
     text = help_text(capsys, command)
     assert "None" not in text
-    for setting in settings(COMMANDS[command].load_config_class()).values():
+    for setting in settings_by_name(COMMANDS[command].load_config_class()).values():
         assert setting.help, f"{setting.flag} is not explained"
         assert setting.help in text
         assert setting.flag in text
@@ -139,7 +139,7 @@ def test_an_error_about_a_field_names_its_flag_on_the_command_line():
     assert str(error) == "learning_rate is 0; it must be above 0"
     with (
         pytest.raises(ConfigError, match=r"^--learning-rate is 0; it must be above 0$"),
-        flags_in_errors(PretrainConfig),
+        name_flags_in_errors(PretrainConfig),
     ):
         raise error
 
@@ -197,7 +197,7 @@ def test_json_output(capsys):
 
 def example_values(config_class: type) -> dict[str, Any]:
     """A value for every setting: its default, or a word if it is required."""
-    defaults = {name: each.default for name, each in settings(config_class).items()}
+    defaults = {name: each.default for name, each in settings_by_name(config_class).items()}
     values = {name: "word" if value is dataclasses.MISSING else value for name, value in defaults.items()}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -208,14 +208,14 @@ def test_every_setting_can_come_from_a_config_file(tmp_path, command):
     needed = {"pretrain": {"steps": 7}, "finetune": {"train": "word"}, "report": {"runs": ["word"]}}
     expected = example_values(config_class) | needed.get(command, {})
     (tmp_path / "settings.json").write_text(json.dumps(expected, default=str))
-    parsed = flat_fields(parse(command, config_class, ["--config", str(tmp_path / "settings.json")]))
+    parsed = flat_values(parse_config(command, config_class, ["--config", str(tmp_path / "settings.json")]))
     for name, value in expected.items():
         assert parsed[name] in (value, Path("word"), (Path("word"),)), name
 
 
 def test_a_config_file_uses_the_names_of_the_flags(tmp_path):
     (tmp_path / "settings.json").write_text('{"from": "there", "output": "here"}')
-    config = parse("import", ImportConfig, ["--config", str(tmp_path / "settings.json")])
+    config = parse_config("import", ImportConfig, ["--config", str(tmp_path / "settings.json")])
     assert (config.source, config.output) == (Path("there"), Path("here"))
 
 
@@ -231,7 +231,7 @@ def test_flags_win_over_a_config_file(tmp_path, suffix, text):
     file = tmp_path / f"settings.{suffix}"
     file.write_text(text)
     flags = ["--steps", "1", "--steps", "6", "--no-json"]  # the last of two equal flags wins
-    values = flat_fields(parse("flops", FlopsConfig, [f"--config={file}", *flags]))
+    values = flat_values(parse_config("flops", FlopsConfig, [f"--config={file}", *flags]))
     assert (values["size"], values["mask_fraction"], values["json"], values["steps"]) == ("base", 0.2, False, 6)
     assert values["batch_size"] == 256  # a default of the size in the file
 
@@ -239,13 +239,13 @@ def test_flags_win_over_a_config_file(tmp_path, suffix, text):
 def test_optional_switches_and_positional_values_from_a_config_file(tmp_path):
     file = tmp_path / "settings.json"
     file.write_text('{"corpus": "x", "output": "y", "strip_accents": true}')
-    assert parse("tokenizer", TokenizerConfig, ["--config", str(file)]).strip_accents is True
+    assert parse_config("tokenizer", TokenizerConfig, ["--config", str(file)]).strip_accents is True
     file.write_text('{"model": "runs/x", "text": "-The chef"}')
     for texts, expected in (([], "-The chef"), (["The cook"], "The cook"), (["--", "-The cook"], "-The cook")):
-        assert parse("detect", DetectConfig, ["--config", str(file), *texts]).input.text == expected
+        assert parse_config("detect", DetectConfig, ["--config", str(file), *texts]).input.text == expected
     file.write_text('{"runs": ["a", "b"]}')
-    assert parse("report", ReportConfig, ["--config", str(file)]).runs == (Path("a"), Path("b"))
-    assert parse("report", ReportConfig, ["c", "--config", str(file)]).runs == (Path("c"),)
+    assert parse_config("report", ReportConfig, ["--config", str(file)]).runs == (Path("a"), Path("b"))
+    assert parse_config("report", ReportConfig, ["c", "--config", str(file)]).runs == (Path("c"),)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pytest
 from cyclopts import Parameter
 
-from electra.config import build, flat_defaults, flat_fields, replace_fields
+from electra.config import build_config, flat_defaults, flat_values, replace_settings
 from electra.errors import ConfigError
 
 
@@ -28,38 +28,38 @@ class RunConfig:
     seed: int = 0
 
     @classmethod
-    def defaults_for(cls, settings: dict[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(cls, settings: dict[str, Any]) -> dict[str, Any]:
         return {"learning_rate": 0.5} if settings.get("optimizer") == "muon" else {}
 
 
 def test_settings_of_nested_configs_have_flat_names():
     config = RunConfig(data=Path("x"), optimizer=OptimizerConfig(learning_rate=0.1))
-    assert flat_fields(config) == {"data": Path("x"), "optimizer": "adam", "learning_rate": 0.1, "seed": 0}
+    assert flat_values(config) == {"data": Path("x"), "optimizer": "adam", "learning_rate": 0.1, "seed": 0}
     assert flat_defaults(RunConfig) == {"optimizer": "adam", "learning_rate": 1e-3, "seed": 0}
 
 
 def test_build_places_each_setting_in_its_nested_config():
-    built = build(RunConfig, data=Path("x"), optimizer="adamw", seed=3)
+    built = build_config(RunConfig, data=Path("x"), optimizer="adamw", seed=3)
     assert built == RunConfig(data=Path("x"), optimizer=OptimizerConfig(name="adamw"), seed=3)
 
 
 def test_defaults_may_depend_on_given_settings_which_win_over_them():
-    assert build(RunConfig, data=Path("x"), optimizer="muon").optimizer.learning_rate == 0.5
-    assert build(RunConfig, data=Path("x"), optimizer="muon", learning_rate=0.1).optimizer.learning_rate == 0.1
+    assert build_config(RunConfig, data=Path("x"), optimizer="muon").optimizer.learning_rate == 0.5
+    assert build_config(RunConfig, data=Path("x"), optimizer="muon", learning_rate=0.1).optimizer.learning_rate == 0.1
 
 
 def test_replaced_settings_are_checked_and_the_others_kept():
-    config = build(RunConfig, data=Path("x"), optimizer="muon")
-    assert replace_fields(config, seed=1) == build(RunConfig, data=Path("x"), optimizer="muon", seed=1)
+    config = build_config(RunConfig, data=Path("x"), optimizer="muon")
+    assert replace_settings(config, seed=1) == build_config(RunConfig, data=Path("x"), optimizer="muon", seed=1)
     with pytest.raises(ConfigError, match="learning_rate must be above 0"):
-        replace_fields(config, learning_rate=-1.0)
+        replace_settings(config, learning_rate=-1.0)
 
 
 def test_unknown_and_missing_settings_are_named():
     with pytest.raises(ConfigError, match=r"no setting 'learning_rat'; did you mean learning_rate\?"):
-        build(RunConfig, data=Path("x"), learning_rat=0.1)
+        build_config(RunConfig, data=Path("x"), learning_rat=0.1)
     with pytest.raises(ConfigError, match="needs a value for data"):
-        build(RunConfig)
+        build_config(RunConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +70,11 @@ class SlowConfig:
 
 def test_the_default_of_a_nested_config_gives_the_defaults_of_its_settings():
     assert flat_defaults(SlowConfig) == {"optimizer": "adam", "learning_rate": 1e-5}
-    assert build(SlowConfig, optimizer="muon").optimizer == OptimizerConfig(name="muon", learning_rate=1e-5)
+    assert build_config(SlowConfig, optimizer="muon").optimizer == OptimizerConfig(name="muon", learning_rate=1e-5)
 
 
 def test_values_are_converted_to_the_types_of_their_settings():
-    built = build(RunConfig, data="x", learning_rate="1e-4", seed=2.0)
+    built = build_config(RunConfig, data="x", learning_rate="1e-4", seed=2.0)
     assert (built.data, built.optimizer.learning_rate, built.seed) == (Path("x"), 1e-4, 2)
     for values, message in (
         ({"learning_rate": "fast"}, "learning_rate is 'fast'; it must be a number"),
@@ -83,4 +83,4 @@ def test_values_are_converted_to_the_types_of_their_settings():
         ({"seed": True}, "seed is True; it must be an integer"),
     ):
         with pytest.raises(ConfigError, match=message):
-            build(RunConfig, data="x", **values)
+            build_config(RunConfig, data="x", **values)

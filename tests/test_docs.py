@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import electra
-from electra.cli import find_command, parse
+from electra.cli import find_command, parse_config
 from electra.commands import COMMANDS, Command
-from electra.config import settings
+from electra.config import settings_by_name
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,7 +37,7 @@ def test_commands_are_parsed(line, tmp_path, monkeypatch):
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/config.json").write_text('{"pretraining": {"data": "shards"}}')  # a run that can be resumed
     name, *flags = shlex.split(line)
-    parse(name, find_command(name).load_config_class(), flags)
+    parse_config(name, find_command(name).load_config_class(), flags)
 
 
 def test_every_command_is_documented():
@@ -55,7 +55,7 @@ def test_benchmark_scripts_have_the_flags(script, arguments):
 def test_flags_in_the_text_exist():
     flags = {"--config", "--help"}
     for command in COMMANDS.values():
-        for setting in settings(command.load_config_class()).values():
+        for setting in settings_by_name(command.load_config_class()).values():
             flags |= {setting.flag, setting.flag.replace("--", "--no-", 1)}
     flags |= {flag for source in SCRIPTS.values() for flag in re.findall(r'"(--[\w-]+)"', source)}
     text = re.sub(r"^    .*$", "", TEXT, flags=re.MULTILINE)  # command lines have tests of their own

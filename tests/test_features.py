@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from electra.data.tokenizer import load_tokenizer
 from electra.finetuning.features import (
-    BatchIndices,
-    cached_features,
-    complete_batch,
+    RowBatch,
     compute_logits,
     epoch_batches,
+    load_or_make_features,
     make_features,
-    truncate_longest_first,
+    make_full_batch,
+    truncated_lengths,
 )
 from electra.finetuning.tasks import Examples, Task
 
@@ -36,7 +36,7 @@ def tokenizer(shards):
 @pytest.mark.parametrize("length", [8, 9, 12, 32])
 def test_rows_equal_those_of_the_tokenizers_library(tokenizer, texts_b, length):
     features = make_features(TASK, Examples(texts=TEXTS, texts_b=texts_b), tokenizer, length)
-    batch = BatchIndices(torch.arange(3), torch.ones(3), length)
+    batch = RowBatch(torch.arange(3), torch.ones(3), length)
     input_ids, attention_mask, segment_ids = features.collate(batch, pad_id=0)
     tokenizer.library.enable_truncation(length, strategy="longest_first")
     inputs = list(zip(TEXTS, texts_b, strict=True)) if texts_b else TEXTS
@@ -55,7 +55,7 @@ def test_truncated_rows_are_counted(tokenizer):
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40))
 def test_the_longer_text_is_truncated_first(first, second, max_tokens):
-    a, b = truncate_longest_first([first, second], max_tokens)
+    a, b = truncated_lengths([first, second], max_tokens)
     assert a <= first
     assert b <= second
     assert a + b == min(max_tokens, first + second)
@@ -73,14 +73,14 @@ def test_regression_targets_are_normalised(tokenizer):
 
 def test_features_are_cached_by_texts_labels_and_length(tokenizer, tmp_path, monkeypatch):
     examples = Examples(texts=TEXTS, labels=np.array([0, 1, 1]))
-    first = cached_features(TASK, examples, tokenizer, 16, tmp_path)
+    first = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
     monkeypatch.setattr("electra.finetuning.features.make_features", None)  # a TypeError if it is called
-    again = cached_features(TASK, examples, tokenizer, 16, tmp_path)
+    again = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
     assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
     relabelled, paired = replace(examples, labels=np.array([0, 1, 0])), replace(examples, texts_b=TEXTS_B)
     for other, length in ((relabelled, 16), (paired, 16), (examples, 8)):
         with pytest.raises(TypeError):
-            cached_features(TASK, other, tokenizer, length, tmp_path)
+            load_or_make_features(TASK, other, tokenizer, length, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1  # no temporary files remain
 
 
@@ -111,7 +111,7 @@ def test_row_order_depends_on_seed_and_epoch_only():
 
 @pytest.mark.parametrize(("max_length", "padded"), [(50, 50), (512, 64)])
 def test_rows_are_padded_to_a_multiple_of_32_but_never_beyond_the_maximum_length(max_length, padded):
-    assert complete_batch(np.array([0]), np.array([40]), 2, max_length).length == padded
+    assert make_full_batch(np.array([0]), np.array([40]), 2, max_length).length == padded
 
 
 def test_logits_keep_the_order_of_rows(tokenizer):

@@ -6,7 +6,7 @@ import pytest
 from synthetic import write_rows
 
 from electra.cli import main
-from electra.config import build
+from electra.config import build_config
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
 
@@ -27,13 +27,13 @@ def test_seeds_are_evaluated_alone_and_as_an_ensemble(finetuned):
 def short_config(encoder_folder, tmp_path):
     """Build the config of one epoch on synthetic rows."""
 
-    def build_config(kind: str = "classification", **settings) -> FinetuneConfig:
+    def make_config(kind: str = "classification", **settings) -> FinetuneConfig:
         train = write_rows(tmp_path / "train.jsonl", kind, 60, seed=0)
         dev = write_rows(tmp_path / "dev.jsonl", kind, 20, seed=1)
         files = {"model": encoder_folder, "train": train, "dev": dev, "output": tmp_path / "out"}
-        return build(FinetuneConfig, **files | {"epochs": 1, "length": 32, "device": "cpu"} | settings)
+        return build_config(FinetuneConfig, **files | {"epochs": 1, "length": 32, "device": "cpu"} | settings)
 
-    return build_config
+    return make_config
 
 
 @pytest.mark.parametrize("path", ["", "seed-1/model"])

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra.cli import main
-from electra.config import build
+from electra.config import build_config
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
@@ -30,7 +30,7 @@ PAIRS = {
 
 
 def count(**settings) -> FlopCount:
-    return count_flops(build(FlopsConfig, **settings))
+    return count_flops(build_config(FlopsConfig, **settings))
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)

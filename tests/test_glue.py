@@ -9,25 +9,25 @@ from kills import kill_repeatedly
 from synthetic import write_glue, write_lines
 
 from electra.cli import main
-from electra.config import build
+from electra.config import build_config
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import EvaluateConfig, GlueConfig
 from electra.finetuning.glue import (
     GLUE_6,
     PUBLISHED,
     SUBMISSION_FILES,
-    describe_rows,
-    earlier_rows,
+    describe_other_results,
     glue,
-    make_row,
-    make_table,
+    make_glue_row,
+    make_glue_table,
     make_task_jobs,
-    missing_files,
+    missing_submission_files,
+    read_earlier_rows,
     select_tasks,
-    submission_name,
-    write_submission,
+    submission_key,
+    write_submission_zip,
 )
-from electra.finetuning.job import Result, read_result
+from electra.finetuning.job import JobResult, read_job_result
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 
@@ -39,11 +39,11 @@ def glue_config(encoder_folder, tmp_path):
     """Build the config of a small table."""
     data = write_glue(tmp_path / "glue")
 
-    def build_config(output: str = "out", **settings) -> GlueConfig:
+    def make_config(output: str = "out", **settings) -> GlueConfig:
         files = {"model": encoder_folder, "data": str(data), "output": tmp_path / output, "seeds": 2}
-        return build(GlueConfig, **(SHORT | files | settings))
+        return build_config(GlueConfig, **(SHORT | files | settings))
 
-    return build_config
+    return make_config
 
 
 def test_the_table_of_all_available_tasks_and_its_submission(glue_config, tmp_path):
@@ -63,7 +63,7 @@ def test_the_table_of_all_available_tasks_and_its_submission(glue_config, tmp_pa
     assert len(lines) == 21
     assert lines[1].split("\t")[1] in ("entailment", "not_entailment")
     for task, rows in (("stsb", 120), ("rte", 60)):  # pairs of STS-B are trained in both orders
-        result = read_result(tmp_path / "out" / task / "seed-1" / "result.json")
+        result = read_job_result(tmp_path / "out" / task / "seed-1" / "result.json")
         assert result.rows == {"train": rows, "dev": 20, "test": 20}
     for task in ("cola", "stsb", "rte"):  # only the best model is kept
         assert len(list((tmp_path / "out" / task).glob("seed-*/model"))) == 1
@@ -91,8 +91,8 @@ def test_large_tasks_may_have_fewer_seeds_and_no_ensemble(glue_config, tmp_path)
     config = glue_config(ensemble=True, large_seeds=1)
     sst2, rte = (make_task_jobs(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
     assert (len(sst2), len(rte)) == (1, 2)
-    result = Result("sst2", 1, {"dev": {"accuracy": 0.5}}, steps=1, seconds=1.0, rows={}, truncated={})
-    assert make_row(sst2, [result], with_ensemble=True).ensemble == {}
+    result = JobResult("sst2", 1, {"dev": {"accuracy": 0.5}}, steps=1, seconds=1.0, rows={}, truncated={})
+    assert make_glue_row(sst2, [result], with_ensemble=True).ensemble == {}
 
 
 def test_published_means_are_those_of_the_paper():
@@ -122,10 +122,10 @@ def test_a_submission_without_folder_is_an_error_before_any_work(glue_config, tm
 def test_diagnostic_rows_are_predicted_by_the_model_of_mnli(tmp_path):
     for name in ("MNLI/train.tsv", "diagnostic/diagnostic.tsv"):
         write_lines(tmp_path / name, [])
-    config = build(GlueConfig, model=tmp_path, output=tmp_path / "out", data=str(tmp_path))
+    config = build_config(GlueConfig, model=tmp_path, output=tmp_path / "out", data=str(tmp_path))
     [task] = select_tasks(config)
     assert task.splits["test_diagnostic"] == str(tmp_path / "diagnostic" / "diagnostic.tsv")
-    names = [submission_name(task, split) for split in ("test", "test_mismatched", "test_diagnostic")]
+    names = [submission_key(task, split) for split in ("test", "test_mismatched", "test_diagnostic")]
     assert names == ["mnli", "mnli_mismatched", "diagnostic"]
 
 
@@ -150,9 +150,9 @@ def test_an_earlier_row_may_contain_nan(tmp_path):
     row = {"task": "stsb", "metric": "spearman", "median": None, "standard_deviation": None, "seeds": 2, "seconds": 1}
     row |= {"metrics": metrics, "ensemble": metrics, "truncated": {}}
     (tmp_path / "table.json").write_text(json.dumps({"rows": [row]}))
-    config = build(GlueConfig, model=tmp_path, data="glue", output=tmp_path)
-    rows = earlier_rows(tmp_path, ["rte"])
-    assert "nan" in str(make_table(config, rows, describe_rows(rows)))
+    config = build_config(GlueConfig, model=tmp_path, data="glue", output=tmp_path)
+    rows = read_earlier_rows(tmp_path, ["rte"])
+    assert "nan" in str(make_glue_table(config, rows, describe_other_results(rows)))
 
 
 @pytest.mark.parametrize(
@@ -174,17 +174,17 @@ def test_a_model_is_evaluated_on_the_official_files(glue_config, tmp_path):
     """CoLA's dev file has no header; its test file has a header but no labels."""
     table = glue(glue_config(tasks=("cola",), seeds=1))
     model, data = tmp_path / "out" / "cola", tmp_path / "glue" / "CoLA"
-    result = evaluate(build(EvaluateConfig, model=model, input=data / "dev.tsv"))
+    result = evaluate(build_config(EvaluateConfig, model=model, input=data / "dev.tsv"))
     assert result.metrics == table.rows[0].metrics["dev"]
     with pytest.raises(DataError, match=r"test.tsv has no label column 'label'"):
-        evaluate(build(EvaluateConfig, model=model, input=data / "test.tsv"))
+        evaluate(build_config(EvaluateConfig, model=model, input=data / "test.tsv"))
 
 
 @pytest.mark.parametrize(("exists", "message"), [(True, "has none of GLUE's folders"), (False, "is not a folder")])
 def test_missing_data_is_an_error(encoder_folder, tmp_path, exists, message):
     if exists:
         (tmp_path / "glue").mkdir()
-    config = build(GlueConfig, model=encoder_folder, data=str(tmp_path / "glue"), output=tmp_path / "out")
+    config = build_config(GlueConfig, model=encoder_folder, data=str(tmp_path / "glue"), output=tmp_path / "out")
     with pytest.raises(DataError, match=message):
         select_tasks(config)
 
@@ -197,7 +197,7 @@ def read_zip(path) -> dict[str, str]:
 def test_classes_are_submitted_by_name_and_scores_within_their_range(tmp_path):
     scores = np.array([-0.2, 2.34567, 5.5], np.float32)
     classes = {"rte": np.array([1, 0]), "mnli_mismatched": np.array([2, 0, 1]), "cola": np.array([1])}
-    write_submission(tmp_path / "a.zip", classes | {"stsb": scores})
+    write_submission_zip(tmp_path / "a.zip", classes | {"stsb": scores})
     assert read_zip(tmp_path / "a.zip") == {
         "RTE.tsv": "index\tprediction\n0\tnot_entailment\n1\tentailment\n",
         "MNLI-mm.tsv": "index\tprediction\n0\tcontradiction\n1\tentailment\n2\tneutral\n",
@@ -208,10 +208,10 @@ def test_classes_are_submitted_by_name_and_scores_within_their_range(tmp_path):
 
 def test_a_submission_has_the_files_of_the_site_and_no_date(tmp_path):
     predictions = {name: np.array([0]) for name in SUBMISSION_FILES}
-    write_submission(tmp_path / "a.zip", predictions)
+    write_submission_zip(tmp_path / "a.zip", predictions)
     names = "CoLA SST-2 MRPC STS-B QQP MNLI-m MNLI-mm QNLI RTE WNLI AX"
     assert list(read_zip(tmp_path / "a.zip")) == [f"{name}.tsv" for name in names.split()]
-    assert missing_files(predictions) == []
-    assert missing_files({name: np.array([0]) for name in GLUE_TASKS}) == ["MNLI-mm.tsv"]
+    assert missing_submission_files(predictions) == []
+    assert missing_submission_files({name: np.array([0]) for name in GLUE_TASKS}) == ["MNLI-mm.tsv"]
     with zipfile.ZipFile(tmp_path / "a.zip") as archive:
         assert {file.date_time for file in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}

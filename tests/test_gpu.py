@@ -12,7 +12,7 @@ from synthetic import write_rows
 from torch import Tensor
 from torch.nn import functional
 
-from electra.config import build
+from electra.config import build_config
 from electra.data.loader import Batch, compute_cu_seqlens
 from electra.errors import TrainingError
 from electra.finetuning.command import finetune
@@ -29,7 +29,7 @@ from electra.objectives.masking import mask
 from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
 from electra.pretraining.command import pretrain
 from electra.runfolder import checkpoint_folders
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.config import Budget, HardwareConfig, TrainerConfig
 from electra.training.trainer import Trainer
 
@@ -349,7 +349,7 @@ def test_compiled_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
 
 def difference(one, other) -> float:
     """The largest difference of two runs' weights."""
-    ours, theirs = (load_file(model_folder(config.output) / "model.safetensors") for config in (one, other))
+    ours, theirs = (load_file(find_model_folder(config.output) / "model.safetensors") for config in (one, other))
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
@@ -409,7 +409,7 @@ def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp
     weights = []
     for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name
-        config = build(
+        config = build_config(
             FinetuneConfig, model=encoder_folder, train=train, output=output, device="cuda", compile=compile, **settings
         )
         finetune(config)
@@ -432,7 +432,7 @@ def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tm
     trainer = Trainer(
         finetuning, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True
     )
-    trainer.run_step = trainer.graphed_step()
+    trainer.run_step = trainer.build_graphed_step()
     for _ in range(4):
         trainer.step()
     with torch.no_grad():
@@ -440,8 +440,8 @@ def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tm
     before = finetuning.model.encoder.layers[0].attention.qkv.weight.clone()
     trainer.step()
     assert torch.equal(finetuning.model.encoder.layers[0].attention.qkv.weight, before)
-    assert trainer.averages.nonfinite_steps() == 1
-    trainer.check_finite()
+    assert trainer.averages.count_nonfinite_steps() == 1
+    trainer.check_nonfinite_steps()
     trainer.step()
     with pytest.raises(TrainingError, match="2 consecutive steps"):
-        trainer.check_finite()
+        trainer.check_nonfinite_steps()

@@ -5,7 +5,7 @@ import torch
 
 from electra.errors import ConfigError
 from electra.training.config import HardwareConfig
-from electra.training.hardware import choose_device, choose_precision, uses_compile
+from electra.training.hardware import choose_device, choose_dtype, should_compile
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -16,21 +16,21 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_auto_compiles_on_a_gpu_only(monkeypatch, setting, device, is_compiled):
     monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: True)
-    assert uses_compile(HardwareConfig(compile=setting), device) == is_compiled
+    assert should_compile(HardwareConfig(compile=setting), device) == is_compiled
 
 
 @pytest.mark.parametrize(("setting", "device", "missing"), [("on", CPU, "g\\+\\+"), ("auto", CUDA, "gcc")])
 def test_compiling_without_a_compiler_is_an_error(monkeypatch, setting, device, missing):
     monkeypatch.setattr("electra.training.hardware.can_compile", lambda device: False)
     with pytest.raises(ConfigError, match=rf"torch.compile needs .*{missing}.*--compile off"):
-        uses_compile(HardwareConfig(compile=setting), device)
-    assert not uses_compile(HardwareConfig(compile="off"), device)
+        should_compile(HardwareConfig(compile=setting), device)
+    assert not should_compile(HardwareConfig(compile="off"), device)
 
 
 def test_a_cpu_runs_in_fp32_unless_asked_otherwise(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == CPU
-    assert choose_precision("auto", CPU) == torch.float32
-    assert choose_precision("bf16", CPU) == torch.bfloat16
+    assert choose_dtype("auto", CPU) == torch.float32
+    assert choose_dtype("bf16", CPU) == torch.bfloat16
     with pytest.raises(ConfigError, match="no CUDA device is available; use --device cpu"):
         choose_device("cuda")

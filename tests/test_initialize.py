@@ -19,12 +19,12 @@ from electra.huggingface.folders import read_huggingface_model
 from electra.model.config import ElectraConfig, size_name_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
-from electra.pretraining.command import plan, pretrain
+from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import recipe_settings
-from electra.pretraining.initialize import read_initial_weights, sinusoids
+from electra.pretraining.initialize import read_initial_weights, sinusoidal_table
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.logging import read_metrics
 
 VOCAB_SIZE = 22  # of the test shards
@@ -90,7 +90,7 @@ def initialize(run_config, shards):
 
     def build(**settings) -> Electra:
         config = run_config(**SIZE_FROM_INIT | STATISTICS | settings)
-        [phase, *_] = plan(config, open_shards(shards))
+        [phase, *_] = plan_and_check_phases(config, open_shards(shards))
         model = PretrainingTask(phase, open_shards(shards), torch.device("cpu")).model
         read_initial_weights(config, phase.model).load_into(model)
         return model
@@ -185,7 +185,7 @@ def test_two_stage_training_starts_from_a_masked_language_model(bert, run_config
     stages = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none", "steps": 2}
     config = run_config(init=bert(), init_generator=bert(), learning_rate=1e-12, **SIZE_FROM_INIT | stages)
     pretrain(config)
-    model, expected = load_model(model_folder(config.output)), read_huggingface_model(bert()).tensors
+    model, expected = load_model(find_model_folder(config.output)), read_huggingface_model(bert()).tensors
     assert_weights(model.generator, expected)
     assert_weights(model.discriminator, expected, exclude="head")
 
@@ -205,7 +205,7 @@ def test_trained_segments_are_kept_and_untrained_ones_copied(bert, finished_run,
     def segments(name: str, init: Path) -> torch.Tensor:
         config = run_config(name, init=init, learning_rate=1e-3, packing="packed", **SIZE_FROM_INIT)
         pretrain(config)
-        return load_model(model_folder(config.output)).discriminator.encoder.embeddings.segment.weight
+        return load_model(find_model_folder(config.output)).discriminator.encoder.embeddings.segment.weight
 
     trained = read_huggingface_model(bert()).tensors["encoder.embeddings.segment.weight"]
     kept = segments("bert", bert())
@@ -226,7 +226,7 @@ def test_a_resumed_run_does_not_read_the_initial_weights_again(make_source, sour
     shutil.rmtree(source)
     shutil.rmtree(checkpoint_folders(resumed.output)[-1])
     assert pretrain(replace(resumed, resume=True)).step == 20
-    weights = [(model_folder(config.output) / "model.safetensors").read_bytes() for config in (unbroken, resumed)]
+    weights = [(find_model_folder(config.output) / "model.safetensors").read_bytes() for config in (unbroken, resumed)]
     assert weights[0] == weights[1]
 
 
@@ -236,7 +236,7 @@ def test_a_run_without_a_checkpoint_starts_again_from_the_initial_weights(make_s
     shutil.rmtree(config.output / "checkpoints")
     pretrain(replace(config, resume=True))
     expected = whole(load_model(make_source()).discriminator)
-    assert_weights(load_model(model_folder(config.output)).discriminator, expected)
+    assert_weights(load_model(find_model_folder(config.output)).discriminator, expected)
 
 
 def dry_run(capsys, shards: Path, tmp_path: Path, flags: str) -> list[str]:
@@ -371,7 +371,7 @@ def test_different_weights_cannot_be_shared(make_source, run_config, tmp_path):
 @pytest.mark.parametrize("objective", ["rtd", "replace-mlm"])
 def test_the_unigram_output_bias_predicts_the_frequencies_of_tokens(run_config, shards, objective):
     config = run_config(unigram_output_bias=True, objective=objective)
-    [phase] = plan(config, open_shards(shards))
+    [phase] = plan_and_check_phases(config, open_shards(shards))
     task = PretrainingTask(phase, open_shards(shards), torch.device("cpu"))
     parts = [task.model.generator] + ([task.model.discriminator] if objective == "replace-mlm" else [])
     for part in parts:
@@ -379,7 +379,7 @@ def test_the_unigram_output_bias_predicts_the_frequencies_of_tokens(run_config, 
 
 
 def test_sinusoids_depend_on_the_distance_of_positions():
-    table = sinusoids(64, 32)
+    table = sinusoidal_table(64, 32)
     similarity = table @ table.T
     for distance in (0, 1, 5):
         diagonal = similarity.diagonal(distance)
@@ -389,10 +389,10 @@ def test_sinusoids_depend_on_the_distance_of_positions():
 
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])
 def test_sinusoidal_positions_have_the_scale_of_the_default_initialisation(run_config, shards, sharing):
-    [phase] = plan(run_config(sinusoidal_positions=True, sharing=sharing), open_shards(shards))
+    [phase] = plan_and_check_phases(run_config(sinusoidal_positions=True, sharing=sharing), open_shards(shards))
     model = PretrainingTask(phase, open_shards(shards), torch.device("cpu")).model
     for encoder in (model.generator.encoder, model.discriminator.encoder):
         embeddings = encoder.embeddings.base or encoder.embeddings
         table, std = embeddings.position.weight.detach(), encoder.config.init_std
-        torch.testing.assert_close(table / std / 2**0.5, sinusoids(*table.shape))
+        torch.testing.assert_close(table / std / 2**0.5, sinusoidal_table(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)

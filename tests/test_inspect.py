@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from electra import cli
-from electra.config import build
+from electra.config import build_config
 from electra.data.inspect import InspectConfig, inspect, length_histogram
 from electra.data.prepare import ShardConfig, shard
 from electra.errors import ConfigError
@@ -25,7 +25,7 @@ def folder(tmp_path):
         "tokenizer": tmp_path / "vocab.txt",
         "output": tmp_path / "shards",
     }
-    shard(build(ShardConfig, **settings, workers=1, validation_fraction=0))
+    shard(build_config(ShardConfig, **settings, workers=1, validation_fraction=0))
     return tmp_path / "shards"
 
 

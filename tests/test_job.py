@@ -139,5 +139,5 @@ def test_positions_that_pre_training_did_not_reach_are_reported(make_job, run_co
     config = run_config(steps=2, phases=phases)  # of length 16
     pretrain(config)
     for length, expected in ((16, False), (24, has_warning)):
-        summary = "\n".join(FinetuningTask(make_job(model=config.output, rows=20, length=length)).describe())
+        summary = "\n".join(FinetuningTask(make_job(model=config.output, rows=20, length=length)).describe_run())
         assert ("pre-trained on rows of 16 tokens" in summary) == expected

@@ -13,22 +13,22 @@ import pytest
 import torch
 from synthetic import write_glue, write_lines
 
-from electra.config import build, replace_fields
+from electra.config import build_config, replace_settings
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import jobs as jobs_module
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig, GlueConfig, TuningConfig
 from electra.finetuning.glue import glue
-from electra.finetuning.job import Job, Result
+from electra.finetuning.job import Job, JobResult
 from electra.finetuning.jobs import (
     MPS_CONTROL,
     MPS_PIPES,
     VISIBLE_DEVICES,
-    best_model,
-    mean_logits,
-    resolve_model,
-    share_gpu,
-    summarize_seeds,
+    best_model_folder,
+    find_model_to_finetune,
+    medians_and_deviations,
+    read_mean_logits,
+    start_mps,
 )
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.model.storage import write_tensors
@@ -43,11 +43,11 @@ def glue_config(encoder_folder, tmp_path):
     """Build the config of a small GLUE table."""
     data = write_glue(tmp_path / "glue")
 
-    def build_config(output: str = "out", **settings) -> GlueConfig:
+    def make_config(output: str = "out", **settings) -> GlueConfig:
         files = {"model": encoder_folder, "data": str(data), "output": tmp_path / output, "tasks": ("cola",)}
-        return build(GlueConfig, **(SMALL | files | settings))
+        return build_config(GlueConfig, **(SMALL | files | settings))
 
-    return build_config
+    return make_config
 
 
 def send_signal(output, number: int, to_worker: bool) -> threading.Thread:
@@ -83,7 +83,7 @@ def test_jobs_that_were_killed_and_stopped_in_parallel_give_the_same_table(glue_
         assert not (tmp_path / "out" / "cola" / "seed-3").exists()  # a stopped worker starts no further job
     assert "stopped; checkpoints saved; run the same command to continue" in capsys.readouterr().err
     assert list((tmp_path / "out").glob("cola/seed-*/checkpoints/step-*"))
-    assert glue(replace_fields(broken, workers=1)).rows[0].metrics == whole.rows[0].metrics
+    assert glue(replace_settings(broken, workers=1)).rows[0].metrics == whole.rows[0].metrics
 
 
 def test_an_error_in_one_job_stops_the_others(glue_config, tmp_path):
@@ -113,11 +113,11 @@ def custom_config(encoder_folder, tmp_path):
     """Build the config of a short fine-tuning on a file."""
     (tmp_path / "rows.csv").write_text("text,label\n" + "the cat sat .,x\nthe dog ran .,y\n" * 10)
 
-    def build_config(output: str = "out", **settings) -> FinetuneConfig:
+    def make_config(output: str = "out", **settings) -> FinetuneConfig:
         files = {"model": encoder_folder, "train": tmp_path / "rows.csv", "output": tmp_path / output, "epochs": 1}
-        return build(FinetuneConfig, **(SMALL | files | settings))
+        return build_config(FinetuneConfig, **(SMALL | files | settings))
 
-    return build_config
+    return make_config
 
 
 def test_a_folder_with_other_content_is_not_changed(custom_config, tmp_path):
@@ -165,7 +165,7 @@ def test_finished_seeds_are_not_run_again(finetuned, monkeypatch):
     monkeypatch.setattr("electra.finetuning.job.Trainer", None)  # a TypeError if it is called
     assert finetune(finetuned.config) == finetuned.result
     with pytest.raises(ConfigError, match="--batch-size was 16 and is now 8"):
-        finetune(replace_fields(finetuned.config, batch_size=8))
+        finetune(replace_settings(finetuned.config, batch_size=8))
 
 
 def write_seed(output, seed: int, accuracy: float) -> None:
@@ -173,7 +173,7 @@ def write_seed(output, seed: int, accuracy: float) -> None:
     folder = output / f"seed-{seed}"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").touch()
-    result = Result("made", seed, {"dev": {"accuracy": accuracy}}, steps=1, seconds=1.0, rows={}, truncated={})
+    result = JobResult("made", seed, {"dev": {"accuracy": accuracy}}, steps=1, seconds=1.0, rows={}, truncated={})
     write_json(folder / "result.json", vars(result))
 
 
@@ -182,25 +182,25 @@ def test_the_best_seed_is_never_one_with_nan(tmp_path):
     for seed, accuracy in ((1, float("nan")), (2, 0.25), (3, 0.75), (4, 0.5)):
         write_seed(tmp_path, seed, accuracy)
     assert json.loads((tmp_path / "seed-1" / "result.json").read_text())["metrics"] == {"dev": {"accuracy": None}}
-    assert best_model(tmp_path) == resolve_model(tmp_path) == tmp_path / "seed-3" / "model"
+    assert best_model_folder(tmp_path) == find_model_to_finetune(tmp_path) == tmp_path / "seed-3" / "model"
 
 
 def test_a_folder_of_several_tasks_has_no_best_model(tmp_path):
     write_seed(tmp_path / "rte", 1, 0.5)
     with pytest.raises(DataError, match="choose one of its tasks: rte"):
-        best_model(tmp_path)
+        best_model_folder(tmp_path)
 
 
 def test_an_unfinished_fine_tuning_has_no_model(finetuned, tmp_path):
     (tmp_path / "seed-1").mkdir()
     shutil.copy(finetuned.output / "config.json", tmp_path)
     with pytest.raises(DataError, match="it is not finished; run the same command to continue"):
-        best_model(tmp_path)
+        best_model_folder(tmp_path)
 
 
 def test_medians_and_standard_deviations_over_seeds():
-    results = [Result("made", 1, {"dev": {"f1": value}}, 1, 1.0, {}, {}) for value in (0.2, 0.6, 0.4)]
-    medians, deviations = summarize_seeds(results)
+    results = [JobResult("made", 1, {"dev": {"f1": value}}, 1, 1.0, {}, {}) for value in (0.2, 0.6, 0.4)]
+    medians, deviations = medians_and_deviations(results)
     assert medians == {"dev": {"f1": 0.4}}
     assert deviations["dev"]["f1"] == pytest.approx(0.2)
 
@@ -212,7 +212,7 @@ def test_an_ensemble_averages_logits(tmp_path):
     for job in jobs:
         job.folder.mkdir()
         write_tensors(job.folder / "logits.safetensors", {"dev": torch.tensor(logits[job.seed])})
-    assert mean_logits(jobs)["dev"].tolist() == [[2.0, 0.5, 0.0]]
+    assert read_mean_logits(jobs)["dev"].tolist() == [[2.0, 0.5, 0.0]]
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_mps_is_started_and_stopped(mps_calls, monkeypatch):
     folders = []
 
     def fail_in_context() -> None:
-        with share_gpu() as has_mps:
+        with start_mps() as has_mps:
             assert has_mps
             folders.append(os.environ[MPS_PIPES])
             assert os.path.isdir(folders[0])
@@ -251,7 +251,7 @@ def test_mps_is_started_and_stopped(mps_calls, monkeypatch):
 def test_mps_is_stopped_if_the_gpu_does_not_respond(mps_calls, monkeypatch, probe):
     monkeypatch.setattr(jobs_module, "MPS_PROBE", probe)
     monkeypatch.setattr(jobs_module, "MPS_TIMEOUT", 1.0)
-    with share_gpu() as has_mps:
+    with start_mps() as has_mps:
         assert not has_mps
         assert MPS_PIPES not in os.environ
         assert [line[0] for line in mps_calls()] == ["-d", "quit"]
@@ -259,7 +259,7 @@ def test_mps_is_stopped_if_the_gpu_does_not_respond(mps_calls, monkeypatch, prob
 
 def test_a_running_mps_daemon_is_used(mps_calls, monkeypatch):
     monkeypatch.setenv(MPS_PIPES, "theirs")
-    with share_gpu() as has_mps:
+    with start_mps() as has_mps:
         assert has_mps
     assert os.environ[MPS_PIPES] == "theirs"
     assert not mps_calls()
@@ -268,5 +268,5 @@ def test_a_running_mps_daemon_is_used(mps_calls, monkeypatch):
 def test_without_mps_processes_take_turns(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv(MPS_PIPES, raising=False)
-    with share_gpu() as has_mps:
+    with start_mps() as has_mps:
         assert not has_mps

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra.config import build
+from electra.config import build_config
 from electra.data import loader
 from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens, prefetch, validation_batches
 from electra.data.packing import LoaderConfig, Permutation, count_documents_in_spans, split_documents_into_rows
@@ -32,7 +32,9 @@ def make_shards(folder, documents, validation_fraction=0.0, shard_megabytes=0.00
     )
     settings = {"validation_fraction": validation_fraction, "shard_megabytes": shard_megabytes, "workers": 1}
     shard(
-        build(ShardConfig, corpus=str(folder / "text"), tokenizer=folder / "vocab.txt", output=folder / "s", **settings)
+        build_config(
+            ShardConfig, corpus=str(folder / "text"), tokenizer=folder / "vocab.txt", output=folder / "s", **settings
+        )
     )
     return open_shards(folder / "s")
 
@@ -324,9 +326,9 @@ def test_an_exception_while_prefetching_is_raised_by_the_consumer():
 def test_from_text_to_decoded_batches(tmp_path, text, settings):
     (tmp_path / "a.txt").write_text("\n\n".join([text] * 50))
     tokenizer = {"corpus": str(tmp_path), "output": tmp_path / "vocab", "vocab_size": 120}
-    train_tokenizer(build(TokenizerConfig, **tokenizer, **settings))
+    train_tokenizer(build_config(TokenizerConfig, **tokenizer, **settings))
     paths = {"corpus": str(tmp_path / "a.txt"), "tokenizer": tmp_path / "vocab", "output": tmp_path / "s"}
-    assert shard(build(ShardConfig, **paths, workers=1)).documents["train"] == 50
+    assert shard(build_config(ShardConfig, **paths, workers=1)).documents["train"] == 50
     shards = open_shards(tmp_path / "s")
     assert shards.index.total_over_shards("unknown") == 0
     batch = next(iter(BatchLoader(shards, LoaderConfig(length=100, batch_size=4))))

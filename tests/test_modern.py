@@ -17,16 +17,16 @@ from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.model import (
     TaskModel,
     build_task_model,
-    load_finetuned,
+    load_finetuned_model,
     load_pretrained,
     mean_pool,
-    save_finetuned,
+    save_finetuned_model,
 )
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
 from electra.serve.inference import load
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.logging import read_metrics
 
@@ -61,11 +61,11 @@ def test_modern_models_lower_their_loss(run_config, settings):
 def test_resumed_run_equals_an_uninterrupted_one(run_config):
     config = run_config(**MODERN_RUN)
     pretrain(config)
-    last = model_folder(config.output)
+    last = find_model_folder(config.output)
     expected = (last / "model.safetensors").read_bytes()
     shutil.rmtree(last)
     pretrain(replace(config, resume=True))
-    assert (model_folder(config.output) / "model.safetensors").read_bytes() == expected
+    assert (find_model_folder(config.output) / "model.safetensors").read_bytes() == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_finetuned_model_learns_and_exports_with_equal_logits(modern_folder, tmp
     assert next(iter(json.loads(tuned)["median"]["dev"].values())) > 0.9
     run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)
     theirs = ModernBertForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
-    ours, finetuned = load_finetuned(tmp_path / "out/seed-1/model")
+    ours, finetuned = load_finetuned_model(tmp_path / "out/seed-1/model")
     input_ids, mask = (
         torch.tensor([[2, 5, 10, 11, 3, 0], [2, 6, 7, 3, 0, 0]]),
         torch.tensor([[1] * 5 + [0], [1] * 4 + [0] * 2]),
@@ -177,11 +177,13 @@ def test_next_task_keeps_the_pooling_but_not_the_classifier(trained_head, tmp_pa
     assert start.pooling == "cls"
     task = TaskConfig(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)).make_task()
     (tmp_path / "tuned").mkdir()
-    save_finetuned(build_task_model(start, task.num_labels, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder)
+    save_finetuned_model(
+        build_task_model(start, task.num_labels, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder
+    )
     tuned = load_pretrained(tmp_path / "tuned")
     again, other = build_task_model(tuned, 1, seed=1), build_task_model(tuned, 1, "cls", seed=1)
     assert (again.pooling, other.pooling) == ("mean", "cls")
-    first = load_finetuned(tmp_path / "tuned")[0].head.weight
+    first = load_finetuned_model(tmp_path / "tuned")[0].head.weight
     assert not torch.allclose(again.head.weight, first, atol=0.01)
 
 

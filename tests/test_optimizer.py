@@ -7,12 +7,14 @@ from torch import nn
 from electra.errors import ConfigError
 from electra.training.config import OptimizerConfig
 from electra.training.muon import Muon, orthogonalize
-from electra.training.optimizer import SCHEDULES, build_optimizers, released_adam
+from electra.training.optimizer import SCHEDULES, build_adam_without_bias_correction, build_optimizers
 
 
 def test_released_adam_has_no_bias_correction():
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = released_adam([{"params": [weight], "weight_decay": 0.01}], OptimizerConfig(learning_rate=0.1))
+    optimizer = build_adam_without_bias_correction(
+        [{"params": [weight], "weight_decay": 0.01}], OptimizerConfig(learning_rate=0.1)
+    )
     expected, m, v = weight.detach().clone(), torch.zeros(2), torch.zeros(2)
     for gradient in (torch.tensor([0.5, -1.0]), torch.tensor([0.25, 3.0]), torch.tensor([-1.0, 0.0])):
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from electra.cli import main
-from electra.config import replace_fields
+from electra.config import replace_settings
 from electra.data.shards import open_shards
 from electra.errors import ConfigError
 from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.model import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
-from electra.pretraining.command import plan, pretrain
+from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.phases import parse_phases
 from electra.runfolder import checkpoint_folders
 from electra.serve.inference import load
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
@@ -67,13 +67,17 @@ def test_wrong_phases_are_reported(texts, message):
 def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
     def budgets(**budget) -> list:
         phases = ("fraction=0.75", "length=32,batch-size=2")
-        return [phase.budget for phase in plan(run_config(phases=phases, **budget), open_shards(shards))]
+        return [
+            phase.budget for phase in plan_and_check_phases(run_config(phases=phases, **budget), open_shards(shards))
+        ]
 
     assert [budget.steps for budget in budgets(steps=21)] == [16, 5]
     assert [budget.steps for budget in budgets(steps=None, tokens=4 * 1280)] == [3840 // (8 * 16), 1280 // (2 * 32)]
     assert [budget.seconds for budget in budgets(steps=None, minutes=4.0)] == [180, 60]
     thirds = run_config(steps=4, phases=("fraction=0.375", "fraction=0.25", "fraction=0.375"))
-    assert all(phase.budget.steps for phase in plan(thirds, open_shards(shards)))  # rounding leaves none without a step
+    assert all(
+        phase.budget.steps for phase in plan_and_check_phases(thirds, open_shards(shards))
+    )  # rounding leaves none without a step
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
 )
 def test_contradictory_settings_are_reported(run_config, shards, settings, message):
     with pytest.raises(ConfigError, match=message):
-        plan(run_config(**settings), open_shards(shards))
+        plan_and_check_phases(run_config(**settings), open_shards(shards))
 
 
 def test_contradictory_flags_end_with_one_sentence_and_no_run(shards, tmp_path, capsys):
@@ -185,13 +189,13 @@ def test_two_stage_training_copies_the_encoder_and_freezes_the_generator(run_con
     record = json.loads((config.output / "config.json").read_text())
     assert record["pretraining"]["phases"] == list(TWO_STAGE["phases"])
     with pytest.raises(ConfigError, match=r"phases was .* and is now \[\]"):
-        pretrain(replace_fields(config, resume=True, phases=(), objective="mlm"))
+        pretrain(replace_settings(config, resume=True, phases=(), objective="mlm"))
 
 
 def test_without_initialisation_from_the_generator_sizes_may_differ(run_config):
     config = run_config(**TWO_STAGE, init_discriminator_from_generator=False, generator_width=16, steps=2)
     pretrain(config)
-    model = load_model(model_folder(config.output))
+    model = load_model(find_model_folder(config.output))
     assert (model.generator.encoder.config.width, model.discriminator.encoder.config.width) == (16, 32)
 
 
@@ -203,7 +207,7 @@ def test_a_phase_takes_over_all_weights_but_the_head_of_another_objective(run_co
     for name, weight in before.items():
         if head == "rtd" or not name.startswith("discriminator.head."):
             torch.testing.assert_close(after[name], weight)
-    recorded, final = (read_model_config(folder) for folder in (config.output, model_folder(config.output)))
+    recorded, final = (read_model_config(folder) for folder in (config.output, find_model_folder(config.output)))
     assert recorded == final
     assert (final.head, final.has_baseline) == (head, last == "adversarial")
 
@@ -222,7 +226,7 @@ def test_stopped_in_any_phase_a_run_ends_with_the_same_bytes(run_config, monkeyp
 
     monkeypatch.setattr(Trainer, "step", stop_after_some_steps)
     assert [pretrain(stopped).step for _ in range(4)] == [3, 10, 13, 20]
-    weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in (unbroken, stopped)]
+    weights = [(find_model_folder(run.output) / "model.safetensors").read_bytes() for run in (unbroken, stopped)]
     assert weights[0] == weights[1]
 
 

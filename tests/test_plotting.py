@@ -11,19 +11,22 @@ from electra.plotting import (
     PRETRAINING_PANELS,
     Panel,
     metric_points,
-    plot_confusion,
+    plot_confusion_matrix,
     plot_panels,
-    plot_pretraining,
-    total_loss,
+    plot_pretraining_curves,
+    total_training_loss,
 )
 
 PNG = b"\x89PNG"
 
 
 def test_total_loss_is_weighted_and_undefined_in_adversarial_training():
-    assert total_loss({"generator": 2.0, "discriminator": 0.5}, discriminator_weight=3.0) == 3.5
-    assert total_loss({"generator": 2.0, "replace_mlm": 1.0}, discriminator_weight=3.0) == 3.0
-    assert total_loss({"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}, discriminator_weight=50.0) is None
+    assert total_training_loss({"generator": 2.0, "discriminator": 0.5}, discriminator_weight=3.0) == 3.5
+    assert total_training_loss({"generator": 2.0, "replace_mlm": 1.0}, discriminator_weight=3.0) == 3.0
+    assert (
+        total_training_loss({"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}, discriminator_weight=50.0)
+        is None
+    )
 
 
 def test_the_total_loss_has_a_gap_where_its_terms_change():
@@ -46,8 +49,8 @@ def test_training_and_held_out_curves_share_a_panel_only_for_the_total_loss():
 @pytest.mark.usefixtures("real_plots")
 def test_plots_are_png_files(tmp_path):
     lines = [{"kind": "train", "step": 1, "generator": 6.0}, {"kind": "validation", "step": 1, "loss": 9.0}]
-    assert plot_pretraining(tmp_path, lines, discriminator_weight=50.0)
-    assert plot_confusion(tmp_path / "confusion.png", np.eye(2, dtype=int), ("no", "yes"))
+    assert plot_pretraining_curves(tmp_path, lines, discriminator_weight=50.0)
+    assert plot_confusion_matrix(tmp_path / "confusion.png", np.eye(2, dtype=int), ("no", "yes"))
     assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "confusion.png"}
     assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
 
@@ -61,4 +64,4 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
 
 def test_a_confusion_matrix_of_many_classes_is_left_out(tmp_path):
     labels = tuple(map(str, range(MAX_CLASSES + 1)))
-    assert not plot_confusion(tmp_path / "x.png", np.eye(len(labels), dtype=int), labels)
+    assert not plot_confusion_matrix(tmp_path / "x.png", np.eye(len(labels), dtype=int), labels)

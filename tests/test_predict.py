@@ -12,23 +12,23 @@ from synthetic import write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
-from electra.config import build
+from electra.config import build_config
 from electra.errors import DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
-from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned
+from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor, evaluate, predict
 
 SENTENCE = "the big cat sat on the red mat ."
 
 
 def evaluate_file(model, path, **settings):
-    return evaluate(build(EvaluateConfig, model=model, input=path, **settings))
+    return evaluate(build_config(EvaluateConfig, model=model, input=path, **settings))
 
 
 def predict_file(model, path, output, **settings):
-    return predict(build(PredictConfig, model=model, input=path, output=output, **settings))
+    return predict(build_config(PredictConfig, model=model, input=path, output=output, **settings))
 
 
 def test_evaluation_and_predictions_agree_with_fine_tuning(finetuned, tmp_path):
@@ -76,7 +76,7 @@ def test_a_model_without_its_tokenizer_is_rejected(finetuned, tmp_path):
 
 
 def test_an_exported_classifier_is_not_a_fine_tuned_model(finetuned, tmp_path):
-    export(build(ExportConfig, model=finetuned.output, output=tmp_path / "hf"))
+    export(build_config(ExportConfig, model=finetuned.output, output=tmp_path / "hf"))
     with pytest.raises(DataError, match="ElectraForSequenceClassification"):
         evaluate_file(tmp_path / "hf", finetuned.dev)
 
@@ -92,7 +92,7 @@ def untrained(encoder_folder, tmp_path):
         torch.manual_seed(0)
         model = TaskModel(pretrained.encoder, task.num_labels)
         (tmp_path / "model").mkdir()
-        save_finetuned(model, task, length, tmp_path / "model", pretrained.folder)
+        save_finetuned_model(model, task, length, tmp_path / "model", pretrained.folder)
         return tmp_path / "model"
 
     return build_model
@@ -101,7 +101,7 @@ def untrained(encoder_folder, tmp_path):
 @pytest.mark.parametrize("kind", ["classification", "multi-label", "regression"])
 def test_an_exported_model_gives_the_same_outputs_in_transformers(untrained, tmp_path, kind):
     folder, path = untrained(kind), tmp_path / "rows.jsonl"
-    export(build(ExportConfig, model=folder, output=tmp_path / "hf"))
+    export(build_config(ExportConfig, model=folder, output=tmp_path / "hf"))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]

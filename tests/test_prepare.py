@@ -13,7 +13,7 @@ import pytest
 from kills import kill_repeatedly
 
 from electra import cli, runfolder
-from electra.config import build
+from electra.config import build_config
 from electra.data import corpus
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
@@ -47,7 +47,7 @@ def text(tmp_path) -> Path:
 
 def config(text: Path, output: str = "shards", **settings) -> ShardConfig:
     defaults = {"corpus": str(text), "tokenizer": text.parent / "vocab.txt", "output": text.parent / output}
-    return build(
+    return build_config(
         ShardConfig, **(defaults | {"shard_megabytes": 5e-5, "validation_fraction": 0.2, "workers": 1} | settings)
     )
 
@@ -76,7 +76,7 @@ def command(settings: ShardConfig) -> list[str]:
 def test_skipped_files_are_reported(text, capsys):
     (text / "notes.md").write_text("not read")
     shard(config(text))
-    train_tokenizer(build(TokenizerConfig, corpus=str(text), output=text.parent / "vocab", vocab_size=80))
+    train_tokenizer(build_config(TokenizerConfig, corpus=str(text), output=text.parent / "vocab", vocab_size=80))
     warning = f"skipped in {text}: 1 .md; "
     assert [line.startswith(warning) for line in capsys.readouterr().err.splitlines()] == [True, True]
 

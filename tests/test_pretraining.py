@@ -14,7 +14,7 @@ import torch
 from kills import kill_repeatedly
 
 from electra.cli import main
-from electra.config import build, replace_fields
+from electra.config import build_config, replace_settings
 from electra.data.loader import validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
@@ -23,14 +23,14 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.huggingface.convert import merge_embedding_delta
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
-from electra.plotting import total_loss
+from electra.plotting import total_training_loss
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, PretrainConfig, recipe_settings
 from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import pair_config, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
@@ -44,7 +44,7 @@ def metrics(run: Path, kind: str) -> list[dict]:
 def make_shards(shards: Path, output: Path, validation_fraction: float, vocab: Path | None = None) -> Path:
     """Other shards of the text of `shards`."""
     files = {"corpus": str(shards.parent / "text.txt"), "tokenizer": vocab or shards.parent / "vocab.txt"}
-    shard(build(ShardConfig, **files, output=output, validation_fraction=validation_fraction, workers=1))
+    shard(build_config(ShardConfig, **files, output=output, validation_fraction=validation_fraction, workers=1))
     return output
 
 
@@ -116,7 +116,7 @@ def test_the_held_out_loss_has_the_terms_of_the_training_loss(run_config, settin
     budget = {"steps": 80, "log_every": 20, "save_every": 100, "evaluate_every": 100}
     config = run_config(**budget, learning_rate=5e-3, batch_size=32, **settings)
     held_out = pretrain(config).metrics["loss"]
-    training = total_loss(metrics(config.output, "train")[-1], config.objective.discriminator_weight)
+    training = total_training_loss(metrics(config.output, "train")[-1], config.objective.discriminator_weight)
     assert held_out == pytest.approx(training, rel=0.1)
 
 
@@ -133,10 +133,10 @@ def test_recipes_set_the_defaults_of_the_command_line(shards, tmp_path, capsys, 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
 def test_given_settings_win_over_those_of_size_and_recipe(size):
-    config = build(PretrainConfig, data="shards", output="run", size=size, recipe="faithful", learning_rate=1.0)
+    config = build_config(PretrainConfig, data="shards", output="run", size=size, recipe="faithful", learning_rate=1.0)
     assert config.optimizer.learning_rate == 1.0
     assert config.loader.batch_size == SIZE_SETTINGS["faithful"][size]["batch_size"]
-    by_minutes = build(PretrainConfig, data="shards", output="run", size=size, minutes=5)
+    by_minutes = build_config(PretrainConfig, data="shards", output="run", size=size, minutes=5)
     assert (by_minutes.budget.steps, by_minutes.budget.minutes) == (None, 5)
 
 
@@ -159,7 +159,7 @@ def test_segment_b_is_a_copy_of_a_unless_it_was_trained(run_config, sharing):
     def segments(packing: str) -> torch.Tensor:
         config = run_config(packing, packing=packing, sharing=sharing, steps=2)
         pretrain(config)
-        weights = merge_embedding_delta(load_model(model_folder(config.output)).discriminator.state_dict())
+        weights = merge_embedding_delta(load_model(find_model_folder(config.output)).discriminator.state_dict())
         return weights["encoder.embeddings.segment.weight"]
 
     packed, pairs = segments("packed"), segments("segment-pairs")
@@ -232,7 +232,7 @@ def test_a_run_killed_twenty_times_ends_with_the_same_bytes(run_config):
     pretrain(unbroken)
     kill_repeatedly(pretrain, broken, times=20, within=0.6)
     assert pretrain(broken).step == 300
-    weights = [(model_folder(run.output) / "model.safetensors").read_bytes() for run in (broken, unbroken)]
+    weights = [(find_model_folder(run.output) / "model.safetensors").read_bytes() for run in (broken, unbroken)]
     assert weights[0] == weights[1]
     assert not [path for path in (broken.output / "checkpoints").iterdir() if path.name.startswith(".")]
     steps = [line["step"] for line in metrics(broken.output, "train")]
@@ -249,7 +249,7 @@ def test_a_run_that_ends_with_a_non_finite_loss_fails(shards, tmp_path, monkeypa
         captured = capsys.readouterr()
         assert "finished" not in captured.out
         assert re.search(r"step 4: .*held-out loss is not finite; .*/step-000000004; try", captured.err)
-    load_model(model_folder(tmp_path / "run"))
+    load_model(find_model_folder(tmp_path / "run"))
     assert (tmp_path / "run/curves.png").exists()
 
 
@@ -257,10 +257,10 @@ def test_a_run_is_not_mixed_with_another(finished_copy):
     with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
         pretrain(replace(finished_copy, resume=False))
     with pytest.raises(ConfigError, match=r"learning.rate was 0.003 and is now 0.1"):
-        pretrain(replace_fields(finished_copy, learning_rate=0.1))
+        pretrain(replace_settings(finished_copy, learning_rate=0.1))
     with pytest.raises(ConfigError, match=r"steps was 20 and is now unset.*tokens was unset and is now 9999"):
-        pretrain(replace_fields(finished_copy, steps=None, tokens=9999))
-    assert pretrain(replace_fields(finished_copy, save_every=7)).step == 20
+        pretrain(replace_settings(finished_copy, steps=None, tokens=9999))
+    assert pretrain(replace_settings(finished_copy, save_every=7)).step == 20
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -13,7 +13,7 @@ from synthetic import write_glue, write_lines
 from electra.errors import ConfigError
 from electra.finetuning import jobs as jobs_module
 from electra.finetuning.job import Job
-from electra.finetuning.tasks import glue_task, read_split
+from electra.finetuning.tasks import get_glue_task, read_split_rows
 
 SMALL = ("epochs=1", "batch_size=16", "length=32", "learning_rate=3e-3")
 
@@ -59,11 +59,11 @@ def run(probe, data, encoder_folder, tmp_path, monkeypatch, capsys):
 
 
 def row_indices(task) -> dict[str, list[str]]:
-    return {split: [row.values["index"] for row in read_split(task, split)] for split in task.splits}
+    return {split: [row.values["index"] for row in read_split_rows(task, split)] for split in task.splits}
 
 
 def test_each_training_row_is_held_out_in_one_fold(probe, data, tmp_path):
-    task = glue_task("rte", str(data))
+    task = get_glue_task("rte", str(data))
     folds, again = ([row_indices(fold) for fold in probe.write_splits(task, tmp_path, None, 20, 8)] for _ in range(2))
     assert folds == again
     assert len(folds) == 5
@@ -74,7 +74,7 @@ def test_each_training_row_is_held_out_in_one_fold(probe, data, tmp_path):
 
 @pytest.mark.parametrize(("held_out", "evaluated"), [(5, 5), (2000, 8)])
 def test_a_slice_holds_out_at_most_a_fifth(probe, data, tmp_path, held_out, evaluated):
-    [task] = probe.write_splits(glue_task("qnli", str(data)), tmp_path, None, 20, held_out)
+    [task] = probe.write_splits(get_glue_task("qnli", str(data)), tmp_path, None, 20, held_out)
     rows = row_indices(task)
     assert (len(rows["train"]), len(rows["dev"])) == (20, evaluated)
     assert set(rows["train"]).isdisjoint(rows["dev"])
@@ -128,7 +128,7 @@ def test_constant_predictions_count_as_zero(probe):
 def test_a_job_gives_the_metrics_of_electra_finetune(probe, data, encoder_folder, tmp_path):
     fields = dict.fromkeys(("model_name", "setting"), "x")
     [tuning] = probe.parse_settings([["x", *SMALL]]).values()
-    task = probe.write_splits(glue_task("rte", str(data)), tmp_path, None, 20, 8)[0]
+    task = probe.write_splits(get_glue_task("rte", str(data)), tmp_path, None, 20, 8)[0]
     common = {"model": encoder_folder, "task": task, "tuning": tuning, "hardware": probe.HardwareConfig(device="cpu")}
     result = Job(**common, seed=2, folder=tmp_path / "a" / "seed-2").run(quiet=True)
     probed = probe.ProbeJob(**common, seed=2, folder=tmp_path / "b" / "job", fold=0, **fields).run()

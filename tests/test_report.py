@@ -9,21 +9,21 @@ import pytest
 from conftest import small_run
 
 from electra.cli import main
-from electra.config import construct
+from electra.config import construct_config
 from electra.data.shards import open_shards
 from electra.errors import DataError
-from electra.pretraining.command import plan, pretrain
+from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.report.config import ReportConfig
 from electra.report.runs import (
     Evaluation,
-    best_metrics,
-    describe_changes,
+    best_metric_values,
+    describe_changes_from_recipe,
     flops_until,
-    phase_ends,
-    read_evaluations,
+    parse_evaluations,
+    phase_end_steps,
 )
-from electra.report.tables import metric_curve, metric_panels, report, short_names
+from electra.report.tables import metric_against_cost, metric_panels, report, shortest_unique_names
 from electra.runfolder import checkpoint_folders
 from electra.training.trainer import TrainState
 
@@ -67,14 +67,14 @@ def test_costs_and_metrics_equal_those_of_the_runs(runs, run_config):
 
 
 def test_the_time_of_an_evaluation_is_interpolated_between_training_metrics(run_config, shards):
-    phases = plan(run_config(steps=20, phases=("fraction=0.6", "length=24")), open_shards(shards))
+    phases = plan_and_check_phases(run_config(steps=20, phases=("fraction=0.6", "length=24")), open_shards(shards))
     lines = [
         {"kind": "train", "step": 10, "seconds": 60.0},
         {"kind": "validation", "step": 15, "loss": 2.0},
         {"kind": "train", "step": 20, "seconds": 180.0},
     ]
     flops = 12 * phases[0].flops_per_step() + 3 * phases[1].flops_per_step()
-    assert read_evaluations(lines, phases, ends=[12.0, 20.0]) == [
+    assert parse_evaluations(lines, phases, ends=[12.0, 20.0]) == [
         Evaluation(step=15, minutes=2.0, flops=flops, metrics={"loss": 2.0}, phase=1)
     ]
 
@@ -85,12 +85,12 @@ def test_the_best_is_the_lowest_loss_and_the_highest_accuracy():
         Evaluation(step, 0.0, 0.0, {"mlm_loss": loss, "mlm_accuracy": accuracy, "generator_entropy": entropy})
         for step, (loss, accuracy, entropy) in enumerate(values)
     ]
-    assert best_metrics(evaluations) == {"mlm_loss": 1.0, "mlm_accuracy": 0.3}
+    assert best_metric_values(evaluations) == {"mlm_loss": 1.0, "mlm_accuracy": 0.3}
 
 
 def test_runs_have_the_shortest_names_that_differ():
-    assert short_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert short_names([Path("one/x"), Path("two/x")]) == ["one/x", "two/x"]
+    assert shortest_unique_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
+    assert shortest_unique_names([Path("one/x"), Path("two/x")]) == ["one/x", "two/x"]
 
 
 def test_a_report_is_written_with_tables_and_plots(runs, tmp_path, capsys):
@@ -179,7 +179,7 @@ def test_changed_settings_are_those_that_differ_from_the_recipe(tmp_path):
         base = {name: settings[name] for name in ("recipe", "style") if name in settings}
         defaults = recipe_settings(**{"recipe": "fast", "size": "tiny"} | base)
         paths = {"size": "tiny", "data": tmp_path, "output": tmp_path}
-        return describe_changes(construct(PretrainConfig, defaults | paths | settings))
+        return describe_changes_from_recipe(construct_config(PretrainConfig, defaults | paths | settings))
 
     assert changes() == changes(steps=7, device="cpu") == ""
     assert changes(style="modern", generator="unigram") == "modern, unigram"
@@ -208,7 +208,7 @@ def test_best_metrics_are_those_of_the_last_phase(run_config):
     [run] = report(ReportConfig(runs=(config.output,))).runs.values()
     first, second = (point.metrics["loss"] for point in run.evaluations)
     assert run.best_metrics["loss"] == second > first
-    values = [value for _, value in metric_curve(run, "loss", "flops")]
+    values = [value for _, value in metric_against_cost(run, "loss", "flops")]
     assert values == [first, pytest.approx(nan, nan_ok=True), second]
 
 
@@ -254,9 +254,9 @@ def test_the_cost_of_a_run_is_the_sum_of_its_phases(run_config):
 
 def test_phases_of_minutes_end_at_the_step_of_their_time(run_config, shards):
     config = run_config(steps=None, minutes=2.0, phases=("fraction=0.75", "objective=replace-mlm"))
-    phases = plan(config, open_shards(shards))
+    phases = plan_and_check_phases(config, open_shards(shards))
     clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
-    ends = phase_ends(phases, TrainState(step=21, seconds=121.0), clock)
+    ends = phase_end_steps(phases, TrainState(step=21, seconds=121.0), clock)
     assert ends == pytest.approx([10 * 91 / 60, 21])
     assert flops_until(phases, [4, 6], 5) == 4 * phases[0].flops_per_step() + phases[1].flops_per_step()
 

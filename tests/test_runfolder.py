@@ -19,17 +19,17 @@ from electra.pretraining.command import pretrain
 from electra.runfolder import (
     LOCK,
     PARTIAL,
-    changed_settings,
     check_same_settings,
+    create_folder_atomically,
+    describe_changed_settings,
     dump_json,
     file_checksum,
-    is_empty,
+    is_missing_or_empty,
     lock_folder,
     open_atomic,
     read_json,
-    remove_partial,
+    remove_partial_files,
     write_file,
-    write_folder,
 )
 from electra.training.config import HardwareConfig
 
@@ -83,7 +83,7 @@ def sleep_in(folder: Path) -> None:
 def test_a_killed_process_releases_its_lock(tmp_path):
     assert killed(sleep_in, tmp_path / "run", after=0.3)
     assert (tmp_path / "run" / LOCK).exists()
-    assert is_empty(tmp_path / "run")
+    assert is_missing_or_empty(tmp_path / "run")
     with lock_folder(tmp_path / "run"):
         assert (tmp_path / "run" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert not (tmp_path / "run" / LOCK).exists()
@@ -110,7 +110,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(TypeError), open_atomic(tmp_path / "a") as file:
         file.write(b"not text")
     assert (tmp_path / "a").read_text() == "old"
-    with pytest.raises(FileNotFoundError), write_folder(tmp_path / "b") as draft:
+    with pytest.raises(FileNotFoundError), create_folder_atomically(tmp_path / "b") as draft:
         (draft / "missing").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
@@ -120,7 +120,7 @@ def test_only_partial_files_of_our_own_are_removed(tmp_path):
     (tmp_path / f"below/index.json{PARTIAL}").touch()
     for name in ("download.partial", ".hidden", "below/notes.txt"):
         (tmp_path / name).touch()
-    remove_partial(tmp_path)
+    remove_partial_files(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"download.partial", ".hidden", "below", "below/notes.txt"}
 
@@ -150,7 +150,7 @@ def test_changed_settings_are_listed(tmp_path):
         "corpus": {"2.txt": "4 bytes"},
         "rows.csv": file_checksum(tmp_path / "b"),
     }
-    assert changed_settings(before, now) == [
+    assert describe_changed_settings(before, now) == [
         "--length was 128 and is now 64",
         "--max-steps was 5 and is now unset",
         "corpus 2.txt was absent and is now 4 bytes",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from electra import cli
-from electra.config import build
+from electra.config import build_config
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import TokenRing, open_shards
 from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
@@ -23,7 +23,7 @@ def folder(tmp_path) -> Path:
         (tmp_path / f"{number}.txt").write_text(text)
     (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
     paths = {"corpus": f"{tmp_path}/[0-9].txt", "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "shards"}
-    shard(build(ShardConfig, **paths, shard_megabytes=1e-6, validation_fraction=0, workers=1))
+    shard(build_config(ShardConfig, **paths, shard_megabytes=1e-6, validation_fraction=0, workers=1))
     return tmp_path / "shards"
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from electra.errors import DataError
 from electra.model.config import EncoderConfig
 from electra.model.storage import load_model, save_model, write_tensors
-from electra.runfolder import write_folder
+from electra.runfolder import create_folder_atomically
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_existing_output_folder_is_not_changed(folder, make_pair):
 
 
 def fail_to_write(folder):
-    with write_folder(folder) as draft:
+    with create_folder_atomically(folder) as draft:
         (draft / "config.json").write_text("{}")
         raise OSError("disk full")
 

@@ -16,9 +16,9 @@ from electra.finetuning.model import (
     OUTPUT_TYPES,
     TaskModel,
     build_task_model,
-    load_finetuned,
+    load_finetuned_model,
     load_pretrained,
-    save_finetuned,
+    save_finetuned_model,
 )
 
 
@@ -63,13 +63,13 @@ def saved(encoder_folder, tmp_path):
     pretrained = load_pretrained(encoder_folder)
     model = TaskModel(pretrained.encoder, task.num_labels).eval()
     (tmp_path / "model").mkdir()
-    save_finetuned(model, task, 32, tmp_path / "model", pretrained.folder)
+    save_finetuned_model(model, task, 32, tmp_path / "model", pretrained.folder)
     return tmp_path / "model", model, task
 
 
 def test_a_saved_model_is_loaded_unchanged(saved):
     folder, model, task = saved
-    loaded, config = load_finetuned(folder)
+    loaded, config = load_finetuned_model(folder)
     assert (config.task, config.length) == (task, 32)
     input_ids = torch.tensor([[2, 5, 6, 3]])
     inputs = (input_ids, torch.ones_like(input_ids, dtype=torch.bool), torch.zeros_like(input_ids))
@@ -82,7 +82,7 @@ def test_the_head_of_a_further_fine_tuning_does_not_depend_on_where_files_are(sa
     folder, model, task = saved
     heads = []
     for file in ("here/rows.jsonl", "there/rows.jsonl"):
-        save_finetuned(model, replace(task, splits={"train": file}), 32, folder, encoder_folder)
+        save_finetuned_model(model, replace(task, splits={"train": file}), 32, folder, encoder_folder)
         heads.append(build_task_model(load_pretrained(folder), num_labels=2, seed=1).head.weight)
     assert torch.equal(*heads)
 
@@ -93,7 +93,7 @@ def test_the_stored_pooling_is_checked(saved):
     assert settings["pooling"] == "cls"
     (folder / "config.json").write_text(json.dumps(settings | {"pooling": "max"}))
     with pytest.raises(DataError, match=r"config.json: .*'max'"):
-        load_finetuned(folder)
+        load_finetuned_model(folder)
 
 
 def test_classic_encoders_support_only_the_first_token(encoder_folder):
@@ -103,4 +103,4 @@ def test_classic_encoders_support_only_the_first_token(encoder_folder):
 
 def test_a_pre_trained_model_is_not_a_fine_tuned_one(encoder_folder):
     with pytest.raises(DataError, match="is not a fine-tuned model; create one with: electra finetune"):
-        load_finetuned(encoder_folder)
+        load_finetuned_model(encoder_folder)

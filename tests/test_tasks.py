@@ -15,10 +15,10 @@ from electra.finetuning.tasks import (
     GLUE_TASKS,
     Examples,
     Task,
-    glue_task,
+    get_glue_task,
     read_examples,
     stream_examples,
-    with_data,
+    with_data_source,
 )
 
 NLI_HEADER = "index\tpromptID\tsentence1\tsentence2\tlabel1\tgold_label\n"
@@ -66,7 +66,7 @@ def glue(tmp_path) -> str:
     ],
 )
 def test_official_glue_files(glue, name, split, texts, texts_b, labels):
-    examples = read_examples(with_data(GLUE_TASKS[name], glue), split)
+    examples = read_examples(with_data_source(GLUE_TASKS[name], glue), split)
     assert (examples.texts, examples.texts_b) == (texts, texts_b)
     assert examples.labels is None if labels is None else examples.labels.tolist() == pytest.approx(labels)
 
@@ -74,11 +74,11 @@ def test_official_glue_files(glue, name, split, texts, texts_b, labels):
 def test_malformed_lines_of_test_files_are_errors(glue, tmp_path):
     (tmp_path / "QQP" / "test.tsv").write_text("id\tquestion1\tquestion2\n0\tWhy\n1\tWhy?\tWhy so?\n")
     with pytest.raises(DataError, match=r"QQP/test.tsv, line 2: 2 fields, but there are 3 columns"):
-        read_examples(glue_task("qqp", glue), "test")
+        read_examples(get_glue_task("qqp", glue), "test")
 
 
 def test_malformed_lines_are_skipped_in_evaluation_and_errors_in_prediction(glue, tmp_path):
-    task = glue_task("qqp", glue)
+    task = get_glue_task("qqp", glue)
     [examples] = stream_examples(task, tmp_path / "QQP" / "train.tsv", 10)
     assert (examples.texts, examples.labels.tolist()) == (["Why?"], [1])
     with pytest.raises(DataError, match=r"QQP/train.tsv, line 2: 4 fields, but there are 6 columns"):
@@ -97,7 +97,7 @@ def test_metrics_epochs_and_doubled_pairs_are_those_of_the_paper():
 def test_the_full_diagnostic_file_has_other_columns_and_labels(tmp_path):
     (tmp_path / "diagnostic").mkdir()
     (tmp_path / "diagnostic" / "diagnostic.tsv").write_text("Logic\tPremise\tHypothesis\tLabel\nAll\tA.\tB.\tneutral\n")
-    examples = read_examples(with_data(GLUE_TASKS["diagnostic"], str(tmp_path)), "test")
+    examples = read_examples(with_data_source(GLUE_TASKS["diagnostic"], str(tmp_path)), "test")
     assert (examples.texts, examples.texts_b, examples.labels.tolist()) == (["A."], ["B."], [1])
 
 
@@ -121,11 +121,11 @@ def test_glue_from_the_hub(tmp_path, monkeypatch):
     for name, row in HUB_ROWS.items():
         (tmp_path / name).write_text(json.dumps(row))
     (tmp_path / "README.md").write_text(HUB_CARD)
-    mnli = glue_task("mnli", f"hub:{tmp_path}")
+    mnli = get_glue_task("mnli", f"hub:{tmp_path}")
     assert read_examples(mnli, "train").labels.tolist() == [0]
     assert read_examples(mnli, "dev_mismatched").labels.tolist() == [2]
-    assert read_examples(with_data(GLUE_TASKS["diagnostic"], f"hub:{tmp_path}"), "test").labels is None
-    assert read_examples(glue_task("stsb", f"hub:{tmp_path}"), "dev").labels.tolist() == [3.5]
+    assert read_examples(with_data_source(GLUE_TASKS["diagnostic"], f"hub:{tmp_path}"), "test").labels is None
+    assert read_examples(get_glue_task("stsb", f"hub:{tmp_path}"), "dev").labels.tolist() == [3.5]
     with pytest.raises(DataError, match=r"cannot read hub:.*:mnli:test_matched"):
         read_examples(mnli, "test")
 
@@ -143,13 +143,13 @@ def test_custom_tasks_from_the_hub_keep_their_labels(tmp_path, monkeypatch):
 
 def test_missing_tasks_files_and_splits_are_named(glue):
     with pytest.raises(ConfigError, match="unknown task 'mrcp'; choose from cola, sst2, mrpc"):
-        glue_task("mrcp", glue)
+        get_glue_task("mrcp", glue)
     with pytest.raises(ConfigError, match=r"found none of nowhere/CoLA/train.tsv, .* or hub:glue"):
-        glue_task("cola", "nowhere")
+        get_glue_task("cola", "nowhere")
     with pytest.raises(DataError, match=r"CoLA/dev.tsv, the file of the dev rows, does not exist"):
-        read_examples(glue_task("cola", glue), "dev")
+        read_examples(get_glue_task("cola", glue), "dev")
     with pytest.raises(ConfigError, match="task cola has no split 'dev_mismatched'; it has train, dev, test"):
-        read_examples(glue_task("cola", glue), "dev_mismatched")
+        read_examples(get_glue_task("cola", glue), "dev_mismatched")
 
 
 @pytest.mark.parametrize("name", GLUE_TASKS)
@@ -222,14 +222,14 @@ def test_multi_label_rows_are_encoded_multi_hot_and_decoded(make_task, tmp_path)
     labels = read_examples(task, "train").labels
     assert labels.dtype == np.float32
     assert labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
-    assert task.decode(labels) == [["a", "b"], [], ["c"]]
+    assert task.decode_labels(labels) == [["a", "b"], [], ["c"]]
 
 
 def test_classes_are_encoded_as_ids_and_decoded(make_task, tmp_path):
     task = make_task(["yes", "no", "yes"], dev=tmp_path / "train.jsonl")
     labels = read_examples(task, "dev").labels
     assert labels.tolist() == [1, 0, 1]
-    assert task.decode(labels) == ["yes", "no", "yes"]
+    assert task.decode_labels(labels) == ["yes", "no", "yes"]
 
 
 def test_scores_of_custom_tasks_are_standardised(make_task, tmp_path):
@@ -238,7 +238,7 @@ def test_scores_of_custom_tasks_are_standardised(make_task, tmp_path):
     assert labels.tolist() == [1000.5, 2000.5, 3000.5]
     assert task.normalize_scores(labels).mean() == pytest.approx(0)
     assert task.normalize_scores(labels).std() == pytest.approx(1)
-    assert task.decode(task.denormalize_scores(task.normalize_scores(labels))) == pytest.approx(
+    assert task.decode_labels(task.denormalize_scores(task.normalize_scores(labels))) == pytest.approx(
         [1000.5, 2000.5, 3000.5]
     )
 

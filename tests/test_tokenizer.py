@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
-from electra.config import build
+from electra.config import build_config
 from electra.data.tokenizer import TokenizerConfig, build_wordpiece_tokenizer, load_tokenizer, train_tokenizer
 from electra.errors import ConfigError, DataError
 
@@ -20,7 +20,7 @@ SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 def train(tmp_path, text=TEXT, name="vocab", **settings):
     (tmp_path / "a.txt").write_text(text)
-    config = build(
+    config = build_config(
         TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / name, **({"vocab_size": 150} | settings)
     )
     return train_tokenizer(config)
@@ -159,7 +159,7 @@ def test_a_folder_that_is_not_empty_is_not_changed(tmp_path):
     (tmp_path / "vocab").mkdir()
     (tmp_path / "vocab/vocab.txt").write_text("mine")
     with pytest.raises(DataError, match="exists already"):
-        train_tokenizer(build(TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
+        train_tokenizer(build_config(TokenizerConfig, corpus=str(tmp_path / "a.txt"), output=tmp_path / "vocab"))
     assert (tmp_path / "vocab/vocab.txt").read_text() == "mine"
 
 

@@ -64,19 +64,19 @@ class ToyTask:
         scale = float("inf") if self.batch_number in self.nonfinite else 1.0
         return {"mse": Loss(error * scale, torch.tensor(float(batch.num_rows)))}
 
-    def counts(self, batch: Rows) -> dict[str, Tensor]:
+    def loss_counts(self, batch: Rows) -> dict[str, Tensor]:
         return {"mse": torch.tensor(float(batch.num_rows))}
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def lr_scale(self, name: str) -> float:
-        return 0.5 if name.startswith("encoder") else 1.0
+    def lr_scale(self, parameter_name: str) -> float:
+        return 0.5 if parameter_name.startswith("encoder") else 1.0
 
     def evaluate(self) -> dict[str, float]:
         return {"loss": float(next(self.held_out))}
 
-    def throughput(self, tokens_per_second: float) -> dict[str, float]:
+    def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         return {"mfu": 0.5}
 
     def write_model(self, folder: Path) -> None:
@@ -177,12 +177,12 @@ def test_a_branch_restarts_the_budget_and_a_stage_also_the_optimizers(make_train
     trunk = make_trainer(ToyTask(), steps=10, folder="trunk")
     checkpoint = Path(trunk.train().checkpoint)
     branch, stage = make_trainer(ToyTask(), steps=4, folder="branch"), make_trainer(ToyTask(), steps=4, folder="stage")
-    branch.branch(checkpoint)
+    branch.start_branch(checkpoint)
     stage.start_stage(checkpoint)
     assert branch.optimizers[0].state
     assert not stage.optimizers[0].state
     for trainer in (branch, stage):
-        assert (trainer.state.step, trainer.progress(), trainer.task.batch_number) == (10, 0.0, 10)
+        assert (trainer.state.step, trainer.budget_fraction_used(), trainer.task.batch_number) == (10, 0.0, 10)
         assert trainer.train().step == 14
 
 

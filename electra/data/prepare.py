@@ -30,7 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from electra.config import flat_defaults, flat_fields
+from electra.config import flat_defaults, flat_values
 from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, in_validation_split, parse_documents
 from electra.data.files import warn_skipped_files
 from electra.data.shards import (
@@ -54,10 +54,10 @@ from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
     check_same_settings,
-    is_empty,
+    is_missing_or_empty,
     lock_folder,
     read_json,
-    remove_partial,
+    remove_partial_files,
     write_file,
     write_json,
 )
@@ -95,7 +95,7 @@ class ShardConfig:
         """The command line with these settings."""
         words = ["electra", "shard"]
         defaults = flat_defaults(ShardConfig)
-        for name, value in flat_fields(self).items():
+        for name, value in flat_values(self).items():
             if value != defaults.get(name) and name not in ("workers", "json"):
                 flag = "--" + name.replace("_", "-")
                 words += [flag] if value is True else [flag, str(value)]
@@ -193,7 +193,7 @@ def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText
 def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Everything that determines the content of the shards."""
     names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
-    settings = {name: flat_fields(config)[name] for name in names}
+    settings = {name: flat_values(config)[name] for name in names}
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.hub_name_or_file_sizes()}
 
 
@@ -206,11 +206,11 @@ def prepare_output_folder(output: Path, settings: dict[str, Any]) -> Index | Non
         (output / UNFINISHED).unlink(missing_ok=True)
     elif is_started and any(output.glob("*.safetensors")):
         check_same_settings(output, read_json(output / UNFINISHED), settings)
-    elif is_started or is_empty(output):  # a run without any finished shard may be replaced
+    elif is_started or is_missing_or_empty(output):  # a run without any finished shard may be replaced
         write_json(output / UNFINISHED, settings)
     else:
         raise ConfigError(f"{output} contains other files; choose a new or empty folder for --output")
-    remove_partial(output)
+    remove_partial_files(output)
     return index
 
 

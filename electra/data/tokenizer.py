@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
 from electra.errors import ConfigError, DataError, check_range
-from electra.runfolder import read_json, write_file, write_folder, write_json
+from electra.runfolder import create_folder_atomically, read_json, write_file, write_json
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 CONTINUATION_PREFIX = "##"
@@ -250,7 +250,7 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
     text = TrainingText(corpus)
-    with write_folder(config.output) as draft:
+    with create_folder_atomically(config.output) as draft:
         alphabet = select_alphabet(corpus, config)
         untrained = config.create_tokenizer(config.special_and_unused_tokens())
         untrained.library.train_from_iterator(

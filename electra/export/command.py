@@ -8,8 +8,8 @@ import torch
 from electra.data.tokenizer import Vocabulary, load_tokenizer
 from electra.errors import ConfigError
 from electra.export.config import ExportConfig, ImportConfig
-from electra.finetuning.jobs import best_model
-from electra.finetuning.model import load_finetuned
+from electra.finetuning.jobs import best_model_folder
+from electra.finetuning.model import load_finetuned_model
 from electra.huggingface.convert import (
     CLASSIFICATION_HEADS,
     Tensors,
@@ -33,8 +33,8 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.runfolder import CONFIG, read_json, write_folder, write_json
-from electra.training.checkpoint import model_folder
+from electra.runfolder import CONFIG, create_folder_atomically, read_json, write_json
+from electra.training.checkpoint import find_model_folder
 
 PROBLEM_TYPES = {
     "classification": "single_label_classification",
@@ -68,7 +68,7 @@ def export(config: ExportConfig) -> ConversionResult:
     """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder."""
     if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
         return export_finetuned(config)
-    folder = model_folder(config.model)
+    folder = find_model_folder(config.model)
     electra = load_model(folder)
     if config.part == "discriminator":
         check_exportable_discriminator(electra, folder)
@@ -100,8 +100,8 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
     Its scores are in the unit of the training data."""
     if config.part != ExportConfig.part:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
-    folder = best_model(config.model)
-    model, finetuned = load_finetuned(folder)
+    folder = best_model_folder(config.model)
+    model, finetuned = load_finetuned_model(folder)
     encoder, task = finetuned.encoder, finetuned.task
     name = SEQUENCE_CLASSIFIERS[encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
@@ -128,7 +128,7 @@ def write_huggingface_folder(
     output: Path, tensors: Tensors, settings: Settings, tokenizer_folder: Path
 ) -> ConversionResult:
     """Write a Hugging Face folder with the tokenizer files of the folder `tokenizer_folder`."""
-    with write_folder(output) as draft:
+    with create_folder_atomically(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
         copied = copy_tokenizer_files(tokenizer_folder, draft)
@@ -144,7 +144,7 @@ def import_model(config: ImportConfig) -> ConversionResult:
         if parts != ["discriminator", "generator"]:
             raise ConfigError(f"--from must be a discriminator and --generator a generator, not {' and '.join(parts)}")
     electra, tensors = combine_into_pair(models)
-    with write_folder(config.output) as draft:
+    with create_folder_atomically(config.output) as draft:
         tokenizer = write_model_files(electra, tensors, draft, config.source)
     description = f"{' and '.join(model.part for model in models)}, sharing {electra.sharing}"
     ignored = [name for model in models for name in model.ignored]

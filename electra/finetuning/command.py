@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.jobs import best_model, ensemble_metrics, make_jobs, run_jobs, summarize_seeds
+from electra.finetuning.jobs import best_model_folder, ensemble_metrics, make_jobs, medians_and_deviations, run_jobs
 from electra.finetuning.metrics import Metrics
 
 
@@ -55,10 +55,10 @@ def finetune(config: FinetuneConfig) -> FinetuneResult:
         folder=config.output,
     )
     results = run_jobs(jobs, config.jobs.workers)
-    median, deviation = summarize_seeds(results)
+    median, deviation = medians_and_deviations(results)
     return FinetuneResult(
         output=str(config.output),
-        model=str(best_model(config.output)),
+        model=str(best_model_folder(config.output)),
         task=task.name,
         kind=task.kind,
         labels=list(task.labels),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from electra.errors import ConfigError
 from electra.finetuning.readers import TaskKind
-from electra.finetuning.tasks import Task, glue_task, infer_labels
+from electra.finetuning.tasks import Task, get_glue_task, with_inferred_labels
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
@@ -66,7 +66,7 @@ class TaskConfig:
         Classes are collected before rows are held out: all rows of a rare class may be held out."""
         if self.task is not None:
             assert self.data is not None
-            return glue_task(self.task, self.data)
+            return get_glue_task(self.task, self.data)
         assert self.train is not None
         dev_fraction = 0.1 if self.dev_fraction is None else self.dev_fraction
         task = Task(
@@ -79,7 +79,7 @@ class TaskConfig:
             splits={"train": str(self.train), "dev": str(self.dev or self.train)},
             dev_fraction=dev_fraction if self.dev is None else 0.0,
         )
-        return infer_labels(task, self.kind)
+        return with_inferred_labels(task, self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class GlueConfig:
             raise ConfigError(f"is {self.submission}, but there is no folder {folder}", field="submission")
 
     @staticmethod
-    def defaults_for(values: dict[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(values: dict[str, Any]) -> dict[str, Any]:
         return {"seeds": 5}
 
 

@@ -26,7 +26,7 @@ POOL_BATCHES = 50
 
 
 @dataclass(frozen=True)
-class BatchIndices:
+class RowBatch:
     """The rows of one step; every step of one length has the same shape."""
 
     rows: Tensor  # [B] indices of rows
@@ -41,15 +41,15 @@ class BatchIndices:
     def num_tokens(self) -> int:
         return len(self.rows) * self.length
 
-    def micro_batches(self, count: int) -> list[BatchIndices]:
+    def micro_batches(self, count: int) -> list[RowBatch]:
         if self.num_rows % count:
             raise ConfigError(f"a batch of {self.num_rows} rows cannot be split into {count} equal micro-batches")
         chunks = zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
-        return [BatchIndices(rows, weights, self.length) for rows, weights in chunks]
+        return [RowBatch(rows, weights, self.length) for rows, weights in chunks]
 
-    def to(self, device: torch.device) -> BatchIndices:
+    def to(self, device: torch.device) -> RowBatch:
         rows, weights = (tensor.to(device, non_blocking=True) for tensor in (self.rows, self.weights))
-        return BatchIndices(rows, weights, self.length)
+        return RowBatch(rows, weights, self.length)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Features:
     def to(self, device: torch.device) -> Features:
         return Features(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
-    def collate(self, batch: BatchIndices, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    def collate(self, batch: RowBatch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
         """Padded token ids, attention mask and segment ids [B, L] of a batch."""
         positions = torch.arange(batch.length, device=batch.rows.device)  # [L]
         attention_mask = positions < self.lengths[batch.rows, None]  # [B, L]
@@ -88,7 +88,7 @@ def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, leng
     kept = np.zeros((len(examples), len(columns)), np.int64)  # tokens of each text after truncation
     truncated = 0
     for index, texts in enumerate(zip(*columns, strict=True)):
-        kept[index] = truncate_longest_first([len(text) for text in texts], length - 1 - len(texts))
+        kept[index] = truncated_lengths([len(text) for text in texts], length - 1 - len(texts))
         truncated += int(kept[index].sum()) < sum(map(len, texts))
         pieces.append(cls)
         for text, count in zip(texts, kept[index], strict=True):
@@ -111,7 +111,7 @@ def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     return [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
 
 
-def truncate_longest_first(lengths: list[int], max_tokens: int) -> list[int]:
+def truncated_lengths(lengths: list[int], max_tokens: int) -> list[int]:
     """The lengths of one or two texts after truncation to `max_tokens` in total, the longer one first."""
     if sum(lengths) <= max_tokens:
         return lengths
@@ -128,9 +128,11 @@ def make_targets(task: Task, labels: NDArray | None) -> Tensor:
     return torch.from_numpy(labels if task.labels else task.normalize_scores(labels).astype(np.float32))
 
 
-def cached_features(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache: Path) -> Features:
+def load_or_make_features(
+    task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache: Path
+) -> Features:
     """Features from the folder `cache`, where they are stored after the first time."""
-    file = cache / f"{cache_key(task, examples, tokenizer, length)}.safetensors"
+    file = cache / f"{features_cache_key(task, examples, tokenizer, length)}.safetensors"
     if file.exists():
         return Features(**read_tensors(file))
     features = make_features(task, examples, tokenizer, length)
@@ -141,7 +143,7 @@ def cached_features(task: Task, examples: Examples, tokenizer: TextTokenizer, le
     return features
 
 
-def cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> str:
+def features_cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> str:
     """A hash of everything that features depend on."""
     settings = (tokenizer.fingerprint, length, task.kind, task.scale, task.offset, len(examples))
     digest = hashlib.sha256(repr(settings).encode())
@@ -152,32 +154,30 @@ def cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, length: 
     return digest.hexdigest()[:32]
 
 
-def epoch_batches(lengths: NDArray, batch_size: int, max_length: int, seed: int, epoch: int) -> Iterator[BatchIndices]:
+def epoch_batches(lengths: NDArray, batch_size: int, max_length: int, seed: int, epoch: int) -> Iterator[RowBatch]:
     """The batches of an epoch in random order, rows of similar length together; the last one is completed."""
     random = np.random.default_rng((seed, epoch))
     order = random.permutation(len(lengths))
     pool_size = POOL_BATCHES * batch_size
     pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
-    batches = [rows for pool in pools for rows in group_by_length(pool, lengths, batch_size)]
+    batches = [rows for pool in pools for rows in sort_into_batches(pool, lengths, batch_size)]
     for index in random.permutation(len(batches)):
-        yield complete_batch(batches[index], lengths, batch_size, max_length)
+        yield make_full_batch(batches[index], lengths, batch_size, max_length)
 
 
-def group_by_length(rows: NDArray, lengths: NDArray, batch_size: int) -> Iterator[NDArray]:
+def sort_into_batches(rows: NDArray, lengths: NDArray, batch_size: int) -> Iterator[NDArray]:
     """Rows sorted by length, in groups of up to `batch_size`."""
     rows = rows[np.argsort(lengths[rows], kind="stable")]
     for start in range(0, len(rows), batch_size):
         yield rows[start : start + batch_size]
 
 
-def complete_batch(rows: NDArray, lengths: NDArray, batch_size: int, max_length: int) -> BatchIndices:
+def make_full_batch(rows: NDArray, lengths: NDArray, batch_size: int, max_length: int) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
     longest = int(lengths[rows].max())
     padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
-    return BatchIndices(
-        torch.from_numpy(np.resize(rows, batch_size)), torch.from_numpy(weights), min(padded, max_length)
-    )
+    return RowBatch(torch.from_numpy(np.resize(rows, batch_size)), torch.from_numpy(weights), min(padded, max_length))
 
 
 @torch.no_grad()
@@ -189,8 +189,8 @@ def compute_logits(
     lengths = features.lengths.cpu().numpy()
     batch_size = min(batch_size, len(features))
     order, logits = [], []
-    for rows in group_by_length(np.arange(len(features)), lengths, batch_size):
-        batch = complete_batch(rows, lengths, batch_size, max_length).to(device)
+    for rows in sort_into_batches(np.arange(len(features)), lengths, batch_size):
+        batch = make_full_batch(rows, lengths, batch_size, max_length).to(device)
         order.append(rows)
         logits.append(model(*features.collate(batch, pad_id))[: len(rows)].float().cpu().numpy())
     return np.concatenate(logits)[np.argsort(np.concatenate(order))]

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from electra.errors import DataError
 from electra.finetuning.config import GlueConfig
-from electra.finetuning.job import MODEL, Job, Result
+from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
-    best_model,
+    best_model_folder,
     ensemble_metrics,
     make_jobs,
-    mean_logits,
+    medians_and_deviations,
+    read_mean_logits,
     run_jobs,
-    summarize_seeds,
 )
-from electra.finetuning.metrics import Metrics, restore_nan
+from electra.finetuning.metrics import Metrics, none_to_nan
 from electra.finetuning.model import OUTPUT_TYPES
-from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, glue_task, with_data
+from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
 from electra.runfolder import read_json, write_file, write_json
 
 TABLE = "table.json"
@@ -47,23 +47,23 @@ def select_tasks(config: GlueConfig) -> list[Task]:
     """The tasks of the table, with their data."""
     names = [name for word in config.tasks for name in (GLUE_6 if word == "glue-6" else (word,))]
     if "all" in names:
-        names = [name for name in TRAINABLE_TASKS if has_split(GLUE_TASKS[name], "train", config.data)]
+        names = [name for name in TRAINABLE_TASKS if has_split_data(GLUE_TASKS[name], "train", config.data)]
         if not names:
             reason = "has none of GLUE's folders" if Path(config.data).is_dir() else "is not a folder"
             raise DataError(f"{config.data} {reason}; --data must be GLUE's official download, or hub:glue")
-    return [with_diagnostics(glue_task(name, config.data), config.data) for name in dict.fromkeys(names)]
+    return [with_diagnostic_splits(get_glue_task(name, config.data), config.data) for name in dict.fromkeys(names)]
 
 
-def has_split(task: Task, split: str, data: str) -> bool:
+def has_split_data(task: Task, split: str, data: str) -> bool:
     """Whether there is data for a split."""
     return data.startswith(HUB) or Path(data, task.splits[split]).exists()
 
 
-def with_diagnostics(task: Task, data: str) -> Task:
+def with_diagnostic_splits(task: Task, data: str) -> Task:
     """The task, with the rows of tasks that its model predicts as further test splits."""
     for other in GLUE_TASKS.values():
-        if other.predicted_by == task.name and has_split(other, TEST, data):
-            source = with_data(other, data).splits[TEST]
+        if other.predicted_by == task.name and has_split_data(other, TEST, data):
+            source = with_data_source(other, data).splits[TEST]
             task = replace(task, splits=task.splits | {f"{TEST}_{other.name}": source})
     return task
 
@@ -114,11 +114,11 @@ class GlueTable:
             deviation = "–" if row.seeds == 1 else f"{row.standard_deviation:.2f}"
             cells.append([row.task, row.metric, f"{row.median:.2f}", deviation, str(row.seeds), *published])
         if self.mean is not None:
-            cells.append(["mean", "", f"{self.mean:.2f}", "", "", *map(self.published_mean, self.published)])
+            cells.append(["mean", "", f"{self.mean:.2f}", "", "", *map(self.format_published_mean, self.published)])
         glue_6 = [] if self.glue_6 is None else [f"GLUE-6 (mean of {', '.join(GLUE_6)}): {self.glue_6:.2f}"]
         return "\n".join([markdown_table(cells), "", *glue_6, *self.notes])
 
-    def published_mean(self, name: str) -> str:
+    def format_published_mean(self, name: str) -> str:
         """The mean of published results over the table's tasks; empty if one is missing."""
         values = [self.published[name].get(row.task) for row in self.rows if row.task != EXCLUDED_FROM_MEAN]
         known = [value for value in values if value is not None]
@@ -138,21 +138,21 @@ def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune on every task with every seed, and tabulate the results."""
     jobs_by_task = [make_task_jobs(task, config) for task in select_tasks(config)]
     results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
-    rows = [make_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
-    rows += earlier_rows(config.output, [row.task for row in rows])
+    rows = [make_glue_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
+    rows += read_earlier_rows(config.output, [row.task for row in rows])
     if not config.keep_models:
         for jobs in jobs_by_task:
             remove_all_but_best_model(jobs)
-    notes = [*describe_rows(rows), *describe_missing_tasks(rows)]
+    notes = [*describe_other_results(rows), *describe_missing_tasks(rows)]
     if config.submission is not None:
-        notes.append(submit(config.submission, jobs_by_task, config.jobs.ensemble))
-    table = make_table(config, rows, notes)
+        notes.append(write_glue_submission(config.submission, jobs_by_task, config.jobs.ensemble))
+    table = make_glue_table(config, rows, notes)
     write_file(config.output / "table.md", f"{table}\n")
     write_json(config.output / TABLE, asdict(table))
     return table
 
 
-def make_table(config: GlueConfig, rows: list[GlueRow], notes: list[str]) -> GlueTable:
+def make_glue_table(config: GlueConfig, rows: list[GlueRow], notes: list[str]) -> GlueTable:
     """The table of rows, with the means of their medians."""
     medians = {row.task: row.median for row in rows if row.task != EXCLUDED_FROM_MEAN}
     return GlueTable(
@@ -166,9 +166,9 @@ def make_table(config: GlueConfig, rows: list[GlueRow], notes: list[str]) -> Glu
     )
 
 
-def make_row(jobs: list[Job], results: list[Result], with_ensemble: bool) -> GlueRow:
+def make_glue_row(jobs: list[Job], results: list[JobResult], with_ensemble: bool) -> GlueRow:
     task = jobs[0].task
-    medians, deviations = summarize_seeds(results)
+    medians, deviations = medians_and_deviations(results)
     metric = task.metrics[0]
     return GlueRow(
         task=task.name,
@@ -183,22 +183,22 @@ def make_row(jobs: list[Job], results: list[Result], with_ensemble: bool) -> Glu
     )
 
 
-def earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
+def read_earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
     """The rows of other tasks in an earlier table of the same folder."""
     if not (output / TABLE).exists():
         return []
-    return [GlueRow(**restore_nan(row)) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
+    return [GlueRow(**none_to_nan(row)) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
 
 
 def remove_all_but_best_model(jobs: list[Job]) -> None:
     """Remove the models of all seeds but the best of a task."""
-    best = best_model(jobs[0].folder.parent)
+    best = best_model_folder(jobs[0].folder.parent)
     for job in jobs:
         if job.folder / MODEL != best:
             shutil.rmtree(job.folder / MODEL, ignore_errors=True)
 
 
-def describe_rows(rows: list[GlueRow]) -> list[str]:
+def describe_other_results(rows: list[GlueRow]) -> list[str]:
     """Notes on further metrics and splits, ensembles and truncated rows."""
     notes = []
     for row in rows:
@@ -223,37 +223,37 @@ def describe_missing_tasks(rows: list[GlueRow]) -> list[str]:
 
 # Submission: a zip of one file of predictions per test split.
 
-Predictions = dict[str, NDArray]  # class ids or scores, by `submission_name`
+Predictions = dict[str, NDArray]  # class ids or scores, by `submission_key`
 
 
-def submission_name(task: Task, split: str) -> str:
+def submission_key(task: Task, split: str) -> str:
     """The name of a test split's predictions: the task's, "mnli_mismatched", or "diagnostic" in the task "mnli"."""
     suffix = split.removeprefix(f"{TEST}_")
     return suffix if suffix in GLUE_TASKS else task.name + split.removeprefix(TEST)
 
 
 SUBMISSION_FILES = {
-    submission_name(task, split): (task, file)
+    submission_key(task, split): (task, file)
     for task in GLUE_TASKS.values()
     for split, file in task.submission_files.items()
 }
 
 
-def submit(path: Path, jobs_by_task: list[list[Job]], use_ensemble: bool) -> str:
+def write_glue_submission(path: Path, jobs_by_task: list[list[Job]], use_ensemble: bool) -> str:
     """Write a submission of each task's best seed, or ensemble; returns a note about it."""
     predictions: Predictions = {}
     for jobs in jobs_by_task:
         task = jobs[0].task
         members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
-        for split, logits in mean_logits(members).items():
+        for split, logits in read_mean_logits(members).items():
             if split.startswith(TEST):
-                predictions[submission_name(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
-    write_submission(path, predictions)
-    missing = missing_files(predictions)
+                predictions[submission_key(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
+    write_submission_zip(path, predictions)
+    missing = missing_submission_files(predictions)
     return f"submission: {path}" + (f"; GLUE's site also requires {', '.join(missing)}" if missing else "")
 
 
-def write_submission(path: Path, predictions: Predictions) -> None:
+def write_submission_zip(path: Path, predictions: Predictions) -> None:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, predicted in predictions.items():
@@ -263,7 +263,7 @@ def write_submission(path: Path, predictions: Predictions) -> None:
     write_file(path, content.getvalue())
 
 
-def missing_files(predictions: Predictions) -> list[str]:
+def missing_submission_files(predictions: Predictions) -> list[str]:
     """The files that GLUE's site requires but these predictions lack."""
     return [file for name, (_, file) in SUBMISSION_FILES.items() if name not in predictions]
 
@@ -272,5 +272,5 @@ def format_predictions(task: Task, predicted: NDArray) -> str:
     """The content of one file: class names, or scores within their range."""
     if task.score_range is not None:
         predicted = predicted.clip(*task.score_range)
-    values = (f"{value:.3f}" if isinstance(value, float) else value for value in task.decode(predicted))
+    values = (f"{value:.3f}" if isinstance(value, float) else value for value in task.decode_labels(predicted))
     return "".join(["index\tprediction\n", *(f"{index}\t{value}\n" for index, value in enumerate(values))])

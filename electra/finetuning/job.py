@@ -13,26 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.features import BatchIndices, Features, cached_features, compute_logits, epoch_batches
-from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, restore_nan
-from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned
+from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
+from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
+from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned_model
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
-from electra.plotting import MetricPanels, plot_confusion, plot_metrics
+from electra.plotting import MetricPanels, plot_confusion_matrix, plot_metric_curves
 from electra.runfolder import (
     CHECKPOINTS,
     checkpoint_folders,
+    create_folder_atomically,
     lock_folder,
     read_json,
-    remove_partial,
-    write_folder,
+    remove_partial_files,
     write_json,
 )
 from electra.training.config import Budget, HardwareConfig
-from electra.training.hardware import choose_device, choose_precision
+from electra.training.hardware import choose_device, choose_dtype
 from electra.training.logging import METRICS as METRICS_FILE
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
@@ -44,7 +44,7 @@ EVALUATION_BATCH_SIZE = 128
 
 
 @dataclass(frozen=True)
-class Result:
+class JobResult:
     """Metrics of a finished job, stored as result.json."""
 
     task: str
@@ -61,8 +61,8 @@ class Result:
         return nan_as_lowest(next(iter(self.metrics["dev"].values())))
 
 
-def read_result(path: Path) -> Result:
-    return Result(**restore_nan(read_json(path)))
+def read_job_result(path: Path) -> JobResult:
+    return JobResult(**none_to_nan(read_json(path)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +79,15 @@ class Job:
     def is_finished(self) -> bool:
         return (self.folder / RESULT).exists()
 
-    def run(self, quiet: bool = False) -> Result:
+    def run(self, quiet: bool = False) -> JobResult:
         """Fine-tune, from the last checkpoint if there is one; a finished job only returns its result.
 
         After SIGTERM or SIGINT, saves a checkpoint and exits."""
         if not self.is_finished():
             with lock_folder(self.folder):
-                train(self, quiet)
+                train_job(self, quiet)
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
-        return read_result(self.folder / RESULT)
+        return read_job_result(self.folder / RESULT)
 
 
 class FinetuningTask:
@@ -104,13 +104,13 @@ class FinetuningTask:
         model = build_task_model(self.pretrained, self.task.num_labels, self.tuning.pooling, seed=job.seed)
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
-        self.master = MasterWeights(self.model, choose_precision(job.hardware.precision, self.device))
+        self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
         self.output_type = OUTPUT_TYPES[self.task.kind]
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
-        self.batches: Iterator[BatchIndices] = iter(())
+        self.batches: Iterator[RowBatch] = iter(())
 
     def load_features(self, split: str) -> Features:
         """Token ids and labels of a split, on the device."""
@@ -118,9 +118,9 @@ class FinetuningTask:
         if split == "train" and self.task.double_unordered:
             examples = examples.with_swapped_pairs()
         cache = self.job.folder.parent / "tokens"  # shared by all seeds
-        return cached_features(self.task, examples, self.tokenizer, self.tuning.length, cache).to(self.device)
+        return load_or_make_features(self.task, examples, self.tokenizer, self.tuning.length, cache).to(self.device)
 
-    def describe(self) -> list[str]:
+    def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
         encoder, tuning = self.encoder, self.tuning
         pooling = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
@@ -138,38 +138,42 @@ class FinetuningTask:
             )
         return lines
 
-    def next_batch(self) -> BatchIndices:
+    def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)
         if index == 0:
-            self.batches = self.epoch_batches(epoch)
+            self.batches = self.device_batches(epoch)
         self.step += 1
         return next(self.batches)
 
-    def epoch_batches(self, epoch: int) -> Iterator[BatchIndices]:
+    def device_batches(self, epoch: int) -> Iterator[RowBatch]:
         """The batches of one epoch, on the device."""
         lengths = self.train.lengths.cpu().numpy()
         batches = epoch_batches(lengths, self.tuning.batch_size, self.tuning.length, self.job.seed, epoch)
         return (batch.to(self.device) for batch in batches)
 
-    def losses(self, batch: BatchIndices) -> Losses:
-        self.master.sync()
-        with self.master.autocast():
-            logits = self.master.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
+    def losses(self, batch: RowBatch) -> Losses:
+        self.master_weights.sync()
+        with self.master_weights.autocast():
+            logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
         losses = self.output_type.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
-    def counts(self, batch: BatchIndices) -> Counts:
+    def loss_counts(self, batch: RowBatch) -> Counts:
         return {"loss": batch.weights.sum()}
 
     def backward(self, loss: Tensor) -> None:
-        self.master.backward(loss)
+        self.master_weights.backward(loss)
 
-    def lr_scale(self, name: str) -> float:
+    def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
-        if name.startswith("head"):
+        if parameter_name.startswith("head"):
             return 1.0
-        depth = self.encoder.layers - int(name.split(".")[2]) if ".layers." in name else self.encoder.layers + 1
-        depth = 1 if ".final_norm." in name else depth  # as the top layer
+        depth = (
+            self.encoder.layers - int(parameter_name.split(".")[2])
+            if ".layers." in parameter_name
+            else self.encoder.layers + 1
+        )
+        depth = 1 if ".final_norm." in parameter_name else depth  # as the top layer
         return self.tuning.layer_decay_for(self.encoder) ** (depth + self.tuning.faithful)
 
     def evaluate(self) -> Metrics:
@@ -182,7 +186,7 @@ class FinetuningTask:
     def compute_logits(self, features: Features) -> NDArray:
         """The model's logits [N, num_labels] of all rows, without dropout."""
         self.model.eval()
-        with self.master.autocast():
+        with self.master_weights.autocast():
             logits = compute_logits(
                 self.model, features, EVALUATION_BATCH_SIZE, self.tuning.length, self.encoder.pad_id
             )
@@ -192,13 +196,13 @@ class FinetuningTask:
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
         targets = features.labels.cpu().numpy()
         labels = targets if self.task.labels else self.task.denormalize_scores(targets)
-        return self.task.evaluate(self.output_type.predict(logits, self.task), labels)
+        return self.task.compute_metrics(self.output_type.predict(logits, self.task), labels)
 
-    def throughput(self, tokens_per_second: float) -> Metrics:
+    def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}
 
     def write_model(self, folder: Path) -> None:
-        save_finetuned(self.model, self.task, self.tuning.length, folder, self.pretrained.folder)
+        save_finetuned_model(self.model, self.task, self.tuning.length, folder, self.pretrained.folder)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -207,7 +211,7 @@ class FinetuningTask:
         """Continue after the same batch of the same epoch."""
         self.step = state["step"]
         epoch, index = divmod(self.step, self.steps_per_epoch)
-        self.batches = islice(self.epoch_batches(epoch), index, None)
+        self.batches = islice(self.device_batches(epoch), index, None)
 
 
 def available_splits(task: Task) -> list[str]:
@@ -234,13 +238,13 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
     )
 
 
-def train(job: Job, quiet: bool) -> None:
+def train_job(job: Job, quiet: bool) -> None:
     """Train from the last checkpoint or from the start, and write the result."""
     task = FinetuningTask(job)
     trainer = build_trainer(task, quiet)
-    remove_partial(job.folder)
+    remove_partial_files(job.folder)
     if not quiet:
-        print(*task.describe(), sep="\n", file=sys.stderr, flush=True)
+        print(*task.describe_run(), sep="\n", file=sys.stderr, flush=True)
     if checkpoints := checkpoint_folders(job.folder):
         trainer.resume(checkpoints[-1])
     result = trainer.train()
@@ -248,23 +252,23 @@ def train(job: Job, quiet: bool) -> None:
         if not quiet:
             print(f"stopped; checkpoint saved in {job.folder}; run the same command to continue", file=sys.stderr)
         sys.exit(result.exit_code)
-    write_result(task, result.step, result.seconds)
+    write_job_outputs(task, result.step, result.seconds)
 
 
-def write_result(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
+def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
     """Write logits, model and plots and, last, the result, which marks a job as finished."""
     task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
-    with write_folder(folder / MODEL) as draft:
+    with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
-    plot_metrics(folder, read_metrics(folder / METRICS_FILE), curve_panels(task))
+    plot_metric_curves(folder, read_metrics(folder / METRICS_FILE), curve_panels(task))
     if task.kind == "classification":
         predicted = finetuning.output_type.predict(logits["dev"], task)
         counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
-        plot_confusion(folder / "confusion.png", counts, task.labels)
-    result = Result(
+        plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
+    result = JobResult(
         task=task.name,
         seed=finetuning.job.seed,
         metrics={

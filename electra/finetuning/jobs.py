@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from electra.data.prepare import init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, Result, read_result
+from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, JobResult, read_job_result
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import OUTPUT_TYPES, is_finetuned
+from electra.finetuning.model import OUTPUT_TYPES, is_finetuned_config
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
-from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_empty, read_json, write_json
-from electra.training.checkpoint import model_folder
+from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_missing_or_empty, read_json, write_json
+from electra.training.checkpoint import find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
@@ -57,26 +57,26 @@ def make_jobs(
     *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
 ) -> list[Job]:
     """One job per seed of a task; raises if the folder was started with other settings or files."""
-    model = resolve_model(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
-    files = {file: file_checksum(Path(file)) for file in task.splits.values() if file_size(file)}
+    model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
+    files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     del settings["micro_batches"]  # does not change results
-    write_settings(folder, {"settings": settings, "task": asdict(task), "files": files})
+    check_and_write_settings(folder, {"settings": settings, "task": asdict(task), "files": files})
     return [
         Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
         for seed in range(1, seeds + 1)
     ]
 
 
-def file_size(source: str) -> int:
+def local_file_size(source: str) -> int:
     """Size of a file in bytes; 0 for data from the hub and missing files."""
     return 0 if source.startswith(HUB) or not Path(source).exists() else Path(source).stat().st_size
 
 
-def write_settings(folder: Path, settings: dict[str, Any]) -> None:
+def check_and_write_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Store the settings of an output folder; raises if it was started with others."""
     settings = json.loads(json.dumps(settings))  # as read from the file
-    if not is_empty(folder) and not is_finetuning_output(folder):
+    if not is_missing_or_empty(folder) and not is_finetuning_output(folder):
         raise DataError(f"{folder} is not empty and not the output of a fine-tuning; choose another --output")
     if any(folder.glob("seed-*")):
         before = read_json(folder / CONFIG)
@@ -91,24 +91,24 @@ def is_finetuning_output(folder: Path) -> bool:
     return (folder / CONFIG).exists() and {"settings", "task"} <= read_json(folder / CONFIG).keys()
 
 
-def resolve_model(path: Path) -> Path:
+def find_model_to_finetune(path: Path) -> Path:
     """The model folder to fine-tune: a run's newest checkpoint, or an earlier fine-tuning's best model."""
-    return best_model(path) if is_finetuning_output(path) else model_folder(path)
+    return best_model_folder(path) if is_finetuning_output(path) else find_model_folder(path)
 
 
-def best_model(output: Path) -> Path:
+def best_model_folder(output: Path) -> Path:
     """The model of the seed with the best main metric; `output` may also be a fine-tuned model."""
-    models = seed_models(output)
+    models = seed_model_folders(output)
     if len(models) == 1:
         return models[0]
-    return max(models, key=lambda model: read_result(model.parent / RESULT).main_metric)
+    return max(models, key=lambda model: read_job_result(model.parent / RESULT).main_metric)
 
 
-def seed_models(output: Path) -> list[Path]:
+def seed_model_folders(output: Path) -> list[Path]:
     """The models of all finished seeds; `output` may also be one seed's folder or a fine-tuned model."""
     if not output.is_dir():
         raise DataError(f"there is no folder {output}; --model must be the --output of electra finetune")
-    if (output / CONFIG).exists() and is_finetuned(read_json(output / CONFIG)):
+    if (output / CONFIG).exists() and is_finetuned_config(read_json(output / CONFIG)):
         return [output]
     folders = [output] if (output / RESULT).exists() else sorted(output.glob("seed-*"))
     finished = [folder for folder in folders if (folder / RESULT).exists()]
@@ -131,10 +131,10 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
     return f"create one with: electra finetune --model {output} --train … --output … (or --task)"
 
 
-def run_jobs(jobs: list[Job], workers: int | None) -> list[Result]:
+def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
     """Run all unfinished jobs, the longest first; returns the results of all jobs."""
     unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
-    for number, (job, result) in enumerate(run_unfinished(unfinished, workers), start=1):
+    for number, (job, result) in enumerate(run_here_or_in_workers(unfinished, workers), start=1):
         name, value = next(iter(result.metrics["dev"].items()))
         metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
         print(
@@ -145,16 +145,16 @@ def run_jobs(jobs: list[Job], workers: int | None) -> list[Result]:
 
 def estimated_cost(job: Job) -> int:
     """Proportional to a job's time: bytes to train on."""
-    return file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
+    return local_file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
 
 
-def run_unfinished(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, Result]]:
+def run_here_or_in_workers(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, JobResult]]:
     """Run jobs, here or in worker processes, and yield each with its result when it finishes."""
     uses_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
     if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):
         yield from ((job, job.run()) for job in jobs)
         return
-    with exit_on_sigterm(), share_gpu() if uses_gpu else nullcontext(False) as has_mps:
+    with exit_on_sigterm(), start_mps() if uses_gpu else nullcontext(False) as has_mps:
         count = min(workers or default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):
@@ -195,7 +195,7 @@ def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
         raise
 
 
-def run_in_worker(job: Job) -> tuple[Job, Result]:
+def run_in_worker(job: Job) -> tuple[Job, JobResult]:
     """Run a job in a worker process; a worker that was asked to stop exits."""
     try:
         return job, job.run(quiet=True)
@@ -209,7 +209,7 @@ def init_job_worker(workers: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
-def summarize_seeds(results: list[Result]) -> tuple[dict[str, Metrics], dict[str, Metrics]]:
+def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics], dict[str, Metrics]]:
     """Medians and standard deviations over seeds, by split and metric."""
     medians: dict[str, Metrics] = {}
     deviations: dict[str, Metrics] = {}
@@ -223,21 +223,21 @@ def summarize_seeds(results: list[Result]) -> tuple[dict[str, Metrics], dict[str
 def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
     task, metrics = jobs[0].task, {}
-    for split, logits in mean_logits(jobs).items():
+    for split, logits in read_mean_logits(jobs).items():
         labels = read_examples(task, split).labels
         if labels is not None:
-            metrics[split] = task.evaluate(OUTPUT_TYPES[task.kind].predict(logits, task), labels)
+            metrics[split] = task.compute_metrics(OUTPUT_TYPES[task.kind].predict(logits, task), labels)
     return metrics
 
 
-def mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
+def read_mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
     """The mean of the jobs' logits [N, num_labels], by split."""
     logits = [read_tensors(job.folder / LOGITS) for job in jobs]
     return {split: np.mean([tensors[split].numpy() for tensors in logits], axis=0) for split in logits[0]}
 
 
 @contextmanager
-def share_gpu() -> Iterator[bool]:
+def start_mps() -> Iterator[bool]:
     """Start NVIDIA MPS for the processes started in this context; yields whether it is available."""
     if MPS_PIPES in os.environ:  # already running
         yield True
@@ -249,8 +249,10 @@ def share_gpu() -> Iterator[bool]:
         daemon = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
         daemon.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
         client = os.environ | {MPS_PIPES: folder}
-        if not succeeds([MPS_CONTROL, "-d"], daemon) or not succeeds([sys.executable, "-c", MPS_PROBE], client):
-            succeeds([MPS_CONTROL], daemon, stdin="quit")
+        if not command_succeeds([MPS_CONTROL, "-d"], daemon) or not command_succeeds(
+            [sys.executable, "-c", MPS_PROBE], client
+        ):
+            command_succeeds([MPS_CONTROL], daemon, stdin="quit")
             yield False
             return
         os.environ[MPS_PIPES] = folder
@@ -258,10 +260,10 @@ def share_gpu() -> Iterator[bool]:
             yield True
         finally:
             del os.environ[MPS_PIPES]
-            succeeds([MPS_CONTROL], daemon, stdin="quit")
+            command_succeeds([MPS_CONTROL], daemon, stdin="quit")
 
 
-def succeeds(command: list[str], environment: dict[str, str], stdin: str = "") -> bool:
+def command_succeeds(command: list[str], environment: dict[str, str], stdin: str = "") -> bool:
     """Whether a command exits with 0 within `MPS_TIMEOUT`."""
     try:
         process = subprocess.run(

@@ -50,7 +50,9 @@ def pearson(predicted: NDArray, labels: NDArray) -> float:
     """Pearson correlation; NaN if one side is constant (a single element always is) or contains NaN."""
     if (predicted == predicted[0]).all() or (labels == labels[0]).all():
         return math.nan
-    return float(np.clip(np.sum(standardize(predicted) * standardize(labels)), -1, 1))  # NaN stays NaN
+    return float(
+        np.clip(np.sum(center_and_normalize(predicted) * center_and_normalize(labels)), -1, 1)
+    )  # NaN stays NaN
 
 
 def spearman(predicted: NDArray, labels: NDArray) -> float:
@@ -60,7 +62,7 @@ def spearman(predicted: NDArray, labels: NDArray) -> float:
     return pearson(mean_ranks(predicted), mean_ranks(labels))
 
 
-def standardize(scores: NDArray) -> NDArray:
+def center_and_normalize(scores: NDArray) -> NDArray:
     """Centre and scale scores to unit norm."""
     centred = scores - scores.mean(dtype=np.float64)
     centred = centred / np.abs(centred).max()  # squares must neither overflow nor underflow
@@ -104,10 +106,10 @@ def standard_deviation(values: list[float]) -> float:
     return float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
 
-def restore_nan(value: Any) -> Any:
+def none_to_nan(value: Any) -> Any:
     """Replace None by NaN at any depth: JSON files hold null for the NaN in metrics."""
     if isinstance(value, dict):
-        return {name: restore_nan(item) for name, item in value.items()}
+        return {name: none_to_nan(item) for name, item in value.items()}
     return math.nan if value is None else value
 
 

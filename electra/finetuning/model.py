@@ -24,9 +24,9 @@ from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling, check_fields, convert_settings
 from electra.model.encoder import Encoder, create_linear, create_norm
 from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer_files, read_tensors, write_tensors
-from electra.pretraining.phases import longest_row
+from electra.pretraining.phases import read_longest_row_length
 from electra.runfolder import CONFIG, read_json, write_json
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 
 
 class ClassicHead(nn.Linear):
@@ -114,7 +114,7 @@ OUTPUT_TYPES: dict[TaskKind, OutputType] = {
 
 
 @dataclass(frozen=True)
-class Pretrained:
+class PretrainedModel:
     """A model to fine-tune."""
 
     encoder: Encoder
@@ -125,11 +125,11 @@ class Pretrained:
     seed_offset: int = 0  # a model that was fine-tuned before gets other random numbers for its new head
 
 
-def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
+def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel:
     """Load the encoder of a run, model folder, fine-tuned model or Hugging Face folder."""
-    folder = model_folder(path)
+    folder = find_model_folder(path)
     settings = read_json(folder / CONFIG)
-    if is_finetuned(settings):
+    if is_finetuned_config(settings):
         finetuned = read_finetuned_config(folder)
         config, tensors = finetuned.encoder, read_tensors(folder / WEIGHTS)
         pooling = finetuned.pooling
@@ -142,19 +142,26 @@ def load_pretrained(path: Path, dropout: float | None = None) -> Pretrained:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
     with torch.device("meta"):  # the stored weights are assigned below
         encoder = Encoder(config)
-    weights = remove_prefix(tensors, "encoder.")
+    weights = select_and_strip_prefix(tensors, "encoder.")
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return Pretrained(encoder, remove_prefix(tensors, "head."), pooling, folder, longest_row(folder), seed_offset)
+    return PretrainedModel(
+        encoder,
+        select_and_strip_prefix(tensors, "head."),
+        pooling,
+        folder,
+        read_longest_row_length(folder),
+        seed_offset,
+    )
 
 
-def remove_prefix(tensors: Tensors, prefix: str) -> Tensors:
+def select_and_strip_prefix(tensors: Tensors, prefix: str) -> Tensors:
     """The tensors whose names start with a prefix, named without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def build_task_model(
-    pretrained: Pretrained, num_labels: int, pooling: Pooling | None = None, *, seed: int
+    pretrained: PretrainedModel, num_labels: int, pooling: Pooling | None = None, *, seed: int
 ) -> TaskModel:
     """A model to fine-tune, with a randomly initialised output layer.
 
@@ -180,14 +187,14 @@ class FinetunedConfig:
     pooling: Pooling
 
 
-def is_finetuned(settings: dict[str, Any]) -> bool:
+def is_finetuned_config(settings: dict[str, Any]) -> bool:
     """Whether a config.json is that of a fine-tuned model."""
     return {"encoder", "task"} <= settings.keys()
 
 
 def read_finetuned_config(folder: Path) -> FinetunedConfig:
     settings = read_json(folder / CONFIG)
-    if not is_finetuned(settings):
+    if not is_finetuned_config(settings):
         raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
     try:
         check_fields(settings, FinetunedConfig)
@@ -197,7 +204,7 @@ def read_finetuned_config(folder: Path) -> FinetunedConfig:
         raise DataError(f"{folder / CONFIG}: {error}") from None
 
 
-def save_finetuned(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
+def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
     """Write a fine-tuned model into a folder, with the tokenizer's files from another folder."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
     config = FinetunedConfig(encoder=model.encoder.config, task=task, length=length, pooling=model.pooling)
@@ -205,7 +212,7 @@ def save_finetuned(model: TaskModel, task: Task, length: int, folder: Path, toke
     copy_tokenizer_files(tokenizer, folder)
 
 
-def load_finetuned(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
+def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     """Load a fine-tuned model and its configuration."""
     config = read_finetuned_config(folder)
     with torch.device("meta"):

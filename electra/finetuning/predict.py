@@ -18,14 +18,14 @@ from torch import Tensor
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits, make_features
-from electra.finetuning.jobs import best_model, seed_models
+from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.metrics import Metrics, confusion_matrix
-from electra.finetuning.model import OUTPUT_TYPES, load_finetuned
+from electra.finetuning.model import OUTPUT_TYPES, load_finetuned_model
 from electra.finetuning.readers import LABEL_SEPARATOR
-from electra.finetuning.tasks import Examples, Task, errors_with_line, stream_examples
+from electra.finetuning.tasks import Examples, Task, add_line_to_errors, stream_examples
 from electra.model.storage import load_model_tokenizer
 from electra.runfolder import open_atomic
-from electra.training.hardware import choose_device, choose_precision
+from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
 
@@ -64,12 +64,12 @@ class EvaluateResult:
         if self.confusion_matrix and len(self.labels) <= 10:
             counts = [[str(count) for count in row] for row in self.confusion_matrix]
             width = max(map(len, [*self.labels, *(count for row in counts for count in row)]))
-            lines += ["true class ↓, predicted →", format_cells(["", *self.labels], width)]
-            lines += [format_cells([name, *row], width) for name, row in zip(self.labels, counts, strict=True)]
+            lines += ["true class ↓, predicted →", format_aligned_cells(["", *self.labels], width)]
+            lines += [format_aligned_cells([name, *row], width) for name, row in zip(self.labels, counts, strict=True)]
         return "\n".join(lines)
 
 
-def format_cells(cells: list[str], width: int) -> str:
+def format_aligned_cells(cells: list[str], width: int) -> str:
     """A line of right-aligned cells after a left-aligned one."""
     return "  ".join([f"{cells[0]:<{width}}", *(f"{cell:>{width}}" for cell in cells[1:])])
 
@@ -78,10 +78,10 @@ class Predictor:
     """One fine-tuned model, or an ensemble of several of the same task."""
 
     def __init__(self, config: PredictorConfig) -> None:
-        self.folders = ensemble_members(config.model) if config.ensemble else [best_model(config.model)]
-        loaded = [load_finetuned(folder) for folder in self.folders]
+        self.folders = ensemble_model_folders(config.model) if config.ensemble else [best_model_folder(config.model)]
+        loaded = [load_finetuned_model(folder) for folder in self.folders]
         self.device = choose_device(config.device)
-        self.precision = choose_precision(config.precision, self.device)
+        self.precision = choose_dtype(config.precision, self.device)
         self.models = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
         self.task = first.task
@@ -113,9 +113,9 @@ class Predictor:
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
 
 
-def ensemble_members(output: Path) -> list[Path]:
+def ensemble_model_folders(output: Path) -> list[Path]:
     """The models of all seeds; raises if there is only one."""
-    models = seed_models(output)
+    models = seed_model_folders(output)
     if len(models) == 1:
         raise ConfigError(
             f"--ensemble needs several models, and {output} has one; fine-tune with --seeds 2 or more (electra glue "
@@ -130,19 +130,19 @@ def predict(config: PredictConfig) -> PredictResult:
     if config.output.exists() and config.output.samefile(path):
         raise ConfigError(f"is {config.output}, the same as --input; choose another name", field="output")
     predictor = Predictor(config.predictor)
-    with open_rows(config.output) as write_row:
+    with open_row_writer(config.output) as write_row:
         for examples, logits in predictor.stream_logits(path, with_labels=False):
             assert examples.rows is not None
-            for row, prediction in zip(examples.rows, describe_predictions(predictor.task, logits), strict=True):
-                with errors_with_line(str(path), row.line):
+            for row, prediction in zip(examples.rows, prediction_columns(predictor.task, logits), strict=True):
+                with add_line_to_errors(str(path), row.line):
                     write_row(add_columns(row.values, prediction))
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
 
 
-def describe_predictions(task: Task, logits: NDArray) -> Iterator[dict[str, Any]]:
+def prediction_columns(task: Task, logits: NDArray) -> Iterator[dict[str, Any]]:
     """The columns added to each row: the prediction and, for classes, their probabilities."""
     output_type = OUTPUT_TYPES[task.kind]
-    predictions = task.decode(output_type.predict(logits, task))
+    predictions = task.decode_labels(output_type.predict(logits, task))
     for prediction, values in zip(predictions, output_type.activation(logits).tolist(), strict=True):
         probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
         rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
@@ -161,7 +161,7 @@ RowWriter = Callable[[dict[str, Any]], None]
 
 
 @contextmanager
-def open_rows(path: Path) -> Iterator[RowWriter]:
+def open_row_writer(path: Path) -> Iterator[RowWriter]:
     """Yield a function that writes rows to a file, which appears when the block ends without an error."""
     if path.suffix not in WRITERS:
         raise ConfigError(f"is {path}; its name must end in {', '.join(WRITERS)}", field="output")
@@ -171,7 +171,7 @@ def open_rows(path: Path) -> Iterator[RowWriter]:
         yield WRITERS[path.suffix](file)
 
 
-def json_writer(file: TextIO) -> RowWriter:
+def json_row_writer(file: TextIO) -> RowWriter:
     return lambda row: print(json.dumps(row, ensure_ascii=False, default=str), file=file)
 
 
@@ -202,7 +202,7 @@ class TableWriter:
 
 
 WRITERS: dict[str, Callable[[TextIO], RowWriter]] = {
-    ".jsonl": json_writer,
+    ".jsonl": json_row_writer,
     ".csv": lambda file: TableWriter(file, quoting=csv.QUOTE_ALL),
     ".tsv": lambda file: TableWriter(file, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None),
 }
@@ -229,7 +229,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         input=str(path),
         rows=predictor.rows,
         truncated=predictor.truncated,
-        metrics=task.evaluate(predicted, truth),
+        metrics=task.compute_metrics(predicted, truth),
         labels=list(task.labels),
         confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist() if has_matrix else [],
     )

@@ -104,7 +104,7 @@ def table_rows(
         if not header:
             has_header = len(fields) != len(columns) or not set(columns).isdisjoint(fields)
             header = fields if has_header else list(columns)
-            check_unique(name, header)
+            check_unique_columns(name, header)
             if has_header:
                 continue
         if len(fields) == len(header):
@@ -133,7 +133,7 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
 
 def parquet_rows(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Row]:
     with open_parquet(file, decompressed, raw) as table:
-        check_unique(str(file.path), table.schema_arrow.names)
+        check_unique_columns(str(file.path), table.schema_arrow.names)
         batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1024))
         yield from (Row(number, values) for number, values in enumerate(chain.from_iterable(batches), start=1))
 
@@ -153,7 +153,7 @@ def hub_rows(source: str) -> Iterator[Row]:
     return (Row(number, values) for number, values in enumerate(rows, start=1))
 
 
-def check_unique(name: str, columns: list[str]) -> None:
+def check_unique_columns(name: str, columns: list[str]) -> None:
     """Raise if two columns share a name; unnamed columns are harmless."""
     duplicates = sorted({column for column in columns if column and columns.count(column) > 1})
     if duplicates:
@@ -183,7 +183,7 @@ class LabelType:
 def parse_class(cell: Any) -> str:
     if isinstance(cell, list):
         raise DataError("the label is a list; a row has one class, unless the kind of task is multi-label")
-    name = cell_text(cell)
+    name = class_name_from_cell(cell)
     if not name:
         raise DataError("the label is empty; every row for training or evaluation needs one")
     return name
@@ -191,11 +191,11 @@ def parse_class(cell: Any) -> str:
 
 def parse_classes(cell: Any) -> tuple[str, ...]:
     """The class names in a cell, a list or a string with separators; may be empty."""
-    cells = cell if isinstance(cell, list) else cell_text(cell).split(LABEL_SEPARATOR)
-    return tuple(name for name in map(cell_text, cells) if name)
+    cells = cell if isinstance(cell, list) else class_name_from_cell(cell).split(LABEL_SEPARATOR)
+    return tuple(name for name in map(class_name_from_cell, cells) if name)
 
 
-def cell_text(cell: Any) -> str:
+def class_name_from_cell(cell: Any) -> str:
     """A cell as a class name; integers stored as floats lose their decimal point, NaN becomes empty."""
     if cell is None or cell != cell:
         return ""
@@ -231,7 +231,7 @@ def encode_classes(names: tuple[str, ...], class_ids: Mapping[str, int]) -> NDAr
     return multi_hot
 
 
-def infer_classes(names: list[str]) -> dict[str, Any]:
+def infer_class_fields(names: list[str]) -> dict[str, Any]:
     labels = sort_labels(set(names))
     if len(labels) < 2:
         raise DataError(f"every label is {labels[0]!r}; there must be at least two classes")
@@ -246,14 +246,14 @@ def infer_classes(names: list[str]) -> dict[str, Any]:
     }
 
 
-def infer_multi_label_classes(rows: list[tuple[str, ...]]) -> dict[str, Any]:
+def infer_multi_label_fields(rows: list[tuple[str, ...]]) -> dict[str, Any]:
     labels = sort_labels({name for names in rows for name in names})
     if not labels:
         raise DataError("no row has a label; there must be at least one")
     return {"labels": labels, "metrics": ("micro_f1", "exact_match")}
 
 
-def infer_scale(scores: list[float]) -> dict[str, Any]:
+def infer_score_fields(scores: list[float]) -> dict[str, Any]:
     """Metrics of a regression task, and the mean and standard deviation that its targets are normalised by."""
     if min(scores) == max(scores):
         raise DataError(f"every score is {scores[0]:g}; there must be at least two different ones")
@@ -273,27 +273,27 @@ LABEL_TYPES: dict[TaskKind, LabelType] = {
         parse=parse_class,
         encode=encode_class,
         decode=lambda class_ids, labels: [labels[class_id] for class_id in class_ids],
-        infer=infer_classes,
+        infer=infer_class_fields,
         dtype=np.int64,
     ),
     "multi-label": LabelType(
         parse=parse_classes,
         encode=encode_classes,
         decode=lambda rows, labels: [[labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
-        infer=infer_multi_label_classes,
+        infer=infer_multi_label_fields,
         dtype=np.float32,
     ),
     "regression": LabelType(
         parse=parse_score,
         encode=lambda score, class_ids: score,
         decode=lambda scores, labels: scores.tolist(),
-        infer=infer_scale,
+        infer=infer_score_fields,
         dtype=np.float32,
     ),
 }
 
 
-def infer_kind(cells: list[Any]) -> TaskKind:
+def infer_task_kind(cells: list[Any]) -> TaskKind:
     """The kind of task of a label column.
 
     Lists mean multi-label. Numbers are scores if some are not integers or more than `MAX_CLASSES` are distinct; up to

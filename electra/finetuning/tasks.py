@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_kind, read_rows
+from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_task_kind, read_rows
 from electra.model.config import check_fields, convert_settings
 
 HUB = "hub:"
@@ -86,11 +86,11 @@ class Task:
         """Scores in the user's unit from the model's outputs."""
         return outputs * self.scale + self.offset
 
-    def decode(self, labels: NDArray) -> list[Any]:
+    def decode_labels(self, labels: NDArray) -> list[Any]:
         """Labels or predictions as class names, lists of class names, or scores."""
         return LABEL_TYPES[self.kind].decode(labels, self.labels)
 
-    def evaluate(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
+    def compute_metrics(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
         return {name: METRICS[name](predicted, labels) for name in self.metrics}
 
     def find_column(self, name: str, present: Iterable[str]) -> str | None:
@@ -130,12 +130,12 @@ def read_examples(task: Task, split: str) -> Examples:
     """All examples of a split; test splits may lack labels."""
     if split not in task.splits:
         raise ConfigError(f"task {task.name} has no split {split!r}; it has {', '.join(task.splits)}")
-    rows = read_split(task, split)
+    rows = read_split_rows(task, split)
     first = next(rows)
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
     if task.dev_fraction and split in ("train", "dev"):
-        return examples.select(split_indices(task, split, len(examples)))
+        return examples.select(train_or_dev_indices(task, split, len(examples)))
     return examples
 
 
@@ -149,7 +149,7 @@ def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: boo
         yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
 
 
-def read_split(task: Task, split: str) -> Iterator[Row]:
+def read_split_rows(task: Task, split: str) -> Iterator[Row]:
     """The rows of a split, from a file or the hub."""
     source = task.splits[split]
     if source.startswith(HUB):
@@ -175,12 +175,12 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
     class_ids = {name: index for index, name in enumerate(task.labels)}
     texts, texts_b, labels = [], [], []
     for row in rows:
-        with errors_with_line(source, row.line):
+        with add_line_to_errors(source, row.line):
             texts.append(get_text(task, task.text, row))
             if task.text_b is not None:
                 texts_b.append(get_text(task, task.text_b, row))
             if has_labels:
-                labels.append(label_type.encode(label_type.parse(get_value(task, task.label, row)), class_ids))
+                labels.append(label_type.encode(label_type.parse(get_cell(task, task.label, row)), class_ids))
     return Examples(
         texts=texts,
         texts_b=texts_b if task.text_b is not None else None,
@@ -189,7 +189,7 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
 
 
 @contextmanager
-def errors_with_line(source: str, line: int) -> Iterator[None]:
+def add_line_to_errors(source: str, line: int) -> Iterator[None]:
     """Add file and line to the message of a DataError."""
     try:
         yield
@@ -197,7 +197,7 @@ def errors_with_line(source: str, line: int) -> Iterator[None]:
         raise DataError(f"{source}, line {line}: {error}") from None
 
 
-def get_value(task: Task, name: str, row: Row) -> Any:
+def get_cell(task: Task, name: str, row: Row) -> Any:
     column = task.find_column(name, row.values)
     if column is None:
         present = ", ".join(map(repr, row.values))
@@ -209,7 +209,7 @@ def get_value(task: Task, name: str, row: Row) -> Any:
 
 def get_text(task: Task, name: str, row: Row) -> str:
     """The text of a row in a column; null becomes empty."""
-    text = get_value(task, name, row)
+    text = get_cell(task, name, row)
     if text is None:
         return ""
     if not isinstance(text, str):
@@ -217,7 +217,7 @@ def get_text(task: Task, name: str, row: Row) -> str:
     return text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which tokenizers reject
 
 
-def split_indices(task: Task, split: str, rows: int) -> NDArray:
+def train_or_dev_indices(task: Task, split: str, rows: int) -> NDArray:
     """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
     if rows < 2:
         raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
@@ -329,17 +329,17 @@ HUB_SPLITS = {  # stem of the file's name → split of the hub's dataset, if dif
 }
 
 
-def glue_task(name: str, data: str) -> Task:
+def get_glue_task(name: str, data: str) -> Task:
     """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
     trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
     if name not in GLUE_TASKS:
         raise ConfigError(f"unknown task {name!r}; choose from {', '.join(trainable)}, or use your own files")
     if name not in trainable:
         raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")
-    return with_data(GLUE_TASKS[name], data)
+    return with_data_source(GLUE_TASKS[name], data)
 
 
-def with_data(task: Task, data: str) -> Task:
+def with_data_source(task: Task, data: str) -> Task:
     """A task of the table with its splits in a folder or a hub dataset."""
     if data.startswith(HUB):
         dataset = f"{data}:{HUB_CONFIGS.get(task.name, task.name)}"
@@ -355,17 +355,17 @@ def with_data(task: Task, data: str) -> Task:
     return replace(task, splits={split: str(file) for split, file in files.items()})
 
 
-def infer_labels(task: Task, kind: TaskKind | None) -> Task:
+def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
-    for row in read_split(task, "train"):
-        with errors_with_line(source, row.line):
-            cells[row.line] = get_value(task, task.label, row)
-    kind = kind or infer_kind(list(cells.values()))
+    for row in read_split_rows(task, "train"):
+        with add_line_to_errors(source, row.line):
+            cells[row.line] = get_cell(task, task.label, row)
+    kind = kind or infer_task_kind(list(cells.values()))
     parsed = []
     for line, cell in cells.items():
-        with errors_with_line(source, line):
+        with add_line_to_errors(source, line):
             parsed.append(LABEL_TYPES[kind].parse(cell))
     try:
         return replace(task, kind=kind, **LABEL_TYPES[kind].infer(parsed))

@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
-from electra.runfolder import CONFIG, join_names, read_json, write_folder, write_json
+from electra.runfolder import CONFIG, create_folder_atomically, join_first_names, read_json, write_json
 
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -29,7 +29,7 @@ DISCRIMINATOR_HEAD = "discriminator.head."
 
 def save_model(electra: Electra, folder: Path, tokenizer_folder: Path | None = None) -> None:
     """Create a model folder with the tokenizer files of the folder `tokenizer_folder`."""
-    with write_folder(folder) as draft:
+    with create_folder_atomically(folder) as draft:
         write_model_into(electra, draft, tokenizer_folder)
 
 
@@ -134,9 +134,9 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
     """Check that tensors read from `path` have the names and shapes of the model's parameters and are floats."""
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise DataError(f"{path} lacks {join_names(missing)}, which {CONFIG} requires")
+        raise DataError(f"{path} lacks {join_first_names(missing)}, which {CONFIG} requires")
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise DataError(f"{path} has {join_names(unknown)}, which {CONFIG} does not describe")
+        raise DataError(f"{path} has {join_first_names(unknown)}, which {CONFIG} does not describe")
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise DataError(f"{path}: {name} is {tensor.dtype}; only floating-point weights are supported")

@@ -8,27 +8,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from electra.config import flat_fields
+from electra.config import flat_values
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.model.config import ElectraConfig, get_size_preset
 from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import CHANGEABLE, PretrainConfig, run_settings
-from electra.pretraining.initialize import generator_source, is_lone_generator
-from electra.pretraining.phases import Phase, initializes_discriminator, parse_phases
+from electra.pretraining.config import CHANGEABLE_ON_RESUME, PretrainConfig, read_run_settings
+from electra.pretraining.initialize import generator_init_folder, is_lone_generator
+from electra.pretraining.phases import Phase, inits_discriminator_from_generator, parse_phases
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
     checkpoint_folders,
-    is_empty,
-    join_names,
+    is_missing_or_empty,
+    join_first_names,
     read_json,
-    remove_partial,
+    remove_partial_files,
 )
-from electra.training.checkpoint import STATE, model_folder
-from electra.training.hardware import environment
+from electra.training.checkpoint import STATE, find_model_folder
+from electra.training.hardware import describe_environment
 
 CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
 
@@ -44,11 +44,11 @@ def check_settings(config: PretrainConfig) -> None:
     for before, after in pairwise(objectives):
         if OBJECTIVES[before].head and not OBJECTIVES[after].head:
             raise ConfigError(f"--phases: {after} after {before} would drop the trained discriminator; put it first")
-    check_generator(config, objectives)
-    check_init(config, objectives)
+    check_generator_settings(config, objectives)
+    check_init_settings(config, objectives)
 
 
-def check_generator(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+def check_generator_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Check that objectives have the generator they need."""
     kind, sharing = config.objective.generator, config.model.sharing
     for name in objectives:
@@ -59,31 +59,31 @@ def check_generator(config: PretrainConfig, objectives: list[ObjectiveName]) -> 
                 f"objective ({others})"
             )
     frozen = [name for name in objectives if OBJECTIVES[name].is_generator_frozen]
-    if frozen and objectives[0] == frozen[0] and not has_trained_generator(config):
+    if frozen and objectives[0] == frozen[0] and not starts_with_trained_generator(config):
         raise ConfigError(
             f"--objective {frozen[0]} needs a trained generator; train it in a first phase "
-            f"(--phases objective=mlm objective={frozen[0]} {two_stage_flags(config)}), or give one with --init"
+            f"(--phases objective=mlm objective={frozen[0]} {suggest_two_stage_flags(config)}), or give one with --init"
         )
     if frozen and sharing != "none":
         is_copied = OBJECTIVES[objectives[0]].head is None and config.init.discriminator_from_generator
-        flags = two_stage_flags(config) if is_copied else "--sharing none"
+        flags = suggest_two_stage_flags(config) if is_copied else "--sharing none"
         raise ConfigError(f"--sharing {sharing} would train the frozen generator; add {flags}")
 
 
-def has_trained_generator(config: PretrainConfig) -> bool:
+def starts_with_trained_generator(config: PretrainConfig) -> bool:
     """Whether a run starts with the weights of a trained generator."""
     if config.init.model is None:
         return config.init.branch_from is not None
-    return generator_source(config.init) is not None
+    return generator_init_folder(config.init) is not None
 
 
-def two_stage_flags(config: PretrainConfig) -> str:
+def suggest_two_stage_flags(config: PretrainConfig) -> str:
     """The flags for a discriminator that is initialised from the generator, which is then frozen."""
     width = config.model.width or get_size_preset(config.model.size).discriminator.width
     return f"--sharing none --generator-width {width}"
 
 
-def check_init(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
+def check_init_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Check settings that depend on where the initial weights come from."""
     init = config.init
     if config.optimizer.schedule == "decay" and init.model is None and init.branch_from is None:
@@ -104,10 +104,10 @@ def check_init(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
         )
 
 
-def check_phases(phases: list[Phase]) -> None:
+def check_discriminator_init(phases: list[Phase]) -> None:
     """Check that a discriminator that is initialised from the generator has the same encoder."""
     for previous, phase in pairwise(phases):
-        if not initializes_discriminator(previous, phase):
+        if not inits_discriminator_from_generator(previous, phase):
             continue
         generator, discriminator = phase.model.generator, phase.model.discriminator
         if generator and discriminator and generator != discriminator:
@@ -123,25 +123,27 @@ def check_phases(phases: list[Phase]) -> None:
             )
 
 
-def check_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) -> None:
+def check_branch_matches_trunk(config: PretrainConfig, model: ElectraConfig, shards: Shards) -> None:
     """Check that a branch has the tokenizer, model and optimizer of its trunk."""
     trunk = config.init.branch_from
     assert trunk is not None
-    checkpoint = model_folder(trunk)
-    trunk_model = comparable_model(read_model_config(checkpoint))
+    checkpoint = find_model_folder(trunk)
+    trunk_model = model_settings_to_compare(read_model_config(checkpoint))
     if not (checkpoint / STATE).exists():
         raise DataError(f"{trunk} holds a model without training state; start from its weights with --init {trunk}")
     shards.check_same_tokenizer(load_model_tokenizer(checkpoint))
     optimizer = config.optimizer.name
-    before = trunk_model | {"optimizer": run_settings(checkpoint).get("optimizer", optimizer)}
-    now = comparable_model(model) | {"optimizer": optimizer}
+    before = trunk_model | {"optimizer": read_run_settings(checkpoint).get("optimizer", optimizer)}
+    now = model_settings_to_compare(model) | {"optimizer": optimizer}
     names = ["parts"] if before["parts"] != now["parts"] else [name for name in before if before[name] != now[name]]
     if names:
         changes = [f"{name} was {before[name]} and is now {now[name]}" for name in names]
-        raise ConfigError(f"--branch-from {trunk} has other settings: {join_names(changes)}; leave out these flags")
+        raise ConfigError(
+            f"--branch-from {trunk} has other settings: {join_first_names(changes)}; leave out these flags"
+        )
 
 
-def comparable_model(pair: ElectraConfig) -> dict[str, Any]:
+def model_settings_to_compare(pair: ElectraConfig) -> dict[str, Any]:
     """What the models of a trunk and its branch must have in common, by setting."""
     parts = ["generator with baseline" if pair.has_baseline else "generator"] if pair.generator else []
     parts += [f"discriminator with {pair.head} head"] if pair.discriminator else []
@@ -152,11 +154,11 @@ def comparable_model(pair: ElectraConfig) -> dict[str, Any]:
     return settings
 
 
-def find_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
+def find_resume_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
     """The checkpoint to resume from, if any; raises if the output folder is in use or has other settings."""
     run, checkpoints = config.output, checkpoint_folders(config.output)
     if not (run / CONFIG).exists():
-        if not is_empty(run):
+        if not is_missing_or_empty(run):
             raise DataError(f"{run} is not empty and holds no run; choose another --output")
         return None
     stored = read_json(run / CONFIG)
@@ -165,27 +167,29 @@ def find_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | No
     if checkpoints and not config.resume:
         raise ConfigError(f"{run} already holds a run; continue it with --resume, or choose another --output")
     if checkpoints:
-        check_same_settings(run, comparable_settings(stored), comparable_settings(record), ignore=CHANGEABLE)
+        check_same_settings(
+            run, run_settings_to_compare(stored), run_settings_to_compare(record), ignore=CHANGEABLE_ON_RESUME
+        )
     else:
         print(f"the run in {run} ended before its first checkpoint; starting again", file=sys.stderr)
-    remove_partial(run)
+    remove_partial_files(run)
     return checkpoints[-1] if checkpoints else None
 
 
-def run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
+def config_file_content(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
     """The content of config.json: the final model, flat settings, data, command and environment."""
-    settings = flat_fields(config) | {"data": config.data.absolute()}  # it may be resumed from another folder
+    settings = flat_values(config) | {"data": config.data.absolute()}  # it may be resumed from another folder
     record = {
         "model": asdict(phases[-1].model),
         "pretraining": settings,
         "data": {"tokens": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint},
         "command": shlex.join(sys.argv),
-        "environment": environment(),
+        "environment": describe_environment(),
     }
     return json.loads(json.dumps(record, default=str))
 
 
-def comparable_settings(record: dict[str, Any]) -> dict[str, Any]:
+def run_settings_to_compare(record: dict[str, Any]) -> dict[str, Any]:
     """The settings and the data of a run, to compare with those of the run that resumes it."""
     data, model = record["data"], record["model"]
     vocab_size = (model["generator"] or model["discriminator"])["vocab_size"]

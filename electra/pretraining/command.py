@@ -9,60 +9,66 @@ import torch
 
 from electra.data.shards import Shards, open_shards
 from electra.errors import TrainingError
-from electra.plotting import plot_pretraining
-from electra.pretraining.checks import check_phases, check_settings, check_trunk, find_checkpoint, run_record
+from electra.plotting import plot_pretraining_curves
+from electra.pretraining.checks import (
+    check_branch_matches_trunk,
+    check_discriminator_init,
+    check_settings,
+    config_file_content,
+    find_resume_checkpoint,
+)
 from electra.pretraining.config import PretrainConfig
-from electra.pretraining.describe import Estimate, estimate_run, summary, warnings
+from electra.pretraining.describe import RunEstimate, estimate_run, run_warnings, summarize_run
 from electra.pretraining.initialize import (
     InitialWeights,
     has_trained_segments,
-    load_previous_phase,
+    load_previous_phase_weights,
     pair_config,
     read_initial_weights,
 )
-from electra.pretraining.phases import Phase, checkpoint_phase, plan_phases
+from electra.pretraining.phases import Phase, plan_phases, read_phase_index
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_json
-from electra.training.checkpoint import model_folder
-from electra.training.hardware import choose_device, uses_compile
+from electra.training.checkpoint import find_model_folder
+from electra.training.hardware import choose_device, should_compile
 from electra.training.logging import METRICS, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
 
-def pretrain(config: PretrainConfig) -> TrainResult | Estimate:
+def pretrain(config: PretrainConfig) -> TrainResult | RunEstimate:
     """Pre-train a model and write its run folder; a dry run returns an estimate instead."""
     shards = open_shards(config.data)
     device = choose_device(config.hardware.device)
-    uses_compile(config.hardware, device)  # raises if there is no compiler
-    phases = plan(config, shards)
-    for warning in warnings(config, phases, shards, device):
+    should_compile(config.hardware, device)  # raises if there is no compiler
+    phases = plan_and_check_phases(config, shards)
+    for warning in run_warnings(config, phases, shards, device):
         print(warning, file=sys.stderr)
     if config.dry_run:
         read_initial_weights(config, phases[0].model)  # raises where the run would
         return estimate_run(config, phases, shards, device)
     with lock_folder(config.output):
-        return train(config, phases, shards, device)
+        return train_phases(config, phases, shards, device)
 
 
-def plan(config: PretrainConfig, shards: Shards) -> list[Phase]:
+def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]:
     """The phases of a run; raises a ConfigError for settings that contradict each other."""
-    is_new = not config.has_checkpoint()
+    is_new = not config.resumes_checkpoint()
     if is_new:
         check_settings(config)
     phases = plan_phases(config, pair_config(config, shards))
-    check_phases(phases)
+    check_discriminator_init(phases)
     if is_new and config.init.branch_from is not None:
-        check_trunk(config, phases[0].model, shards)
+        check_branch_matches_trunk(config, phases[0].model, shards)
     return phases
 
 
-def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> TrainResult:
+def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> TrainResult:
     """Train all phases, or those after the last checkpoint."""
-    record = run_record(config, phases, shards)
-    checkpoint = find_checkpoint(config, record)
+    record = config_file_content(config, phases, shards)
+    checkpoint = find_resume_checkpoint(config, record)
     weights = read_initial_weights(config, phases[0].model)
-    print(*summary(config, phases), sep="\n", file=sys.stderr, flush=True)
-    for phase in phases[0 if checkpoint is None else checkpoint_phase(checkpoint) :]:
+    print(*summarize_run(config, phases), sep="\n", file=sys.stderr, flush=True)
+    for phase in phases[0 if checkpoint is None else read_phase_index(checkpoint) :]:
         if len(phases) > 1:
             name = phase.config.objective.name
             print(f"phase {phase.index + 1} of {len(phases)}: {name}", file=sys.stderr, flush=True)
@@ -76,9 +82,9 @@ def train(config: PretrainConfig, phases: list[Phase], shards: Shards, device: t
         if result.signal:
             break
     metrics = read_metrics(config.output / METRICS)
-    plot_pretraining(config.output, metrics, config.objective.discriminator_weight)
+    plot_pretraining_curves(config.output, metrics, config.objective.discriminator_weight)
     if not result.signal:
-        check_last_loss(metrics, result)
+        check_final_loss_is_finite(metrics, result)
     return result
 
 
@@ -96,9 +102,9 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         stop_at=phase.stage_end,
     )
     if checkpoint is not None:
-        continue_from(checkpoint, trainer, task)
+        restore_from_checkpoint(checkpoint, trainer, task)
     elif config.init.branch_from is not None:
-        trainer.branch(model_folder(config.init.branch_from))
+        trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
         weights.load_into(task.model)
     if config.init.model is not None:
@@ -108,11 +114,11 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
     return trainer.train()
 
 
-def continue_from(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> None:
+def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> None:
     """Continue a phase from its checkpoint, or start it from the last checkpoint of the previous phase."""
-    is_previous = checkpoint_phase(checkpoint) < task.phase.index
+    is_previous = read_phase_index(checkpoint) < task.phase.index
     if is_previous and task.phase.starts_stage:
-        load_previous_phase(task.model, checkpoint, task.config.init)
+        load_previous_phase_weights(task.model, checkpoint, task.config.init)
         trainer.start_stage(checkpoint)
     else:
         trainer.resume(checkpoint)
@@ -120,7 +126,7 @@ def continue_from(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> 
             trainer.state.best_loss = None  # losses of phases are not comparable: masks may differ
 
 
-def check_last_loss(metrics: list[dict[str, Any]], result: TrainResult) -> None:
+def check_final_loss_is_finite(metrics: list[dict[str, Any]], result: TrainResult) -> None:
     """Raise a TrainingError if the last evaluation of a finished run had a non-finite loss."""
     evaluations = [line for line in metrics if line["kind"] == "validation"]
     if evaluations and evaluations[-1]["loss"] is None:  # NaN in JSON

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from electra.config import convert, flat_defaults
+from electra.config import convert_values, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError, check_range
 from electra.model.config import (
@@ -77,7 +77,7 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 BUDGETS = ("steps", "tokens", "minutes")
 
-CHANGEABLE = {  # settings that may differ when a run is resumed: they do not affect the weights
+CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they do not affect the weights
     *("data", "output", "resume", "dry_run", "json"),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
@@ -135,7 +135,7 @@ class BudgetConfig:
             raise ConfigError(f"give one of --steps, --tokens and --minutes, not {' and '.join(budgets) or 'none'}")
         check_range(self, *BUDGETS, above=0)
 
-    def part(self, begin: float, end: float, loader: LoaderConfig) -> Budget:
+    def phase_budget(self, begin: float, end: float, loader: LoaderConfig) -> Budget:
         """The trainer's budget from one fraction of this budget to another, for batches of `loader`."""
         if self.minutes is not None:
             return Budget(seconds=60 * self.minutes * (end - begin))
@@ -195,21 +195,21 @@ class PretrainConfig:
             raise ConfigError("sinusoidal_positions needs position embeddings, which --style modern does not have")
 
     @classmethod
-    def defaults_for(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The defaults of other settings: those of a resumed run or trunk, an --init model, and the recipe."""
-        stored = resumed_settings(values) or trunk_settings(values)
-        initial = init_settings(stored | values)
+        stored = read_resumed_settings(values) or read_trunk_settings(values)
+        initial = read_init_model_settings(stored | values)
         known = flat_defaults(cls) | initial | stored | values
         base = {name: known[name] for name in ("recipe", "size", "style")}
         defaults = recipe_settings(**base) | initial | base | stored
         return defaults | dict.fromkeys(BUDGETS) if values.keys() & set(BUDGETS) else defaults
 
-    def has_checkpoint(self) -> bool:
+    def resumes_checkpoint(self) -> bool:
         """Whether this run is resumed from a checkpoint."""
         return self.resume and bool(checkpoint_folders(self.output))
 
 
-def resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
+def read_resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The settings stored in the run to resume; empty if none is."""
     if "output" not in values:
         return {}
@@ -223,21 +223,21 @@ def resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
         return {}
     stored = read_json(run / CONFIG).get("pretraining", {})
     not_resumed = ("output", "resume", "dry_run", "json")
-    return convert(PretrainConfig, {name: value for name, value in stored.items() if name not in not_resumed})
+    return convert_values(PretrainConfig, {name: value for name, value in stored.items() if name not in not_resumed})
 
 
-def init_settings(values: dict[str, Any]) -> dict[str, Any]:
+def read_init_model_settings(values: dict[str, Any]) -> dict[str, Any]:
     """Size and style of the --init model, and the sharing of a pair; empty if it cannot be read: the run reports it."""
     if not values.get("init"):
         return {}
     from electra.huggingface.folders import read_encoder_configs  # here, because they import torch
     from electra.model.storage import read_model_config
-    from electra.training.checkpoint import model_folder
+    from electra.training.checkpoint import find_model_folder
 
     with suppress(DataError, KeyError):
-        folder = model_folder(Path(values["init"]))
+        folder = find_model_folder(Path(values["init"]))
         encoders = read_encoder_configs(folder)
-        encoder = main_encoder(encoders)
+        encoder = main_encoder_config(encoders)
         settings = {"size": size_name_for_encoder(encoder), "style": encoder.style}
         if len(encoders) == 2 and not values.keys() & {"init_generator", "generator"}:
             settings["sharing"] = read_model_config(folder).sharing
@@ -245,39 +245,39 @@ def init_settings(values: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
+def read_trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
     """The settings that a branch takes from its trunk; empty if it cannot be read: the run reports it."""
     if not values.get("branch_from"):
         return {}
     from electra.model.storage import read_model_config
-    from electra.training.checkpoint import model_folder, read_state
+    from electra.training.checkpoint import find_model_folder, read_training_state
 
     with suppress(DataError):
-        checkpoint = model_folder(Path(values["branch_from"]))
-        stored = run_settings(checkpoint)
-        task_state = read_state(checkpoint)["task"]
+        checkpoint = find_model_folder(Path(values["branch_from"]))
+        stored = read_run_settings(checkpoint)
+        task_state = read_training_state(checkpoint)["task"]
         pair = read_model_config(checkpoint)
         inherited = ("recipe", "optimizer", "generator")
         settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
         settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
-        size = stored.get("size", size_name_for_encoder(main_encoder(pair.encoder_configs())))
+        size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
         has_other_size = values.get("size", size) != size  # an error later, which overrides must not hide
-        return settings if has_other_size else settings | model_settings(pair, size)
+        return settings if has_other_size else settings | model_config_settings(pair, size)
     return {}
 
 
-def run_settings(checkpoint: Path) -> dict[str, Any]:
+def read_run_settings(checkpoint: Path) -> dict[str, Any]:
     """The flat settings of the run that a checkpoint is in; empty if it was moved out of its run."""
     path = checkpoint.parent.parent / CONFIG
     is_inside = checkpoint.parent.name == CHECKPOINTS and path.exists()
     return read_json(path).get("pretraining", {}) if is_inside else {}
 
 
-def model_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
+def model_config_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
     """The settings of ModelConfig that describe a pair: a size, and overrides of it."""
-    encoder = main_encoder(pair.encoder_configs())
+    encoder = main_encoder_config(pair.encoder_configs())
     settings: dict[str, Any] = {"size": size, "style": encoder.style}
-    default = main_encoder(ModelConfig(**settings).electra_config().encoder_configs())
+    default = main_encoder_config(ModelConfig(**settings).electra_config().encoder_configs())
     for name in OVERRIDES:
         if getattr(encoder, name) != getattr(default, name):
             settings[name] = getattr(encoder, name)
@@ -288,6 +288,6 @@ def model_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
     return settings
 
 
-def main_encoder(configs: dict[str, EncoderConfig]) -> EncoderConfig:
+def main_encoder_config(configs: dict[str, EncoderConfig]) -> EncoderConfig:
     """The encoder that a model is used for: the discriminator's, or that of a lone generator."""
     return configs["discriminator"] if "discriminator" in configs else configs["generator"]

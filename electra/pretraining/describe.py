@@ -10,10 +10,10 @@ from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.objectives.masking import max_masked
 from electra.pretraining.config import PretrainConfig
-from electra.pretraining.held_out import held_out_loader
-from electra.pretraining.initialize import generator_source, has_head_for
-from electra.pretraining.phases import Phase, count_parameters, initializes_discriminator
-from electra.training.hardware import choose_precision, device_memory, measure_flops
+from electra.pretraining.held_out import held_out_loader_config
+from electra.pretraining.initialize import generator_init_folder, has_head_for
+from electra.pretraining.phases import Phase, count_parameters, inits_discriminator_from_generator
+from electra.training.hardware import choose_dtype, device_memory_bytes, measure_flops_per_second
 from electra.training.logging import format_duration
 
 MODEL_NAMES = {
@@ -35,9 +35,9 @@ CHECKPOINTING_TIME = 4 / 3  # activation checkpointing repeats the forward pass
 BYTES_PER_PARAMETER = 16  # weight, gradient and two moments in fp32
 
 
-def summary(config: PretrainConfig, phases: list[Phase]) -> list[str]:
+def summarize_run(config: PretrainConfig, phases: list[Phase]) -> list[str]:
     """Models, initial weights and phases of a run, one line each."""
-    starts_from_model = config.init.model is not None and not config.has_checkpoint()
+    starts_from_model = config.init.model is not None and not config.resumes_checkpoint()
     init = [describe_init(config, phases[0].model)] if starts_from_model else []
     return [describe_model(config, phases[-1].model), *init, *describe_phases(phases)]
 
@@ -61,10 +61,10 @@ def describe_encoder(name: str, encoder: EncoderConfig) -> str:
     every, window = encoder.global_attention_every, encoder.local_attention
     local = f", attention within {window} tokens in all but every {every}th layer" if every > 1 else ""
     dropout = f", dropout {encoder.dropout:g}" if encoder.dropout else ""
-    return f"{name} with {plural(encoder.layers, 'layer')} of width {encoder.width}{local}{dropout}"
+    return f"{name} with {format_count(encoder.layers, 'layer')} of width {encoder.width}{local}{dropout}"
 
 
-def plural(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -77,7 +77,7 @@ def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:
     text = f"{name} initialised from {init.model}{head}"
     if model.generator is None or model.discriminator is None:
         return text
-    source = generator_source(init)
+    source = generator_init_folder(init)
     return f"{text}; generator {'new' if source is None else f'initialised from {source}'}"
 
 
@@ -93,7 +93,7 @@ def describe_phase(phase: Phase) -> str:
     if phase.budget.steps is None:
         budget = format_duration((phase.budget.seconds or 0) / 60)
     else:
-        budget = plural(phase.budget.steps, "step")
+        budget = format_count(phase.budget.steps, "step")
     batch = f"{config.loader.batch_size} × {config.loader.length} tokens per step"
     masked = f"{100 * config.masking.mask_fraction:g} % masked"
     optimizer = config.optimizer
@@ -105,11 +105,11 @@ def describe_new_discriminator(previous: Phase | None, phase: Phase) -> str:
     """How a discriminator is initialised that the previous phase lacks."""
     if previous is None or previous.model.discriminator is not None or phase.model.discriminator is None:
         return ""
-    source = "initialised from the generator" if initializes_discriminator(previous, phase) else "new"
+    source = "initialised from the generator" if inits_discriminator_from_generator(previous, phase) else "new"
     return f"; the discriminator is {source}"
 
 
-def warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Iterator[str]:
+def run_warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Iterator[str]:
     """Settings that are valid but probably not intended; raises a DataError if there are no held-out rows."""
     yield from held_out_warnings(config, shards)
     for phase in phases:
@@ -124,7 +124,7 @@ def warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device
 
 
 def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:
-    loader = held_out_loader(config)
+    loader = held_out_loader_config(config)
     rows = BatchLoader(shards, loader, split="validation").epoch(0).num_rows
     used = rows // loader.batch_size * loader.batch_size or rows
     if rows < FEW_ROWS:
@@ -138,7 +138,7 @@ def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """The summary of a run and its size; time and memory are rough estimates."""
 
     summary: list[str]
@@ -169,7 +169,7 @@ class Estimate:
         return "\n".join(lines)
 
 
-def estimate_run(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Estimate:
+def estimate_run(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> RunEstimate:
     """Estimate a run without running it: phases add up, the largest determines the memory."""
     estimates = [estimate_phase(phase, shards, device) for phase in phases]
     sums = {
@@ -178,19 +178,19 @@ def estimate_run(config: PretrainConfig, phases: list[Phase], shards: Shards, de
     }
     largest = max(estimates, key=lambda estimate: estimate.memory_bytes)
     parameters = max(estimate.parameters for estimate in estimates)
-    return replace(largest, **sums, parameters=parameters, summary=summary(config, phases))
+    return replace(largest, **sums, parameters=parameters, summary=summarize_run(config, phases))
 
 
-def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estimate:
+def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> RunEstimate:
     hardware = phase.config.hardware
     parameters = count_parameters(phase.model)
     flops_per_step = phase.flops_per_step()
-    speed = measure_flops(device, choose_precision(hardware.precision, device)) * EFFICIENCY[device.type]
+    speed = measure_flops_per_second(device, choose_dtype(hardware.precision, device)) * EFFICIENCY[device.type]
     speed /= CHECKPOINTING_TIME if hardware.activation_checkpointing else 1
     steps = phase.budget.steps or max(1, int((phase.budget.seconds or 0) * speed / flops_per_step))
     tokens = steps * phase.tokens_per_step()
     rows = phase.config.loader.batch_size // phase.config.trainer.micro_batches
-    return Estimate(
+    return RunEstimate(
         summary=[],
         parameters=parameters,
         steps=steps,
@@ -198,17 +198,17 @@ def estimate_phase(phase: Phase, shards: Shards, device: torch.device) -> Estima
         epochs=tokens / max(1, shards.index.totals_by_split("tokens")["train"]),
         flops=float(steps * flops_per_step),
         minutes=steps * flops_per_step / speed / 60,
-        memory_bytes=BYTES_PER_PARAMETER * parameters + rows * activation_bytes(phase, device),
-        available_bytes=device_memory(device),
+        memory_bytes=BYTES_PER_PARAMETER * parameters + rows * activation_bytes_per_row(phase, device),
+        available_bytes=device_memory_bytes(device),
         device=device.type,
     )
 
 
-def activation_bytes(phase: Phase, device: torch.device) -> int:
+def activation_bytes_per_row(phase: Phase, device: torch.device) -> int:
     """Memory for the backward pass per row: activations of the layers, and logits of token predictions."""
     config, model = phase.config, phase.model
     length, hardware = config.loader.length, config.hardware
-    bytes_per_number = torch.finfo(choose_precision(hardware.precision, device)).bits // 8
+    bytes_per_number = torch.finfo(choose_dtype(hardware.precision, device)).bits // 8
     total = 0
     for encoder in model.encoder_configs().values():
         width = encoder.width

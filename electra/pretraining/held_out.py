@@ -20,26 +20,26 @@ SAMPLES = "samples.md"
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """`config.evaluation_rows` rows, evenly spread over the validation split."""
-    loader = held_out_loader(config)
+    loader = held_out_loader_config(config)
     whole_word_masking = config.masking.whole_word_masking
     batches = list(validation_batches(shards, loader, whole_word_masking=whole_word_masking, device=device))
     count = min(len(batches), max_held_out_rows(config) // loader.batch_size)
     return [batches[index * len(batches) // count] for index in range(count)]
 
 
-def held_out_loader(config: PretrainConfig) -> LoaderConfig:
+def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
     """How held-out rows are packed, the same for all runs: packed, at most 128 tokens."""
     return LoaderConfig(length=min(128, config.loader.length), batch_size=min(32, config.evaluation_rows))
 
 
 def max_held_out_rows(config: PretrainConfig) -> int:
     """The number of rows to evaluate on if there are enough: `config.evaluation_rows` rounded up to whole batches."""
-    rows = held_out_loader(config).batch_size
+    rows = held_out_loader_config(config).batch_size
     return -(-config.evaluation_rows // rows) * rows
 
 
 @torch.no_grad()
-def write_samples(
+def write_samples_page(
     run: Path, electra: Electra, batch: Batch, tokenizer: TextTokenizer, frequencies: Tensor | None
 ) -> None:
     """Write samples.md: of each sentence the corrupted text and a table of originals, samples and predictions.
@@ -52,20 +52,20 @@ def write_samples(
     title, predictions = discriminator_predictions(electra, samples, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
     for row in range(min(MAX_SENTENCES, batch.num_rows)):
-        original = decode(batch.input_ids[row], tokenizer)
-        corrupted = decode(samples.corrupted.input_ids[row], tokenizer)
-        masked_tokens = masked_positions(samples, row)
-        lines += format_sentence(original, corrupted, masked_tokens, title, predictions[row] if title else {})
+        original = first_tokens(batch.input_ids[row], tokenizer)
+        corrupted = first_tokens(samples.corrupted.input_ids[row], tokenizer)
+        masked_tokens = shown_masked_positions(samples, row)
+        lines += format_sample(original, corrupted, masked_tokens, title, predictions[row] if title else {})
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def masked_positions(samples: MaskedAndCorrupted, row: int) -> list[int]:
+def shown_masked_positions(samples: MaskedAndCorrupted, row: int) -> list[int]:
     """The masked positions of a row among its first MAX_TOKENS tokens."""
     positions = samples.masked.positions[row][samples.masked.weights[row] > 0]
     return positions[positions < MAX_TOKENS].sort().values.tolist()
 
 
-def decode(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
+def first_tokens(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
     """The first MAX_TOKENS tokens of a row [L]."""
     return [tokenizer.library.id_to_token(token) or "?" for token in input_ids[:MAX_TOKENS].tolist()]
 
@@ -75,45 +75,45 @@ def discriminator_predictions(
 ) -> tuple[str, list[dict[int, str]]]:
     """The title of the predictions' column and, of each row, the predictions by position; empty without a model."""
     if isinstance(electra.discriminator, Discriminator):
-        return "probability of being replaced", detections(electra.discriminator, samples, batch)
+        return "probability of being replaced", rtd_predictions(electra.discriminator, samples, batch)
     if isinstance(electra.discriminator, MaskedLanguageModel):
-        return "predicted original", restorations(electra.discriminator, samples, batch, tokenizer)
+        return "predicted original", mlm_predictions(electra.discriminator, samples, batch, tokenizer)
     return "", []
 
 
-def detections(discriminator: Discriminator, samples: MaskedAndCorrupted, batch: Batch) -> list[dict[int, str]]:
+def rtd_predictions(discriminator: Discriminator, samples: MaskedAndCorrupted, batch: Batch) -> list[dict[int, str]]:
     """Probabilities of being replaced, at masked positions and wherever they exceed 0.5."""
     probabilities = discriminator(samples.corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
     predictions = []
     for row, values in enumerate(probabilities[:MAX_SENTENCES, :MAX_TOKENS].tolist()):
-        masked = masked_positions(samples, row)
+        masked = shown_masked_positions(samples, row)
         predictions.append({at: f"{value:.2f}" for at, value in enumerate(values) if at in masked or value > 0.5})
     return predictions
 
 
-def restorations(
+def mlm_predictions(
     model: MaskedLanguageModel, samples: MaskedAndCorrupted, batch: Batch, tokenizer: TextTokenizer
 ) -> list[dict[int, str]]:
     """The most likely original tokens at masked positions."""
     input_ids, positions = samples.corrupted.input_ids, samples.masked.positions
     predictions = model(input_ids, **batch.encoder_inputs(), positions=positions)
     restored = model.log_probabilities(predictions, input_ids.gather(1, positions)).argmax(2)  # [B, M]
-    rows = [decode(row, tokenizer) for row in input_ids.scatter(1, positions, restored)[:MAX_SENTENCES]]
-    return [{at: tokens[at] for at in masked_positions(samples, row)} for row, tokens in enumerate(rows)]
+    rows = [first_tokens(row, tokenizer) for row in input_ids.scatter(1, positions, restored)[:MAX_SENTENCES]]
+    return [{at: tokens[at] for at in shown_masked_positions(samples, row)} for row, tokens in enumerate(rows)]
 
 
-def format_sentence(
+def format_sample(
     original: list[str], corrupted: list[str], masked: list[int], title: str, predictions: dict[int, str]
 ) -> list[str]:
     """The lines of one sentence: corrupted text with samples in bold, and a table of samples and predictions."""
     text = [f"**{token}**" if at in masked else token for at, token in enumerate(corrupted)]
     titles = ["position", "original", "sample", *([title] if title else [])]
-    lines = ["> " + " ".join(text), "", table_row(titles), "|" + "---|" * len(titles)]
+    lines = ["> " + " ".join(text), "", markdown_row(titles), "|" + "---|" * len(titles)]
     for at in sorted({*masked, *predictions}):
         cells = [str(at), original[at], corrupted[at] if at in masked else ""]
-        lines.append(table_row([*cells, predictions[at]] if title else cells))
+        lines.append(markdown_row([*cells, predictions[at]] if title else cells))
     return [*lines, ""]
 
 
-def table_row(cells: list[str]) -> str:
+def markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

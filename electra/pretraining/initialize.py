@@ -29,8 +29,8 @@ from electra.model.config import (
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder, TokenEmbeddings
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
-from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder
-from electra.training.checkpoint import model_folder
+from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
+from electra.training.checkpoint import find_model_folder
 
 TABLES = ("token", "position", "segment")
 UNIGRAM_TOKENS = 50_000_000
@@ -41,18 +41,18 @@ def pair_config(config: PretrainConfig, shards: Shards) -> ElectraConfig:
     vocabulary = shards.tokenizer.vocabulary
     if config.init.model is None:
         return config.model.electra_config(vocabulary.size, vocabulary.pad_id)
-    if config.has_checkpoint():
+    if config.resumes_checkpoint():
         return read_model_config(config.output)  # the --init folder may be gone
-    check_tokenizers(config.init, shards)
-    return initial_pair_config(config.init, config.model, vocabulary.size)
+    check_init_tokenizers(config.init, shards)
+    return pair_config_from_init(config.init, config.model, vocabulary.size)
 
 
-def initial_pair_config(init: InitConfig, model: ModelConfig, vocab_size: int) -> ElectraConfig:
+def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int) -> ElectraConfig:
     """The pair with the encoders of the --init folders; the generator is new if there is none."""
     assert init.model is not None
-    discriminator = with_dropout(main_encoder(read_encoder_configs(model_folder(init.model))), model)
-    check_encoder(discriminator, init.model, model, vocab_size)
-    source = generator_source(init)
+    discriminator = with_dropout(main_encoder_config(read_encoder_configs(find_model_folder(init.model))), model)
+    check_init_encoder(discriminator, init.model, model, vocab_size)
+    source = generator_init_folder(init)
     if source is None:
         generator = model.generator_config(discriminator, get_size_preset(model.size).generator_width_ratio)
         if model.scale_init_by_width:
@@ -66,20 +66,20 @@ def initial_pair_config(init: InitConfig, model: ModelConfig, vocab_size: int) -
     return ElectraConfig(generator=generator, discriminator=discriminator, sharing=model.sharing)
 
 
-def generator_source(init: InitConfig) -> Path | None:
+def generator_init_folder(init: InitConfig) -> Path | None:
     """The folder that the generator's weights come from; None if they are new."""
     assert init.model is not None
     if init.generator is None:
-        return init.model if len(read_encoder_configs(model_folder(init.model))) == 2 else None
+        return init.model if len(read_encoder_configs(find_model_folder(init.model))) == 2 else None
     return None if init.generator == "fresh" else Path(init.generator)
 
 
 def is_lone_generator(init: InitConfig) -> bool:
     """Whether --init is a masked language model that is also given as --init-generator."""
-    source = generator_source(init)
+    source = generator_init_folder(init)
     if source is None or source != init.model:
         return False
-    return list(read_encoder_configs(model_folder(source))) == ["generator"]
+    return list(read_encoder_configs(find_model_folder(source))) == ["generator"]
 
 
 def with_dropout(encoder: EncoderConfig, model: ModelConfig) -> EncoderConfig:
@@ -89,13 +89,13 @@ def with_dropout(encoder: EncoderConfig, model: ModelConfig) -> EncoderConfig:
 
 
 def read_generator_config(folder: Path) -> EncoderConfig:
-    encoders = read_encoder_configs(model_folder(folder))
+    encoders = read_encoder_configs(find_model_folder(folder))
     if "generator" not in encoders:
         raise DataError(f"{folder} holds no generator (…ForMaskedLM); give another folder or --init-generator fresh")
     return encoders["generator"]
 
 
-def check_encoder(encoder: EncoderConfig, folder: Path, model: ModelConfig, vocab_size: int) -> None:
+def check_init_encoder(encoder: EncoderConfig, folder: Path, model: ModelConfig, vocab_size: int) -> None:
     """Check that an encoder has the style, size and vocabulary of the run."""
     size = size_name_for_encoder(encoder)
     if model.style != encoder.style:
@@ -111,13 +111,13 @@ def check_encoder(encoder: EncoderConfig, folder: Path, model: ModelConfig, voca
         )
 
 
-def check_tokenizers(init: InitConfig, shards: Shards) -> None:
+def check_init_tokenizers(init: InitConfig, shards: Shards) -> None:
     """Check that the shards were made with the tokenizer of the --init folders."""
-    source = generator_source(init)
+    source = generator_init_folder(init)
     if source is not None and not source.exists():
         raise ConfigError(f"--init-generator: there is no folder {source}; give the folder of a model, or fresh")
     for folder in filter(None, (init.model, source)):
-        shards.check_same_tokenizer(load_model_tokenizer(model_folder(folder)))
+        shards.check_same_tokenizer(load_model_tokenizer(find_model_folder(folder)))
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,19 @@ class InitialWeights:
             copy_weights(self.discriminator, electra.require_generator(), prefix="encoder.embeddings.")
         copy_weights(self.discriminator, discriminator)
         if embeddings.base is not None:
-            subtract_base(embeddings, embeddings.base)
+            subtract_base_embeddings(embeddings, embeddings.base)
 
 
 def read_initial_weights(config: PretrainConfig, model: ElectraConfig) -> InitialWeights | None:
     """The weights of --init for the first phase's model; None without --init, or if the run is resumed."""
     init = config.init
-    if init.model is None or config.has_checkpoint():
+    if init.model is None or config.resumes_checkpoint():
         return None
-    _, tensors = read_part_config_and_tensors(model_folder(init.model))
+    _, tensors = read_part_config_and_tensors(find_model_folder(init.model))
     if not has_head_for(init.model, model):
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
-    source = generator_source(init) if model.generator and model.discriminator else None
-    generator = None if source is None else read_part_config_and_tensors(model_folder(source), "generator")[1]
+    source = generator_init_folder(init) if model.generator and model.discriminator else None
+    generator = None if source is None else read_part_config_and_tensors(find_model_folder(source), "generator")[1]
     weights = InitialWeights(tensors, generator)
     check_shared_weights(weights, config.model)
     return weights
@@ -157,7 +157,7 @@ def read_initial_weights(config: PretrainConfig, model: ElectraConfig) -> Initia
 
 def has_head_for(folder: Path, model: ElectraConfig) -> bool:
     """Whether the head of the model in a folder fits the discriminator of `model`, or its lone generator."""
-    return has_discriminator(model_folder(folder)) == (model.discriminator is not None and model.head == "rtd")
+    return has_discriminator(find_model_folder(folder)) == (model.discriminator is not None and model.head == "rtd")
 
 
 def check_shared_weights(weights: InitialWeights, model: ModelConfig) -> None:
@@ -182,7 +182,7 @@ def copy_weights(tensors: Tensors, module: nn.Module, prefix: str = "") -> None:
 
 
 @torch.no_grad()
-def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
+def subtract_base_embeddings(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
     """Turn whole embedding tables into differences from their base."""
     for table in TABLES:
         if hasattr(embeddings, table):  # the modern style has only tokens
@@ -190,7 +190,7 @@ def subtract_base(embeddings: TokenEmbeddings, base: TokenEmbeddings) -> None:
 
 
 @torch.no_grad()
-def load_previous_phase(model: Electra, checkpoint: Path, init: InitConfig) -> None:
+def load_previous_phase_weights(model: Electra, checkpoint: Path, init: InitConfig) -> None:
     """Load the weights of the previous phase; a new discriminator may be initialised from the generator."""
     previous, weights = read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     for name, parameter in model.named_parameters():
@@ -228,10 +228,10 @@ def set_sinusoidal_positions(model: nn.Module) -> None:
             continue
         if module.embeddings.base is None:  # differences from a base start at zero
             table = module.embeddings.position.weight
-            table.copy_(sinusoids(*table.shape) * module.config.init_std * 2**0.5)
+            table.copy_(sinusoidal_table(*table.shape) * module.config.init_std * 2**0.5)
 
 
-def sinusoids(positions: int, width: int) -> Tensor:
+def sinusoidal_table(positions: int, width: int) -> Tensor:
     """Pairs of sine and cosine [positions, width] whose frequencies fall geometrically from 1 radian per position."""
     frequencies = 10_000.0 ** -(torch.arange(0, width, 2) / width)
     angles = torch.arange(positions)[:, None] * frequencies
@@ -246,7 +246,7 @@ def has_trained_segments(electra: Electra) -> bool:
 
 
 @torch.no_grad()
-def copy_first_segment(model: nn.Module) -> None:
+def copy_first_segment_embedding(model: nn.Module) -> None:
     """Copy segment A's embedding to B's: packed rows have no B, but fine-tuning on pairs uses both."""
     for module in model.modules():
         if isinstance(module, Embeddings):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from electra.config import convert_value, replace_fields, settings
+from electra.config import convert_value, replace_settings, settings_by_name
 from electra.errors import ConfigError, suggest
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
@@ -16,8 +16,8 @@ from electra.model.flops import training_flops_per_row
 from electra.objectives.config import GeneratorName, ObjectiveName
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import PretrainConfig, run_settings
-from electra.training.checkpoint import read_state
+from electra.pretraining.config import PretrainConfig, read_run_settings
+from electra.training.checkpoint import read_training_state
 from electra.training.config import Budget
 
 PHASE_SETTINGS = (
@@ -68,18 +68,18 @@ class Phase:
 
 def parse_phases(texts: Sequence[str]) -> list[PhaseSpec]:
     """The phases that `texts` describe; a single one if there are no texts."""
-    tables = [parse_phase(text) for text in texts or ("fraction=1",)]
-    fractions = phase_fractions([table.pop("fraction", None) for table in tables])
+    tables = [parse_phase_settings(text) for text in texts or ("fraction=1",)]
+    fractions = fill_missing_fractions([table.pop("fraction", None) for table in tables])
     ends = [0.0, *accumulate(fractions)]
     ends[-1] = 1.0  # without rounding errors
     return [PhaseSpec(*spec) for spec in zip(tables, ends[:-1], ends[1:], strict=True)]
 
 
-def parse_phase(text: str) -> dict[str, Any]:
+def parse_phase_settings(text: str) -> dict[str, Any]:
     """The settings in `name=value,name=value`, the fraction of the budget among them."""
     if len(text.split()) > 1:
         raise ConfigError(f"{text!r} in --phases has spaces inside quotes; write one word per phase: --phases {text}")
-    types = {"fraction": float} | {name: settings(PretrainConfig)[name].value_type for name in PHASE_SETTINGS}
+    types = {"fraction": float} | {name: settings_by_name(PretrainConfig)[name].value_type for name in PHASE_SETTINGS}
     values: dict[str, Any] = {}
     for part in text.split(","):
         key, equals, value = part.partition("=")
@@ -97,7 +97,7 @@ def parse_phase(text: str) -> dict[str, Any]:
     return values
 
 
-def phase_fractions(fractions: list[float | None]) -> list[float]:
+def fill_missing_fractions(fractions: list[float | None]) -> list[float]:
     """Each phase's fraction of the budget; phases without one share the rest equally."""
     named = [fraction for fraction in fractions if fraction is not None]
     unnamed = len(fractions) - len(named)
@@ -111,10 +111,11 @@ def phase_fractions(fractions: list[float | None]) -> list[float]:
 def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     """The phases of a run that trains `pair`."""
     specs = parse_phases(config.phases)
-    configs = [replace_fields(config, phases=(), **spec.settings) for spec in specs]
-    models = phase_models(configs, pair)
+    configs = [replace_settings(config, phases=(), **spec.settings) for spec in specs]
+    models = phase_model_configs(configs, pair)
     budgets = [
-        phase.budget.part(spec.begin, spec.end, phase.loader) for phase, spec in zip(configs, specs, strict=True)
+        phase.budget.phase_budget(spec.begin, spec.end, phase.loader)
+        for phase, spec in zip(configs, specs, strict=True)
     ]
     phases: list[Phase] = []
     for _, stage in groupby(range(len(configs)), key=lambda index: configs[index].objective.name):
@@ -134,22 +135,24 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     return phases
 
 
-def phase_models(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
+def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
     """The model of each phase: the parts of the pair that its objective trains."""
     objectives = [config.objective for config in configs]
-    pair = pair_for_objectives(pair, [objective.name for objective in objectives])
+    pair = pair_config_for_objectives(pair, [objective.name for objective in objectives])
     for encoder in pair.encoder_configs().values():
         encoder.check_length(max(config.loader.length for config in configs))
-    return [model_for_objective(pair, objective.name, objective.generator) for objective in objectives]
+    return [model_config_for_objective(pair, objective.name, objective.generator) for objective in objectives]
 
 
-def pair_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:
+def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:
     """The pair for a run's objectives: a masked language model without discriminator (BERT) has the latter's size."""
     has_discriminator = any(OBJECTIVES[name].head for name in objectives)
     return pair if has_discriminator or not pair.discriminator else replace(pair, generator=pair.discriminator)
 
 
-def model_for_objective(pair: ElectraConfig, name: ObjectiveName, generator: GeneratorName = "model") -> ElectraConfig:
+def model_config_for_objective(
+    pair: ElectraConfig, name: ObjectiveName, generator: GeneratorName = "model"
+) -> ElectraConfig:
     """The parts of a pair that an objective trains, with the heads it needs."""
     objective = OBJECTIVES[name]
     generator_config = pair.generator if generator == "model" else None
@@ -169,20 +172,20 @@ def count_parameters(model: ElectraConfig) -> int:
         return sum(parameter.numel() for parameter in Electra(model).parameters())
 
 
-def initializes_discriminator(previous: Phase, phase: Phase) -> bool:
+def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:
     """Whether a phase initialises a discriminator, which the previous phase lacks, from the generator."""
     is_new = previous.model.discriminator is None and phase.model.discriminator is not None
     return is_new and phase.config.init.discriminator_from_generator
 
 
-def checkpoint_phase(checkpoint: Path) -> int:
+def read_phase_index(checkpoint: Path) -> int:
     """The index of the phase in which a checkpoint was saved."""
-    return read_state(checkpoint)["task"]["phase"]
+    return read_training_state(checkpoint)["task"]["phase"]
 
 
-def longest_row(checkpoint: Path) -> int | None:
+def read_longest_row_length(checkpoint: Path) -> int | None:
     """Tokens of the longest rows that a run trains on; None if unknown or if its weights come from another model."""
-    stored = run_settings(checkpoint)
+    stored = read_run_settings(checkpoint)
     if "length" not in stored or stored["init"] or stored["branch_from"]:
         return None
     return max(spec.settings.get("length", stored["length"]) for spec in parse_phases(stored["phases"]))

@@ -16,15 +16,15 @@ from electra.model.storage import write_model_into
 from electra.objectives.evaluation import evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
-from electra.pretraining.held_out import held_out_batches, write_samples
+from electra.pretraining.held_out import held_out_batches, write_samples_page
 from electra.pretraining.initialize import (
-    copy_first_segment,
+    copy_first_segment_embedding,
     set_sinusoidal_positions,
     set_unigram_output_bias,
     unigram_frequencies,
 )
 from electra.pretraining.phases import Phase
-from electra.training.hardware import choose_precision, peak_flops, uses_compile
+from electra.training.hardware import choose_dtype, peak_flops_per_second, should_compile
 
 
 class PretrainingTask:
@@ -35,15 +35,15 @@ class PretrainingTask:
         self.config = config = phase.config
         dispatch.set_kernels(config.hardware.kernels)
         self.model = Electra(phase.model).to(device)
-        self.master_weights = MasterWeights(self.model, choose_precision(config.hardware.precision, device))
-        self.is_compiled = uses_compile(config.hardware, device)
+        self.master_weights = MasterWeights(self.model, choose_dtype(config.hardware.precision, device))
+        self.is_compiled = should_compile(config.hardware, device)
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
         self.loader = self.build_loader()
         self.batches = iter(self.loader)
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
-        self.context = self.build_context()
+        self.context = self.build_objective_context()
         if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
 
@@ -73,7 +73,7 @@ class PretrainingTask:
             with_cu_seqlens="varlen" in backends,
         )
 
-    def build_context(self) -> ObjectiveContext:
+    def build_objective_context(self) -> ObjectiveContext:
         """What the objective is called with besides models and batches."""
         config, vocabulary = self.config, self.shards.tokenizer.vocabulary
         uniform = torch.ones_like(self.unigram)  # [V]
@@ -102,10 +102,10 @@ class PretrainingTask:
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
-    def counts(self, batch: Batch) -> Counts:
+    def loss_counts(self, batch: Batch) -> Counts:
         return self.objective.count_predictions(batch, self.context)
 
-    def lr_scale(self, name: str) -> float:
+    def lr_scale(self, parameter_name: str) -> float:
         return 1.0
 
     def evaluate(self) -> dict[str, float]:
@@ -115,19 +115,19 @@ class PretrainingTask:
             loss = held_out_loss(self.model, self.held_out, self.context)
             metrics = evaluate(self.model, self.held_out, self.unigram, self.context.vocabulary)
             frequencies = self.context.frequencies
-            write_samples(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
+            write_samples_page(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
         self.model.train()
         return {"loss": loss} | metrics
 
-    def throughput(self, tokens_per_second: float) -> dict[str, float]:
+    def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""
         achieved = tokens_per_second * self.phase.flops_per_step() / self.phase.tokens_per_step()
-        peak = peak_flops(self.device)
+        peak = peak_flops_per_second(self.device)
         return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
 
     def write_model(self, folder: Path) -> None:
         if not self.trains_segments:
-            copy_first_segment(self.model)
+            copy_first_segment_embedding(self.model)
         write_model_into(self.model, folder, self.shards.folder / TOKENIZER)
 
     def state_dict(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class FlopsConfig:
             raise ConfigError(f"{flag} needs --objective rtd, not {self.objective}")
 
     @classmethod
-    def defaults_for(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The paper's settings for the size in `values`."""
         settings = recipe_settings("faithful", values.get("size", ModelConfig.size))
         defaults = {name: settings[name] for name in ("length", "mask_fraction", "batch_size", "steps")}

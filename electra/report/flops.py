@@ -15,7 +15,7 @@ from electra.model.flops import (
 from electra.objectives.config import MaskingConfig
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.phases import count_parameters, model_for_objective, pair_for_objectives
+from electra.pretraining.phases import count_parameters, model_config_for_objective, pair_config_for_objectives
 from electra.report.config import FlopsConfig
 
 
@@ -33,8 +33,8 @@ class FlopCount:
     def __str__(self) -> str:
         lines = [f"{'':<24}{'parameters':>15}{'forward FLOPs per row':>24}"]
         for name, items in self.parts.items():
-            lines += [name, *(table_row(f"  {item.name}", item.parameters, item.flops) for item in items)]
-            lines.append(table_row("  total", total_parameters(items), total_flops(items)))
+            lines += [name, *(format_item_row(f"  {item.name}", item.parameters, item.flops) for item in items)]
+            lines.append(format_item_row("  total", total_parameters(items), total_flops(items)))
         if self.training_flops_per_row is not None:
             shared = ", shared ones counted once" if len(self.parts) > 1 else ""
             lines.append(f"parameters{shared}: {self.parameters:,}")
@@ -43,25 +43,25 @@ class FlopCount:
         return "\n".join(lines if self.note is None else [*lines, self.note])
 
 
-def electra_config(config: FlopsConfig) -> ElectraConfig:
+def counted_model_config(config: FlopsConfig) -> ElectraConfig:
     """The trained generator and discriminator; for inference, the discriminator alone."""
     sharing = "none" if OBJECTIVES[config.objective].is_generator_frozen else config.model.sharing
     pair = replace(config.model, sharing=sharing).electra_config(config.vocab_size)
     if config.inference:
         return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
-    return model_for_objective(pair_for_objectives(pair, [config.objective]), config.objective)
+    return model_config_for_objective(pair_config_for_objectives(pair, [config.objective]), config.objective)
 
 
-def table_row(name: str, parameters: int, flops: int) -> str:
+def format_item_row(name: str, parameters: int, flops: int) -> str:
     return f"{name:<24}{parameters:>15,}{flops:>24,}"
 
 
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
-    model = electra_config(config)
+    model = counted_model_config(config)
     for encoder in model.encoder_configs().values():
         encoder.check_length(config.length)
-    parts, training_flops_per_row = count_parts(model, config)
+    parts, training_flops_per_row = count_items_and_training_flops(model, config)
     if config.inference:
         workload = f"forward pass over {config.length} tokens"
         total = sum(map(total_flops, parts.values()))
@@ -74,11 +74,11 @@ def count_flops(config: FlopsConfig) -> FlopCount:
         workload=workload,
         training_flops_per_row=None if config.inference else training_flops_per_row,
         total_flops=total,
-        note=attention_note(model),
+        note=local_attention_note(model),
     )
 
 
-def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[PartCost]], int]:
+def count_items_and_training_flops(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[PartCost]], int]:
     """The items of each part, and the FLOPs of a training step per row."""
     if config.as_published:
         items = published_part_costs(model, config.length)
@@ -90,7 +90,7 @@ def count_parts(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, li
     )
 
 
-def attention_note(model: ElectraConfig) -> str | None:
+def local_attention_note(model: ElectraConfig) -> str | None:
     """A note on layers with local attention."""
     for part in filter(None, (model.discriminator, model.generator)):
         if local := sum(not part.has_global_attention(layer) for layer in range(part.layers)):

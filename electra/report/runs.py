@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from electra.config import construct, convert, flat_defaults, flat_fields
+from electra.config import construct_config, convert_values, flat_defaults, flat_values
 from electra.errors import DataError
 from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE
 from electra.finetuning.jobs import is_finetuning_output
 from electra.model.storage import read_model_config
-from electra.pretraining.config import BUDGETS, CHANGEABLE, PretrainConfig, recipe_settings
-from electra.pretraining.held_out import held_out_loader, max_held_out_rows
-from electra.pretraining.phases import Phase, checkpoint_phase, count_parameters, plan_phases
+from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, recipe_settings
+from electra.pretraining.held_out import held_out_loader_config, max_held_out_rows
+from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
 from electra.runfolder import CONFIG, checkpoint_folders, read_json
 from electra.training.checkpoint import STATE
 from electra.training.logging import METRICS, read_metrics
@@ -23,7 +23,11 @@ from electra.training.trainer import TrainState
 LOWER_IS_BETTER = ("loss",)  # suffixes of metrics
 HIGHER_IS_BETTER = ("accuracy", "precision", "recall", "auc")
 VALUE_ONLY = ("recipe", "style", "generator", "optimizer")  # settings that are shown without their names
-NOT_SHOWN = CHANGEABLE | {"size", "objective", *BUDGETS}  # settings with their own column, or without effect on weights
+NOT_SHOWN = CHANGEABLE_ON_RESUME | {
+    "size",
+    "objective",
+    *BUDGETS,
+}  # settings with their own column, or without effect on weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Run:
     evaluations: list[Evaluation]
     glue: GlueScore | None
 
-    def loss_name(self) -> str:
+    def loss_label(self) -> str:
         """The terms of its loss; only losses of equal terms are comparable."""
         return self.objective if "mlm_loss" in self.final_metrics else f"{self.objective} without a generator"
 
@@ -73,20 +77,20 @@ class Run:
 def read_run(folder: Path, glue_table: Path | None) -> Run:
     """Read a run folder and its GLUE table; raises a DataError if the run is unfinished or damaged."""
     try:
-        return build_run(folder, glue_table)
+        return read_run_files(folder, glue_table)
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{CONFIG}, {METRICS} or {STATE} is damaged: {error!r}") from None
 
 
-def build_run(folder: Path, glue_table: Path | None) -> Run:
-    config = read_config(folder)
+def read_run_files(folder: Path, glue_table: Path | None) -> Run:
+    config = read_run_config(folder)
     model = read_model_config(folder)
     lines = read_metrics(folder / METRICS)
     phases = plan_phases(config, model)
     last = phases[-1].config
     state = read_final_state(folder, phases)
-    ends = phase_ends(phases, state, lines)
-    evaluations = read_evaluations(lines, phases, ends)
+    ends = phase_end_steps(phases, state, lines)
+    evaluations = parse_evaluations(lines, phases, ends)
     if not evaluations or evaluations[-1].step != state.step:
         raise DataError(f"damaged: {METRICS} has no evaluation at the last step, {state.step:,}")
     last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
@@ -94,8 +98,8 @@ def build_run(folder: Path, glue_table: Path | None) -> Run:
         folder=str(folder),
         size=config.model.size,
         objective=", ".join(dict.fromkeys(phase.config.objective.name for phase in phases)),
-        held_out=f"up to {max_held_out_rows(last)} rows of {held_out_loader(last).length} tokens",
-        changes=describe_changes(config),
+        held_out=f"up to {max_held_out_rows(last)} rows of {held_out_loader_config(last).length} tokens",
+        changes=describe_changes_from_recipe(config),
         parameters=count_parameters(model),
         steps=state.step,
         tokens=state.tokens,
@@ -103,13 +107,13 @@ def build_run(folder: Path, glue_table: Path | None) -> Run:
         tokens_per_second=state.tokens / state.seconds if state.seconds else 0.0,
         flops=flops_until(phases, ends, state.step),
         final_metrics=evaluations[-1].metrics,
-        best_metrics=best_metrics(last_phase),
+        best_metrics=best_metric_values(last_phase),
         evaluations=evaluations,
-        glue=None if glue_table is None else read_glue(folder, glue_table),
+        glue=None if glue_table is None else read_glue_score(folder, glue_table),
     )
 
 
-def read_config(folder: Path) -> PretrainConfig:
+def read_run_config(folder: Path) -> PretrainConfig:
     """The settings of a run; raises a DataError if `folder` is something else."""
     if not folder.is_dir():
         raise DataError("a file, not a run folder" if folder.exists() else "no such folder")
@@ -123,15 +127,15 @@ def read_config(folder: Path) -> PretrainConfig:
     stored = read_json(folder / CONFIG).get("pretraining")
     if stored is None:
         raise DataError("not a run of electra pretrain")
-    return construct(PretrainConfig, convert(PretrainConfig, stored))
+    return construct_config(PretrainConfig, convert_values(PretrainConfig, stored))
 
 
-def describe_changes(config: PretrainConfig) -> str:
+def describe_changes_from_recipe(config: PretrainConfig) -> str:
     """The settings that differ from the defaults of the recipe and size: modern, layers 6, no-unigram-output-bias."""
     defaults = flat_defaults(PretrainConfig)
     defaults |= recipe_settings(config.recipe, config.model.size, config.model.style)
     changes = {
-        name: value for name, value in flat_fields(config).items() if name not in NOT_SHOWN and value != defaults[name]
+        name: value for name, value in flat_values(config).items() if name not in NOT_SHOWN and value != defaults[name]
     }
     names = sorted(changes, key=lambda name: name not in VALUE_ONLY)
     return ", ".join(describe_setting(name, changes[name]) for name in names)
@@ -153,25 +157,25 @@ def read_final_state(folder: Path, phases: list[Phase]) -> TrainState:
         raise DataError("unfinished: it has no checkpoint yet")
     state = TrainState(**read_json(checkpoints[-1] / STATE)["trainer"])
     resume = "continue it with electra pretrain --resume"
-    if (number := checkpoint_phase(checkpoints[-1]) + 1) < len(phases):
+    if (number := read_phase_index(checkpoints[-1]) + 1) < len(phases):
         raise DataError(f"unfinished: in phase {number} of {len(phases)}; {resume}")
-    fraction = phases[-1].stage_budget.fraction(state.step - state.start_step, state.seconds - state.start_seconds)
+    fraction = phases[-1].stage_budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
     if fraction < 1:
         raise DataError(f"unfinished: {fraction:.0%} of its budget is used; {resume}")
     return state
 
 
-def phase_ends(phases: list[Phase], state: TrainState, lines: list[dict[str, Any]]) -> list[float]:
+def phase_end_steps(phases: list[Phase], state: TrainState, lines: list[dict[str, Any]]) -> list[float]:
     """The last step of each phase of a finished run, counted back from its end; a trunk is part of the first phase."""
     later = [phases[index + 1 :] for index in range(len(phases))]
     if phases[-1].budget.steps is not None:
         return [state.step - sum(phase.budget.steps or 0 for phase in rest) for rest in later]
     seconds = [state.seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in later]
-    logged_steps, logged_seconds = training_times(lines)
+    logged_steps, logged_seconds = logged_steps_and_seconds(lines)
     return [*np.interp(seconds[:-1], logged_seconds, logged_steps), state.step]
 
 
-def training_times(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+def logged_steps_and_seconds(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
     """Steps, and seconds of training up to each, from the training metrics."""
     train = [line for line in lines if line["kind"] == "train"]
     return [0, *(line["step"] for line in train)], [0.0, *(line["seconds"] for line in train)]
@@ -183,7 +187,7 @@ def flops_until(phases: list[Phase], ends: list[float], step: int) -> float:
     return float(sum(phase.flops_per_step() * max(0.0, min(step, end) - start) for phase, start, end in spans))
 
 
-def read_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: list[float]) -> list[Evaluation]:
+def parse_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: list[float]) -> list[Evaluation]:
     """The evaluations of a run; their times are interpolated between lines of training metrics."""
     evaluations = []
     for line in lines:
@@ -191,7 +195,7 @@ def read_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: lis
             step = line["step"]
             evaluation = Evaluation(
                 step=step,
-                minutes=float(np.interp(step, *training_times(lines))) / 60,
+                minutes=float(np.interp(step, *logged_steps_and_seconds(lines))) / 60,
                 flops=flops_until(phases, ends, step),
                 metrics={name: value for name, value in line.items() if name not in ("kind", "step")},
                 phase=sum(step > end for end in ends[:-1]),
@@ -200,7 +204,7 @@ def read_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: lis
     return evaluations
 
 
-def best_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
+def best_metric_values(evaluations: list[Evaluation]) -> dict[str, float]:
     """The best value of each metric that has one."""
     best = {}
     for name in evaluations[-1].metrics:
@@ -212,7 +216,7 @@ def best_metrics(evaluations: list[Evaluation]) -> dict[str, float]:
     return best
 
 
-def read_glue(run: Path, table: Path) -> GlueScore | None:
+def read_glue_score(run: Path, table: Path) -> GlueScore | None:
     """The score in a table of electra glue; None, with a warning if the table is unusable, if it has no mean."""
     try:
         content = read_glue_table(table)
@@ -238,11 +242,11 @@ def find_glue_tables(entries: tuple[str, ...], runs: list[Path]) -> dict[Path, P
         inside = sorted([*run.glob(TABLE), *run.glob(f"*/{TABLE}")], key=lambda path: path.stat().st_mtime)
         tables |= {run: inside[-1]} if inside else {}
     for entry in entries:
-        tables |= match_glue_table(entry, runs)
+        tables |= parse_glue_entry(entry, runs)
     return tables
 
 
-def match_glue_table(entry: str, runs: list[Path]) -> dict[Path, Path]:
+def parse_glue_entry(entry: str, runs: list[Path]) -> dict[Path, Path]:
     """The run and the table of an entry RUN=FOLDER, or FOLDER if its model is one of the runs."""
     run, _, folder = entry.rpartition("=")
     table = Path(folder) if folder.endswith(".json") else Path(folder, TABLE)

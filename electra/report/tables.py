@@ -9,7 +9,7 @@ from electra.finetuning.glue import markdown_table
 from electra.plotting import Panel, Points, plot_panels
 from electra.report.config import ReportConfig
 from electra.report.runs import Run, find_glue_tables, read_run
-from electra.runfolder import is_empty, write_file, write_json
+from electra.runfolder import is_missing_or_empty, write_file, write_json
 
 REPORT = "report.json"
 METRICS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
@@ -30,27 +30,27 @@ class Report:
     def __str__(self) -> str:
         files = ["report.md", "report.json", *self.plots]
         written = [f"written to {self.output}: {', '.join(files)}"] if self.output else []
-        return "\n\n".join([self.tables(), *written])
+        return "\n\n".join([self.format_tables(), *written])
 
-    def tables(self) -> str:
+    def format_tables(self) -> str:
         """The tables with their notes, as Markdown."""
         final = {name: run.final_metrics for name, run in self.runs.items()}
         best = {name: run.best_metrics for name, run in self.runs.items()}
-        parts = ["Cost (FLOPs of matrix products):", markdown_table(cost_table(self.runs))]
+        parts = ["Cost (FLOPs of matrix products):", markdown_table(overview_table(self.runs))]
         parts += ["Held-out metrics at the end:", markdown_table(metrics_table(final))]
         parts += ["Best held-out metrics:", markdown_table(metrics_table(best))]
         parts += [f"skipped: {folder}: {reason}" for folder, reason in self.skipped.items()]
         return "\n\n".join([*parts, *self.notes])
 
-    def page(self) -> str:
+    def format_page(self) -> str:
         """report.md: tables and plots."""
         plots = [f"![]({plot})" for plot in self.plots]
-        return "\n\n".join([f"# {', '.join(self.runs)}", self.tables(), *plots]) + "\n"
+        return "\n\n".join([f"# {', '.join(self.runs)}", self.format_tables(), *plots]) + "\n"
 
 
 def report(config: ReportConfig) -> Report:
     """Compare runs, and write tables and plots to `config.output`."""
-    if config.output is not None and not is_empty(config.output) and not (config.output / REPORT).exists():
+    if config.output is not None and not is_missing_or_empty(config.output) and not (config.output / REPORT).exists():
         raise DataError(f"{config.output} is not empty and not an earlier report; choose another --output")
     folders = list(dict.fromkeys(config.runs))
     tables = find_glue_tables(config.glue, folders)
@@ -62,7 +62,7 @@ def report(config: ReportConfig) -> Report:
             skipped[str(folder)] = str(error)
     if not runs:
         raise DataError("no run can be reported; " + "; ".join(map(": ".join, skipped.items())))
-    named = dict(zip(short_names(list(runs)), runs.values(), strict=True))
+    named = dict(zip(shortest_unique_names(list(runs)), runs.values(), strict=True))
     result = Report(named, skipped, comparison_notes(named), [], None)
     return result if config.output is None else write_report(result, config.output)
 
@@ -72,12 +72,12 @@ def write_report(result: Report, folder: Path) -> Report:
     plots = plot_runs(folder, result.runs)
     notes = result.notes + ([] if plots else ["no plots: they need matplotlib (pip install matplotlib)"])
     result = replace(result, notes=notes, plots=plots, output=str(folder))
-    write_file(folder / "report.md", result.page())
+    write_file(folder / "report.md", result.format_page())
     write_json(folder / REPORT, asdict(result))
     return result
 
 
-def short_names(folders: list[Path]) -> list[str]:
+def shortest_unique_names(folders: list[Path]) -> list[str]:
     """The last components of paths, as many as make them differ."""
     paths = [folder.resolve().parts for folder in folders]
     for count in range(1, max(map(len, paths))):
@@ -90,7 +90,7 @@ def short_names(folders: list[Path]) -> list[str]:
 def comparison_notes(runs: dict[str, Run]) -> list[str]:
     """Reasons why some numbers of the runs are not comparable."""
     notes = []
-    if len({(run.loss_name(), run.changes) for run in runs.values()}) > 1:
+    if len({(run.loss_label(), run.changes) for run in runs.values()}) > 1:
         notes.append(
             "loss is the sum of an objective's losses: compare it only between runs with the same objective, "
             "generator, masking and loss weights"
@@ -106,7 +106,7 @@ def comparison_notes(runs: dict[str, Run]) -> list[str]:
     return notes
 
 
-def cost_table(runs: dict[str, Run]) -> list[list[str]]:
+def overview_table(runs: dict[str, Run]) -> list[list[str]]:
     """The rows of the table of costs, GLUE scores and changed settings."""
     has_glue = any(run.glue for run in runs.values())
     has_changes = any(run.changes for run in runs.values())
@@ -160,16 +160,16 @@ def metric_panels(name: str, runs: dict[str, Run]) -> list[Panel]:
     """The panels of a metric, for each cost; losses with different terms have separate panels."""
     groups: dict[str, dict[str, Run]] = {}
     for label, run in runs.items():
-        title = f"{PLOTS[name]}, {run.loss_name()}" if name == "loss" else PLOTS[name]
+        title = f"{PLOTS[name]}, {run.loss_label()}" if name == "loss" else PLOTS[name]
         groups.setdefault(title, {})[label] = run
     return [
-        Panel({label: metric_curve(run, name, cost) for label, run in group.items()}, xlabel, title)
+        Panel({label: metric_against_cost(run, name, cost) for label, run in group.items()}, xlabel, title)
         for title, group in groups.items()
         for cost, xlabel in COSTS.items()
     ]
 
 
-def metric_curve(run: Run, name: str, cost: str) -> Points:
+def metric_against_cost(run: Run, name: str, cost: str) -> Points:
     """A metric against a cost; the loss has a gap between phases, whose losses differ."""
     points: Points = []
     evaluations = [evaluation for evaluation in run.evaluations if name in evaluation.metrics]

@@ -17,13 +17,13 @@ from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.serve.config import DetectConfig, EmbedConfig, FillConfig
-from electra.training.checkpoint import model_folder
+from electra.training.checkpoint import find_model_folder
 from electra.training.config import Device
 from electra.training.hardware import choose_device
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedText:
     """The tokens of a text as a model reads them."""
 
     input_ids: Tensor  # [1, L]
@@ -42,9 +42,9 @@ class Detection:
     def __str__(self) -> str:
         probability, token = max(zip(self.replaced, self.tokens, strict=True), default=(0.0, ""))
         none = f"\n(no token is likely replaced; the most likely is {token}, {probability:.2f})"
-        return self.marked() + (none if probability < 0.5 else "") + truncation_note(self.is_truncated)
+        return self.marked_text() + (none if probability < 0.5 else "") + truncation_note(self.is_truncated)
 
-    def marked(self, threshold: float = 0.5) -> str:
+    def marked_text(self, threshold: float = 0.5) -> str:
         """The tokens on one line; those from `threshold` on have their probability and are red on a terminal."""
         line = Text(" ").join(
             Text(f"{token}({probability:.2f})", style="bold red") if probability >= threshold else Text(token)
@@ -131,7 +131,7 @@ class Model:
             masks.append(MaskPrediction(position, dict(zip(names, [round(value, 4) for value in values], strict=True))))
         return MaskPredictions(text_tokens.tokens, masks, text_tokens.is_truncated)
 
-    def mask_positions(self, text: str, text_tokens: Tokens) -> Tensor:
+    def mask_positions(self, text: str, text_tokens: TokenizedText) -> Tensor:
         """The positions [M] of the [MASK] tokens; there must be one."""
         mask_id = self.tokenizer.vocabulary.mask_id
         positions = (text_tokens.input_ids[0] == mask_id).nonzero().flatten()
@@ -161,12 +161,12 @@ class Model:
         """The discriminator's encoder, or that of a lone generator."""
         return (self.electra.discriminator or self.electra.require_generator()).encoder
 
-    def tokenize(self, text: str, encoder: Encoder) -> Tokens:
+    def tokenize(self, text: str, encoder: Encoder) -> TokenizedText:
         """The tokens of a text, truncated to the encoder's positions."""
         ids = self.tokenizer.library.encode(text).ids
         kept = ids[: encoder.config.positions]
         input_ids = torch.tensor([kept], device=self.device)
-        return Tokens(input_ids, [self.token_name(token_id) for token_id in kept], len(kept) < len(ids))
+        return TokenizedText(input_ids, [self.token_name(token_id) for token_id in kept], len(kept) < len(ids))
 
     def token_name(self, token_id: int) -> str:
         return self.tokenizer.library.id_to_token(token_id) or f"<{token_id}>"
@@ -174,7 +174,7 @@ class Model:
 
 def load(path: str | Path, device: Device = "auto") -> Model:
     """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
-    folder = model_folder(Path(path))
+    folder = find_model_folder(Path(path))
     config, weights = read_config_and_tensors(folder)
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))

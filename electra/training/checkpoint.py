@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from electra.errors import DataError
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
-from electra.runfolder import CHECKPOINTS, checkpoint_folders, read_json, write_folder, write_json
+from electra.runfolder import CHECKPOINTS, checkpoint_folders, create_folder_atomically, read_json, write_json
 
 TRAINING = "training.safetensors"
 STATE = "state.json"
@@ -25,7 +25,7 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def model_folder(path: Path) -> Path:
+def find_model_folder(path: Path) -> Path:
     """The model folder that `path` refers to: itself, or the newest checkpoint of a run."""
     if (path / WEIGHTS).exists():
         return path
@@ -45,29 +45,29 @@ def save_checkpoint(
     """Write the checkpoint of step `state["step"]` and return its folder."""
     folder = run / CHECKPOINTS / checkpoint_name(state["step"])
     if not folder.exists():  # a resumed run may save a step again, with equal content
-        with write_folder(folder) as draft:
+        with create_folder_atomically(folder) as draft:
             write_model(draft)
-            write_tensors(draft / TRAINING, optimizer_tensors(model, optimizers))
+            write_tensors(draft / TRAINING, optimizer_state_tensors(model, optimizers))
             write_json(draft / STATE, state)
     return folder
 
 
 def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Load weights and optimizer states, and return the training state."""
-    with suggest_earlier_checkpoint(folder):
+    with suggest_earlier_checkpoint_on_error(folder):
         load_weights(model, read_tensors(folder / WEIGHTS), folder)
-        load_optimizers(model, optimizers, read_tensors(folder / TRAINING), folder)
-    return read_state(folder)
+        load_optimizer_states(model, optimizers, read_tensors(folder / TRAINING), folder)
+    return read_training_state(folder)
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def read_training_state(folder: Path) -> dict[str, Any]:
     """The training state of a checkpoint: `step`, `trainer` (TrainState) and `task`."""
-    with suggest_earlier_checkpoint(folder):
+    with suggest_earlier_checkpoint_on_error(folder):
         return read_json(folder / STATE)
 
 
 @contextmanager
-def suggest_earlier_checkpoint(folder: Path) -> Iterator[None]:
+def suggest_earlier_checkpoint_on_error(folder: Path) -> Iterator[None]:
     """Add to the error of a damaged checkpoint which one to resume from instead."""
     try:
         yield
@@ -85,7 +85,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> 
             parameter.copy_(weights[name])
 
 
-def optimizer_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+def optimizer_state_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     """The optimizers' states by parameter name and key: layers.0.weight/exp_avg."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
@@ -96,7 +96,7 @@ def optimizer_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer])
     }
 
 
-def load_optimizers(
+def load_optimizer_states(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor], folder: Path
 ) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}

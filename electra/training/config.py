@@ -80,7 +80,7 @@ class Budget:
     steps: int | None = None
     seconds: float | None = None
 
-    def fraction(self, steps: float, seconds: float) -> float:
+    def fraction_used(self, steps: float, seconds: float) -> float:
         """Fraction of the budget that `steps` or `seconds` use, at most 1."""
         return min(1.0, steps / self.steps if self.steps else seconds / self.seconds if self.seconds else 1.0)
 

@@ -35,7 +35,7 @@ def choose_device(device: Device) -> torch.device:
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def choose_precision(precision: Precision, device: torch.device) -> torch.dtype:
+def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """The dtype of a `--precision` setting; auto avoids bf16 where it is emulated, which is many times slower."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision == "auto":
@@ -51,7 +51,7 @@ def can_compile(device: torch.device) -> bool:
     return HAS_TRITON if device.type == "cuda" else shutil.which("g++") is not None
 
 
-def uses_compile(config: HardwareConfig, device: torch.device) -> bool:
+def should_compile(config: HardwareConfig, device: torch.device) -> bool:
     """Whether the training step is compiled; raises a ConfigError if there is no compiler."""
     is_compiled = config.compile == "on" or (config.compile == "auto" and device.type == "cuda")
     if is_compiled and not can_compile(device):
@@ -59,7 +59,7 @@ def uses_compile(config: HardwareConfig, device: torch.device) -> bool:
     return is_compiled
 
 
-def peak_flops(device: torch.device) -> float | None:
+def peak_flops_per_second(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of a known GPU, else None."""
     if device.type != "cuda":
         return None
@@ -67,7 +67,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
-def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
+def measure_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a matrix product on this machine, the best of five."""
     width = 4096 if device.type == "cuda" else 768
     matrix = torch.randn(width, width, device=device, dtype=dtype)
@@ -79,14 +79,14 @@ def measure_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * width**3 / best
 
 
-def device_memory(device: torch.device) -> int:
+def device_memory_bytes(device: torch.device) -> int:
     """Memory of the device in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def environment() -> dict[str, str]:
+def describe_environment() -> dict[str, str]:
     """Versions and hardware, recorded with each run."""
     device = choose_device("auto")
     return {

@@ -22,7 +22,7 @@ class RunningAverages:
         self.steps = self.timed_steps = self.tokens = 0
         self.seconds = 0.0
 
-    def add(self, metrics: dict[str, Tensor], tokens: int, seconds: float | None) -> None:
+    def add_step(self, metrics: dict[str, Tensor], tokens: int, seconds: float | None) -> None:
         """Add a step with its losses, gradient norm and `nonfinite_steps` (0 or 1); `seconds` is None if untimed."""
         for name, value in metrics.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value.clone()
@@ -32,12 +32,12 @@ class RunningAverages:
             self.tokens += tokens
             self.seconds += seconds
 
-    def nonfinite_steps(self) -> int:
+    def count_nonfinite_steps(self) -> int:
         return int(self.sums["nonfinite_steps"].item()) if self.sums else 0
 
     def means(self) -> dict[str, float]:
         """Means over the steps with finite losses."""
-        steps = max(1, self.steps - self.nonfinite_steps())
+        steps = max(1, self.steps - self.count_nonfinite_steps())
         return {name: (value / steps).item() for name, value in self.sums.items() if name != "nonfinite_steps"}
 
     def tokens_per_second(self) -> float:
@@ -108,7 +108,7 @@ class ProgressBar(Progress):
     def set_fraction(self, fraction: float) -> None:
         self.update(self.task, completed=fraction)
 
-    def describe(self, text: str) -> None:
+    def show_status(self, text: str) -> None:
         """Set the text beside the bar."""
         if self.disable:
             self.print_line(text)

@@ -32,7 +32,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures
-        updates = [partial(self.update, *zip(*matrices, strict=True)) for matrices in group_by_shape(self.param_groups)]
+        updates = [
+            partial(self.update_same_shape, *zip(*matrices, strict=True))
+            for matrices in group_by_shape(self.param_groups)
+        ]
         if not self.param_groups[0]["params"][0].is_cuda:
             for update in updates:
                 update()
@@ -46,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         for stream in self.streams[: len(updates)]:
             main.wait_stream(stream)
 
-    def update(self, parameters: tuple[Tensor, ...], groups: tuple[dict[str, Any], ...]) -> None:
+    def update_same_shape(self, parameters: tuple[Tensor, ...], groups: tuple[dict[str, Any], ...]) -> None:
         """Update matrices of one shape: m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonalize(μm + (1 − μ)g) + wd θ)."""
         gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
         momentum, weight = groups[0]["momentum"], 1 - groups[0]["momentum"]
@@ -55,7 +58,7 @@ class Muon(torch.optim.Optimizer):
             is_finite = 1 - self.found_inf
             gradients = (gradients / self.grad_scale).where(is_finite > 0, 0.0)
             lr, weight = lr * is_finite, weight * is_finite
-        averages = self.momentum_buffer(parameters).lerp_(gradients, weight)  # [N, rows, columns]
+        averages = self.stacked_momentum(parameters).lerp_(gradients, weight)  # [N, rows, columns]
         nesterov = gradients.lerp_(averages, momentum)
         scale = ADAMW_RMS * max(nesterov.shape[1:]) ** 0.5
         updates = orthogonalize(nesterov).to(nesterov.dtype).mul_(lr * scale)
@@ -64,7 +67,7 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_mul_(parameters, list(decay.unbind()) if is_batch(decay) else decay)
         torch._foreach_sub_(parameters, list(updates.unbind()))
 
-    def momentum_buffer(self, parameters: tuple[Tensor, ...]) -> Tensor:
+    def stacked_momentum(self, parameters: tuple[Tensor, ...]) -> Tensor:
         """Return the momentum of `parameters` as one tensor [N, rows, columns], of which each state is a view."""
         for parameter in parameters:
             if not self.state[parameter]:

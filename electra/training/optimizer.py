@@ -17,15 +17,19 @@ def build_optimizers(
     model: nn.Module, config: OptimizerConfig, lr_scale: Callable[[str], float] = lambda name: 1.0
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a model's parameters; `lr_scale` multiplies the learning rate of a parameter by name."""
-    matrices, tables, vectors = split_parameters(model)
+    matrices, tables, vectors = split_matrices_tables_vectors(model)
     if config.name != "muon":
-        build = released_adam if config.name == "adam" else adamw
-        return [build(parameter_groups(matrices + tables, vectors, config, lr_scale), config)]
-    muon = Muon(parameter_groups(matrices, [], config, lr_scale), lr=config.learning_rate, momentum=config.momentum)
-    return [muon, adamw(parameter_groups(tables, vectors, config, lr_scale), config)]
+        build = build_adam_without_bias_correction if config.name == "adam" else build_adamw
+        return [build(build_parameter_groups(matrices + tables, vectors, config, lr_scale), config)]
+    muon = Muon(
+        build_parameter_groups(matrices, [], config, lr_scale), lr=config.learning_rate, momentum=config.momentum
+    )
+    return [muon, build_adamw(build_parameter_groups(tables, vectors, config, lr_scale), config)]
 
 
-def split_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
+def split_matrices_tables_vectors(
+    model: nn.Module,
+) -> tuple[list[NamedParameter], list[NamedParameter], list[NamedParameter]]:
     """Split parameters into matrices of layers, other matrices (embeddings, heads), and vectors (biases, norms)."""
     matrices: list[NamedParameter] = []
     tables: list[NamedParameter] = []
@@ -40,7 +44,7 @@ def split_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[Named
     return matrices, tables, vectors
 
 
-def parameter_groups(
+def build_parameter_groups(
     decayed: list[NamedParameter],
     undecayed: list[NamedParameter],
     config: OptimizerConfig,
@@ -58,7 +62,7 @@ def parameter_groups(
     return list(groups.values())
 
 
-def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     betas, is_cuda = (config.beta1, config.beta2), groups[0]["params"][0].is_cuda
     return torch.optim.AdamW(
         groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True, capturable=is_cuda
@@ -68,12 +72,12 @@ def adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.
 NO_BIAS_CORRECTION = 1e9  # step count at which 1 - beta**step is 1
 
 
-def released_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+def build_adam_without_bias_correction(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW without bias correction, as in the released ELECTRA code.
 
     The first updates are about three times as large as AdamW's: (1 - beta1) / sqrt(1 - beta2).
     """
-    optimizer = adamw(groups, config)
+    optimizer = build_adamw(groups, config)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(NO_BIAS_CORRECTION, device=parameter.device)} | moments
@@ -87,34 +91,34 @@ def warmup_factor(progress: float, warmup: float) -> float:
     return progress / warmup if warmup else 1.0
 
 
-def linear(progress: float, warmup: float, config: OptimizerConfig) -> float:
+def linear_schedule(progress: float, warmup: float, config: OptimizerConfig) -> float:
     return min(warmup_factor(progress, warmup), (1 - progress) / max(1 - warmup, 1e-12))
 
 
-def released(progress: float, warmup: float, config: OptimizerConfig) -> float:
+def released_schedule(progress: float, warmup: float, config: OptimizerConfig) -> float:
     return (1 - progress) * min(1.0, warmup_factor(progress, warmup))
 
 
-def cosine(progress: float, warmup: float, config: OptimizerConfig) -> float:
+def cosine_schedule(progress: float, warmup: float, config: OptimizerConfig) -> float:
     if progress < warmup:
         return progress / warmup
     return (1 + math.cos(math.pi * (progress - warmup) / max(1 - warmup, 1e-12))) / 2
 
 
-def wsd(progress: float, warmup: float, config: OptimizerConfig) -> float:
+def wsd_schedule(progress: float, warmup: float, config: OptimizerConfig) -> float:
     """Warm-up, stable, decay."""
     decay_factor = (1 - progress) / config.decay_fraction if config.decay_fraction else 1.0
     return min(warmup_factor(progress, warmup), 1.0, decay_factor)
 
 
-def decay(progress: float, warmup: float, config: OptimizerConfig) -> float:
+def decay_schedule(progress: float, warmup: float, config: OptimizerConfig) -> float:
     return 1 - progress
 
 
 SCHEDULES: dict[str, Callable[[float, float, OptimizerConfig], float]] = {
-    "linear": linear,
-    "released": released,
-    "cosine": cosine,
-    "wsd": wsd,
-    "decay": decay,
+    "linear": linear_schedule,
+    "released": released_schedule,
+    "cosine": cosine_schedule,
+    "wsd": wsd_schedule,
+    "decay": decay_schedule,
 }

@@ -18,7 +18,13 @@ from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import GraphedStep
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import checkpoint_folders
-from electra.training.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, read_state, save_checkpoint
+from electra.training.checkpoint import (
+    checkpoint_name,
+    load_checkpoint,
+    prune_checkpoints,
+    read_training_state,
+    save_checkpoint,
+)
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, format_duration
 from electra.training.optimizer import SCHEDULES, build_optimizers
@@ -44,11 +50,11 @@ class TrainingTask(Protocol):
     def model(self) -> nn.Module: ...
     def next_batch(self) -> TrainingBatch: ...
     def losses(self, batch: Any) -> Losses: ...
-    def counts(self, batch: Any) -> Counts: ...  # the denominators of the losses, computed without the model
+    def loss_counts(self, batch: Any) -> Counts: ...  # the denominators of the losses, computed without the model
     def backward(self, loss: Tensor) -> None: ...  # accumulates gradients in the model's parameters
-    def lr_scale(self, name: str) -> float: ...  # multiplies the learning rate of the parameter `name`
+    def lr_scale(self, parameter_name: str) -> float: ...  # multiplies the learning rate of that parameter
     def evaluate(self) -> dict[str, float]: ...  # "loss" selects the best checkpoint
-    def throughput(self, tokens_per_second: float) -> dict[str, float]: ...  # further metrics of speed
+    def speed_metrics(self, tokens_per_second: float) -> dict[str, float]: ...  # further metrics of speed
     def write_model(self, folder: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...  # JSON, such as the position in the data
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -87,9 +93,8 @@ class TrainResult:
         return 128 + self.signal if self.signal else 0
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.status()}: {self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
-        ]
+        used = f"{self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
+        lines = [f"{self.describe_status()}: {used}"]
         if self.nonfinite_steps:
             lines.append(f"{self.nonfinite_steps} steps skipped because of a non-finite loss or gradient")
         lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
@@ -98,7 +103,7 @@ class TrainResult:
             lines.append(f"to continue training its model: a new --output with --init {self.run}")
         return "\n".join(lines)
 
-    def status(self) -> str:
+    def describe_status(self) -> str:
         if self.signal:
             return f"stopped by {signal.Signals(self.signal).name}, continue with --resume"
         return "already finished, its budget is used up" if self.was_finished else "finished"
@@ -146,14 +151,14 @@ class Trainer:
         self.task.load_state_dict(state["task"])
         self.state = TrainState(**state["trainer"])
 
-    def branch(self, checkpoint: Path) -> None:
+    def start_branch(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of another run with a budget that starts there."""
         self.resume(checkpoint)
         self.restart_budget()
 
     def start_stage(self, checkpoint: Path) -> None:
         """Continue the data and the step count of a checkpoint with new optimizers and a budget that starts there."""
-        state = read_state(checkpoint)
+        state = read_training_state(checkpoint)
         self.task.load_state_dict(state["task"])
         self.state = TrainState(**state["trainer"])
         self.restart_budget()
@@ -166,41 +171,41 @@ class Trainer:
         """Train until the budget is used up or SIGTERM or SIGINT arrives, and save a checkpoint."""
         self.logger = MetricsLogger(self.folder, self.state.step)
         self.saved_at = self.state.seconds
-        self.run_step = self.graphed_step() if self.cuda_graphs else self.compute_step
-        with stop_signals(self.quiet) as signals, ProgressBar(self.quiet) as self.bar:
+        self.run_step = self.build_graphed_step() if self.cuda_graphs else self.compute_step
+        with collect_stop_signals(self.quiet) as signals, ProgressBar(self.quiet) as self.bar:
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
             while not self.is_finished() and not signals:
                 self.step()
-                self.bar.set_fraction(self.progress())
+                self.bar.set_fraction(self.budget_fraction_used())
                 if self.screen_averages.seconds > self.screen_interval:
-                    self.report()
+                    self.show_progress()
                 if self.is_due(self.config.log_every):
-                    self.log()
+                    self.log_metrics()
                 if self.is_due(self.config.evaluate_every):
                     self.evaluate()
                 if self.is_due(self.config.save_every) or self.is_save_overdue():
-                    self.save()
+                    self.save_checkpoint()
             if self.is_warm and not signals:
                 if not self.is_due(self.config.log_every):
-                    self.log()
+                    self.log_metrics()
                 if not self.is_due(self.config.evaluate_every):
                     self.evaluate()
-            checkpoint = self.save()
+            checkpoint = self.save_checkpoint()
         self.logger.close()
-        return self.result(checkpoint, signals[0] if signals else 0)
+        return self.build_result(checkpoint, signals[0] if signals else 0)
 
-    def progress(self, ahead: float = 0.0) -> float:
-        """Fraction of the budget used up, `ahead` steps from now."""
-        steps, seconds = self.used()
-        return self.budget.fraction(steps + ahead, seconds)
+    def budget_fraction_used(self, ahead_steps: float = 0.0) -> float:
+        """Fraction of the budget used up, `ahead_steps` steps from now."""
+        steps, seconds = self.steps_and_seconds_used()
+        return self.budget.fraction_used(steps + ahead_steps, seconds)
 
-    def used(self) -> tuple[int, float]:
+    def steps_and_seconds_used(self) -> tuple[int, float]:
         """Steps and seconds since the start of the budget."""
         return self.state.step - self.state.start_step, self.state.seconds - self.state.start_seconds
 
     def is_finished(self) -> bool:
-        return self.stop_at.fraction(*self.used()) >= 1
+        return self.stop_at.fraction_used(*self.steps_and_seconds_used()) >= 1
 
     def is_due(self, every: int) -> bool:
         return self.state.step % every == 0
@@ -221,10 +226,10 @@ class Trainer:
         seconds = time.perf_counter() - start if self.is_warm else None
         self.state.seconds += seconds or 0.0
         for averages in (self.averages, self.screen_averages):
-            averages.add(metrics, batch.num_tokens, seconds)
+            averages.add_step(metrics, batch.num_tokens, seconds)
         self.is_warm = True
         if not self.cuda_graphs:  # with CUDA graphs, reading the device each step would stall it
-            self.check_finite()
+            self.check_nonfinite_steps()
 
     def set_learning_rate(self) -> None:
         self.learning_rate = self.optimizer_config.learning_rate * self.schedule_factor()
@@ -238,7 +243,7 @@ class Trainer:
         """The schedule at the middle of this step, so that neither the first nor the last has a rate of 0."""
         config = self.optimizer_config
         schedule = SCHEDULES[config.schedule]
-        progress = self.progress(ahead=0.5)
+        progress = self.budget_fraction_used(ahead_steps=0.5)
         if config.warmup < 1:
             return schedule(progress, config.warmup, config)
         if self.budget.steps:
@@ -249,7 +254,7 @@ class Trainer:
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def graphed_step(self) -> GraphedStep:
+    def build_graphed_step(self) -> GraphedStep:
         """`compute_step` as a CUDA graph, which reads learning rates from the device."""
         for group in self.parameter_groups():
             group["lr"] = torch.tensor(0.0, device=group["params"][0].device)
@@ -257,22 +262,22 @@ class Trainer:
 
     def compute_step(self, batch: TrainingBatch) -> dict[str, Tensor]:
         """Forward, backward and update; returns the metrics of the step."""
-        return self.update(self.backward(batch))
+        return self.update_weights(self.forward_backward(batch))
 
-    def backward(self, batch: TrainingBatch) -> dict[str, Tensor]:
+    def forward_backward(self, batch: TrainingBatch) -> dict[str, Tensor]:
         """Compute gradients and return the losses; suggests micro-batches if the batch does not fit into memory."""
         try:
-            return self.accumulate(batch, self.config.micro_batches)
+            return self.accumulate_gradients(batch, self.config.micro_batches)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-        count = self.find_micro_batches(batch)
+        count = self.find_fitting_micro_batches(batch)
         advice = f"try --micro-batches {count}" if count else "not even single rows fit, use a smaller model"
         raise ConfigError(f"a batch of {batch.num_rows} rows does not fit into the device's memory; {advice}")
 
-    def accumulate(self, batch: TrainingBatch, micro_batches: int) -> dict[str, Tensor]:
+    def accumulate_gradients(self, batch: TrainingBatch, micro_batches: int) -> dict[str, Tensor]:
         """Accumulate the gradients of micro-batches, normalized by the counts of the whole batch."""
-        counts = self.task.counts(batch) if micro_batches > 1 else None
+        counts = self.task.loss_counts(batch) if micro_batches > 1 else None
         means: dict[str, Tensor] = {}
         for micro_batch in batch.micro_batches(micro_batches):
             losses = self.task.losses(micro_batch)
@@ -282,14 +287,14 @@ class Trainer:
                 means[name] = means[name] + mean if name in means else mean
         return means
 
-    def find_micro_batches(self, batch: TrainingBatch) -> int | None:
+    def find_fitting_micro_batches(self, batch: TrainingBatch) -> int | None:
         """The smallest number of micro-batches, by doubling, that fits into memory."""
         count = 2 * self.config.micro_batches
         while count <= batch.num_rows:
             self.task.model.zero_grad()
             torch.cuda.empty_cache()
             try:
-                self.accumulate(batch, count)
+                self.accumulate_gradients(batch, count)
                 return count
             except RuntimeError as error:
                 if not is_out_of_memory(error):
@@ -297,7 +302,7 @@ class Trainer:
             count *= 2
         return None
 
-    def update(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    def update_weights(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip gradients and update the weights, unless a loss or the gradient is not finite."""
         gradients = [parameter.grad for parameter in self.task.model.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -320,7 +325,7 @@ class Trainer:
         metrics = {name: value.where(is_finite, 0.0) for name, value in metrics.items()}
         return metrics | {"nonfinite_steps": (~is_finite).float()}
 
-    def check_finite(self) -> None:
+    def check_nonfinite_steps(self) -> None:
         """Raise after too many consecutive non-finite steps."""
         count = int(self.nonfinite_run[1].item())
         if count >= self.config.max_nonfinite_steps:
@@ -331,11 +336,11 @@ class Trainer:
                 "try a lower --learning-rate or a longer --warmup"
             )
 
-    def log(self) -> None:
+    def log_metrics(self) -> None:
         """Write the training metrics since the last line."""
-        self.check_finite()
+        self.check_nonfinite_steps()
         state = self.state
-        state.nonfinite_steps = self.nonfinite_steps()
+        state.nonfinite_steps = self.count_nonfinite_steps()
         tokens_per_second = self.averages.tokens_per_second()
         metrics = {
             **self.averages.means(),
@@ -344,22 +349,22 @@ class Trainer:
             "seconds": state.seconds,
             "nonfinite_steps": state.nonfinite_steps,
             "tokens_per_second": tokens_per_second,
-            **self.task.throughput(tokens_per_second),
+            **self.task.speed_metrics(tokens_per_second),
         }
         self.logger.write("train", state.step, metrics)
         self.averages = RunningAverages()
 
-    def nonfinite_steps(self) -> int:
+    def count_nonfinite_steps(self) -> int:
         """The number of skipped steps, also those that are not logged yet."""
-        return self.state.nonfinite_steps + self.averages.nonfinite_steps()
+        return self.state.nonfinite_steps + self.averages.count_nonfinite_steps()
 
-    def report(self) -> None:
+    def show_progress(self) -> None:
         """Show progress, losses and speed since the last line on the screen."""
         averages = self.screen_averages
-        left = format_duration(self.budget.minutes_left(*self.used(), averages.seconds_per_step()))
-        progress = f"step {self.state.step:,} ({self.progress():.0%}, {left} left)"
+        left = format_duration(self.budget.minutes_left(*self.steps_and_seconds_used(), averages.seconds_per_step()))
+        progress = f"step {self.state.step:,} ({self.budget_fraction_used():.0%}, {left} left)"
         losses = [f"{name} {value:.3f}" for name, value in averages.means().items() if name != "gradient_norm"]
-        self.bar.describe("  ".join([progress, *losses, f"{averages.tokens_per_second():,.0f} tokens/s"]))
+        self.bar.show_status("  ".join([progress, *losses, f"{averages.tokens_per_second():,.0f} tokens/s"]))
         self.screen_averages = RunningAverages()
         self.screen_interval = REPORT_SECONDS
 
@@ -372,7 +377,7 @@ class Trainer:
             metrics = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
             self.bar.print_line(f"step {self.state.step:,}, evaluation: {metrics}")
 
-    def save(self) -> Path:
+    def save_checkpoint(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
         state = self.state
         self.saved_at = state.seconds
@@ -380,20 +385,20 @@ class Trainer:
         if self.evaluated_step == state.step and self.metrics["loss"] < best_loss:  # False for NaN
             state.best_checkpoint = checkpoint_name(state.step)
             state.best_loss = self.metrics["loss"]
-        trainer_state = asdict(state) | {"nonfinite_steps": self.nonfinite_steps()}
+        trainer_state = asdict(state) | {"nonfinite_steps": self.count_nonfinite_steps()}
         content = {"step": state.step, "trainer": trainer_state, "task": self.task.state_dict()}
         folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)
         return folder
 
-    def result(self, checkpoint: Path, signal: int) -> TrainResult:
+    def build_result(self, checkpoint: Path, signal: int) -> TrainResult:
         return TrainResult(
             run=str(self.folder),
             checkpoint=str(checkpoint),
             step=self.state.step,
             tokens=self.state.tokens,
             seconds=self.state.seconds,
-            nonfinite_steps=self.nonfinite_steps(),
+            nonfinite_steps=self.count_nonfinite_steps(),
             metrics=self.metrics,
             signal=signal,
             was_finished=not signal and not self.is_warm,
@@ -406,7 +411,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def stop_signals(quiet: bool = False) -> Iterator[list[int]]:
+def collect_stop_signals(quiet: bool = False) -> Iterator[list[int]]:
     """Collect SIGTERM and SIGINT in a list; a second SIGINT raises KeyboardInterrupt."""
     received: list[int] = []
 
