@@ -128,7 +128,7 @@ def layer_case(sizes: Sizes) -> Case:
     def kernel(hidden: Tensor, *weights: Tensor) -> Tensor:
         return fused_classic_layer(
             hidden, list(weights), None, None, None,
-            heads=sizes.heads, is_short=True, attention_dropout=dropout, dropout=dropout, epsilon=EPSILON,
+            heads=sizes.heads, use_short_attention=True, attention_dropout=dropout, dropout=dropout, epsilon=EPSILON,
         )  # fmt: skip
 
     def pytorch(hidden: Tensor, *weights: Tensor) -> Tensor:

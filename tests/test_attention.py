@@ -139,6 +139,6 @@ def test_document_ids_of_short_attention_are_contiguous(attention_mask, document
 
 
 def test_a_cpu_uses_sdpa():
-    assert dispatch.attention_backend(torch.empty(0), 128, 64, has_cu_seqlens=True) == (
+    assert dispatch.select_attention_backend(torch.empty(0), 128, 64, has_cu_seqlens=True) == (
         "short" if dispatch.IS_INTERPRETED else "sdpa"
     )

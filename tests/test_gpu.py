@@ -47,7 +47,7 @@ def on_gpu(batch: Batch) -> Batch:
 @pytest.fixture(autouse=True)
 def reset_kernels():
     yield
-    dispatch.set_kernels("auto")
+    dispatch.set_kernel_mode("auto")
 
 
 def assert_as_exact_as(ours: list[Tensor], rounded: list[Tensor], exact: list[Tensor], slack: float = 0.0) -> None:
@@ -74,7 +74,7 @@ def test_attention_backends_equal_masked_attention(monkeypatch, is_padded, backe
 
     def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
         cu_seqlens = compute_cu_seqlens(document_ids, 100) if "cu_seqlens" in backend else None
-        monkeypatch.setattr(dispatch, "attention_backend", lambda *_: backend.split()[0])
+        monkeypatch.setattr(dispatch, "select_attention_backend", lambda *_: backend.split()[0])
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             hidden = encoder(input_ids, attention_mask, None, document_ids, cu_seqlens).float()
@@ -97,7 +97,7 @@ def test_kernels_are_used_in_half_precision_unless_switched_off():
         assert (encoder.train().attention_backend(128), encoder.attention_backend(512)) == ("short", "varlen")
         with dispatch.without_kernels("short_attention"):
             assert encoder.attention_backend(128) == "varlen"
-        dispatch.set_kernels("off")
+        dispatch.set_kernel_mode("off")
         assert encoder.attention_backend(128) == encoder.attention_backend(512) == "sdpa"
 
 
@@ -230,7 +230,7 @@ def test_fused_modern_layers_are_as_exact_as_eager_ones(monkeypatch, checkpointi
     document_ids = (torch.rand(9, 110, device="cuda") < 0.03).cumsum(1) if has_documents else None
 
     def run(dtype: torch.dtype, backend: str) -> list[Tensor]:
-        monkeypatch.setattr(dispatch, "attention_backend", lambda *_: backend)
+        monkeypatch.setattr(dispatch, "select_attention_backend", lambda *_: backend)
         encoder.zero_grad()
         with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
             hidden = encoder(input_ids, document_ids=document_ids).float()
@@ -249,7 +249,7 @@ def test_states_at_positions_equal_those_of_all_tokens(monkeypatch, style, backe
     encoder = Encoder(EncoderConfig(style=style, layers=2, **options)).cuda()
     input_ids, positions = torch.randint(5, 500, (9, 110), device="cuda"), torch.randint(0, 110, (9, 20), device="cuda")
     grad_out = torch.randn(9, 20, 256, device="cuda")
-    monkeypatch.setattr(dispatch, "attention_backend", lambda *_: backend)
+    monkeypatch.setattr(dispatch, "select_attention_backend", lambda *_: backend)
 
     def run(**arguments: Tensor) -> list[Tensor]:
         encoder.zero_grad()

@@ -40,8 +40,8 @@ def one_program(monkeypatch):
 @pytest.fixture
 def kernels_off():
     """A function that switches the kernels off until the end of the test."""
-    yield lambda: dispatch.set_kernels("off")
-    dispatch.set_kernels("auto")
+    yield lambda: dispatch.set_kernel_mode("off")
+    dispatch.set_kernel_mode("auto")
 
 
 def assert_close(ours: list[Tensor], expected: list[Tensor]) -> None:
@@ -92,10 +92,10 @@ def weighted_sum(states: Tensor) -> Tensor:
 def test_kernels_can_be_switched_off_alone_or_together(kernels_off):
     hidden = torch.empty(2, 8, 64)
     with dispatch.without_kernels("geglu"):
-        assert [kernel for kernel in dispatch.KERNELS if not dispatch.is_enabled(kernel)] == ["geglu"]
-    assert all(dispatch.is_enabled(kernel) for kernel in dispatch.KERNELS)
+        assert [kernel for kernel in dispatch.KERNELS if not dispatch.is_kernel_enabled(kernel)] == ["geglu"]
+    assert all(dispatch.is_kernel_enabled(kernel) for kernel in dispatch.KERNELS)
     kernels_off()
-    assert not any(dispatch.can_use(kernel, hidden) for kernel in dispatch.KERNELS)
+    assert not any(dispatch.can_use_kernel(kernel, hidden) for kernel in dispatch.KERNELS)
     with pytest.raises(ConfigError, match="unknown kernels gelu; choose from short_attention"):
         dispatch.without_kernels("gelu").__enter__()
 

@@ -47,7 +47,7 @@ def test_gradients_accumulate_over_micro_batches_and_are_reset_between_steps():
     weights = MasterWeights(model, torch.bfloat16)
     for _ in range(2):  # steps
         for number in (1.0, 2.0):  # micro-batches
-            weights.sync()
+            weights.update_half_precision_weights()
             weights.backward(weights.model(torch.full((1, 2), number, dtype=torch.bfloat16)).sum())
         assert model.weight.grad.tolist() == [[3, 3]]
         assert model.bias.grad.tolist() == [2]
@@ -59,7 +59,7 @@ def test_sync_copies_the_master_weights():
     weights = MasterWeights(model, torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(0.3)
-    weights.sync()
+    weights.update_half_precision_weights()
     assert torch.equal(weights.model.weight, model.weight.bfloat16())
 
 

@@ -96,7 +96,7 @@ class FinetuningTask:
     def __init__(self, job: Job) -> None:
         self.job, self.task, self.tuning = job, job.task, job.tuning
         self.device = choose_device(job.hardware.device)
-        dispatch.set_kernels(job.hardware.kernels)
+        dispatch.set_kernel_mode(job.hardware.kernels)
         self.pretrained = load_pretrained(job.model, self.tuning.dropout)
         self.encoder = self.pretrained.encoder.config
         self.encoder.check_length(self.tuning.length)
@@ -152,7 +152,7 @@ class FinetuningTask:
         return (batch.to(self.device) for batch in batches)
 
     def losses(self, batch: RowBatch) -> Losses:
-        self.master_weights.sync()
+        self.master_weights.update_half_precision_weights()
         with self.master_weights.autocast():
             logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
         losses = self.output_type.loss(logits.float(), self.train.labels[batch.rows])  # [B]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import LOG2E, dropout_scale, split_rows
+from electra.kernels.reductions import LOG2E, dropout_scale, split_rows_over_programs
 
 MAX_LENGTH = 128  # tokens whose scores one program can hold
 HEAD_WIDTHS = (32, 64, 128)  # of the Triton kernel
@@ -39,11 +39,12 @@ def load_tile(base, token, column, L, stride: tl.constexpr):
 
 @triton.jit
 def store_tile(base, token, column, L, stride: tl.constexpr, values):
+    """Store columns of some tokens; nothing after the row's end."""
     tl.store(base + token[:, None] * stride + column[None, :], values, mask=(token < L)[:, None])
 
 
 @triton.jit
-def load_rotated(base, rope, token, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_ROPE: tl.constexpr):
+def load_with_rope(base, rope, token, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_ROPE: tl.constexpr):
     """Vectors [N, K], with rotary positions applied in fp32.
 
     Element i is rotated with element i + K/2, which is loaded as a second tile."""
@@ -57,10 +58,10 @@ def load_rotated(base, rope, token, column, L, stride: tl.constexpr, K: tl.const
 
 
 @triton.jit
-def store_unrotated(
+def store_with_inverse_rope(
     base, rope, token, column, L, stride: tl.constexpr, K: tl.constexpr, HAS_ROPE: tl.constexpr, vectors, dtype
 ):
-    """Store gradients [N, K], rotated by the negative angles: the backward of `load_rotated`."""
+    """Store gradients [N, K], rotated by the negative angles: the backward of `load_with_rope`."""
     if HAS_ROPE:
         half = tl.arange(0, K // 2)
         cos, sin = load_tile(rope, token, half, L, K // 2), load_tile(rope + L * (K // 2), token, half, L, K // 2)
@@ -72,7 +73,7 @@ def store_unrotated(
 
 
 @triton.jit
-def softmax_weights(
+def unnormalized_softmax(
     scores, document_ids, query, key, L, window, scale, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
     """Unnormalised weights [QUERIES, BLOCK] of queries at tokens `query` over keys at tokens `key`, and the reciprocals
@@ -91,7 +92,7 @@ def softmax_weights(
 
 
 @triton.jit
-def weight_dropout(seed, program, query, key, dropout, BLOCK: tl.constexpr):
+def attention_dropout_scale(seed, program, query, key, dropout, BLOCK: tl.constexpr):
     """What dropout multiplies the attention weights [QUERIES, BLOCK] by."""
     return dropout_scale(seed, (program * BLOCK + query[:, None]) * BLOCK + key[None, :], dropout)
 
@@ -114,15 +115,17 @@ def short_attention_kernel(
     """out [B, L, H, K] from qkv [B, L, 3, H, K]; one program per row and head, QUERIES queries at a time."""
     program, row, head, queries, keys, values = locate_head(qkv, L, H, K)
     key, column = tl.arange(0, BLOCK), tl.arange(0, K)
-    k = load_rotated(keys, rope, key, column, L, 3 * H * K, K, HAS_ROPE)
+    k = load_with_rope(keys, rope, key, column, L, 3 * H * K, K, HAS_ROPE)
     v = load_tile(values, key, column, L, 3 * H * K)
     for start in tl.static_range(0, BLOCK, QUERIES):
         query = start + tl.arange(0, QUERIES)
-        q = load_rotated(queries, rope, query, column, L, 3 * H * K, K, HAS_ROPE)
+        q = load_with_rope(queries, rope, query, column, L, 3 * H * K, K, HAS_ROPE)
         scores, documents = tl.dot(q, tl.trans(k)), document_ids + row * L
-        weights, inverse = softmax_weights(scores, documents, query, key, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+        weights, inverse = unnormalized_softmax(
+            scores, documents, query, key, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW
+        )
         if HAS_DROPOUT:
-            weights = weights * weight_dropout(seed, program, query, key, dropout, BLOCK)
+            weights = weights * attention_dropout_scale(seed, program, query, key, dropout, BLOCK)
         mixed = tl.dot(weights.to(v.dtype), v) * inverse[:, None]
         store_tile(out + row * L * H * K + head * K, query, column, L, H * K, mixed.to(v.dtype))
 
@@ -137,18 +140,20 @@ def short_attention_backward_kernel(
     program, row, head, queries, keys, values = locate_head(qkv, L, H, K)
     key, column = tl.arange(0, BLOCK), tl.arange(0, K)
     target = grad_qkv + row * L * 3 * H * K + head * K
-    k = load_rotated(keys, rope, key, column, L, 3 * H * K, K, HAS_ROPE)
+    k = load_with_rope(keys, rope, key, column, L, 3 * H * K, K, HAS_ROPE)
     v = load_tile(values, key, column, L, 3 * H * K)
     grad_k, grad_v = tl.zeros([BLOCK, K], tl.float32), tl.zeros([BLOCK, K], tl.float32)
     for start in tl.static_range(0, BLOCK, QUERIES):
         query = start + tl.arange(0, QUERIES)
-        q = load_rotated(queries, rope, query, column, L, 3 * H * K, K, HAS_ROPE)
+        q = load_with_rope(queries, rope, query, column, L, 3 * H * K, K, HAS_ROPE)
         grad = load_tile(grad_out + row * L * H * K + head * K, query, column, L, H * K)  # zeros after the row's end
         scores, documents = tl.dot(q, tl.trans(k)), document_ids + row * L
-        weights, inverse = softmax_weights(scores, documents, query, key, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW)
+        weights, inverse = unnormalized_softmax(
+            scores, documents, query, key, L, window, scale, HAS_DOCUMENTS, HAS_WINDOW
+        )
         weights = weights * inverse[:, None]
         if HAS_DROPOUT:
-            factor = weight_dropout(seed, program, query, key, dropout, BLOCK)
+            factor = attention_dropout_scale(seed, program, query, key, dropout, BLOCK)
             grad_v = tl.dot(tl.trans((weights * factor).to(v.dtype)), grad, grad_v)
             grad_weights = tl.dot(grad, tl.trans(v)) * factor
         else:
@@ -157,13 +162,15 @@ def short_attention_backward_kernel(
         mean = tl.sum(weights * grad_weights, 1) * scale
         grad_scores = (weights * (grad_weights * scale - mean[:, None])).to(v.dtype)
         grad_k = tl.dot(tl.trans(grad_scores), q, grad_k)
-        store_unrotated(target, rope, query, column, L, 3 * H * K, K, HAS_ROPE, tl.dot(grad_scores, k), v.dtype)
-    store_unrotated(target + H * K, rope, key, column, L, 3 * H * K, K, HAS_ROPE, grad_k, v.dtype)
+        store_with_inverse_rope(target, rope, query, column, L, 3 * H * K, K, HAS_ROPE, tl.dot(grad_scores, k), v.dtype)
+    store_with_inverse_rope(target + H * K, rope, key, column, L, 3 * H * K, K, HAS_ROPE, grad_k, v.dtype)
     store_tile(target + 2 * H * K, key, column, L, 3 * H * K, grad_v.to(v.dtype))
 
 
-def launch(kernel, qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, window: int,
-           dropout: float, *outputs: Tensor) -> None:  # fmt: skip
+def launch_per_head(
+    kernel, qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None, seed: Tensor | None, window: int,
+    dropout: float, *outputs: Tensor,
+) -> None:  # fmt: skip
     """Run a kernel over all rows and heads."""
     B, L, _, H, K = qkv.shape
     block = max(16, triton.next_power_of_2(L))
@@ -179,7 +186,7 @@ def launch(kernel, qkv: Tensor, document_ids: Tensor | None, rope: Tensor | None
     )  # fmt: skip
 
 
-def is_short(length: int, head_width: int) -> bool:
+def fits_short_attention(length: int, head_width: int) -> bool:
     """Whether the Triton kernel takes rows of this length and heads of this width."""
     return length <= MAX_LENGTH and head_width in HEAD_WIDTHS
 
@@ -198,7 +205,7 @@ def short_attention_forward(
     negative. `rope` [2, L, K/2] holds cosines and sines. Attention weights are dropped with a `seed` []."""
     B, L, _, H, K = qkv.shape
     out = qkv.new_empty(B, L, H, K)
-    launch(short_attention_kernel, qkv, document_ids, rope, seed, window, dropout, out)
+    launch_per_head(short_attention_kernel, qkv, document_ids, rope, seed, window, dropout, out)
     return out
 
 
@@ -208,7 +215,7 @@ def short_attention_backward(
 ) -> Tensor:  # fmt: skip
     """grad_qkv [B, L, 3, H, K] from `grad_out` [B, L, H, K]."""
     grad_qkv = torch.empty_like(qkv)
-    launch(short_attention_backward_kernel, qkv, document_ids, rope, seed, window, dropout, grad_out, grad_qkv)
+    launch_per_head(short_attention_backward_kernel, qkv, document_ids, rope, seed, window, dropout, grad_out, grad_qkv)
     return grad_qkv
 
 
@@ -258,7 +265,7 @@ def has_fast_cudnn(device: int) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def use_cudnn(qkv: Tensor, cu_seqlens: Tensor | None) -> bool:
+def should_use_cudnn(qkv: Tensor, cu_seqlens: Tensor | None) -> bool:
     """Whether cuDNN computes attention over these whole rows `qkv` [B, L, 3, H, K]."""
     fits = qkv.shape[-1] in CUDNN_HEAD_WIDTHS and qkv.shape[1] % CUDNN_LENGTH_MULTIPLE == 0
     enabled = torch.backends.cudnn.enabled and torch.backends.cuda.cudnn_sdp_enabled()
@@ -270,7 +277,7 @@ def long_attention_forward(qkv: Tensor, cu_seqlens: Tensor | None, dropout: floa
 
     Tokens attend within their document, whose boundaries in the flattened batch are `cu_seqlens` [documents + 1]."""
     query, key, value = qkv.unbind(2)
-    if use_cudnn(qkv, cu_seqlens):
+    if should_use_cudnn(qkv, cu_seqlens):
         heads = [each.transpose(1, 2) for each in (query, key, value)]
         out, logsumexp, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
             *heads, None, True, dropout
@@ -279,7 +286,7 @@ def long_attention_forward(qkv: Tensor, cu_seqlens: Tensor | None, dropout: floa
         return out.transpose(1, 2).contiguous(), logsumexp.flatten(), rng_state
     flat = [each.flatten(0, 1) for each in (query, key, value)]
     out, logsumexp, rng_state, *_ = aten._flash_attention_forward(
-        *flat, *boundaries(qkv, cu_seqlens), dropout, False, False
+        *flat, *cu_seqlens_and_max_lengths(qkv, cu_seqlens), dropout, False, False
     )
     return out.view_as(value), logsumexp.flatten(), rng_state.view(torch.int64) if dropout else empty_rng_state(qkv)
 
@@ -291,18 +298,19 @@ def long_attention_backward(
     """grad_qkv [B, L, 3, H, K], and partial sums [programs, 3 · H · K] for its bias."""
     B, L, _, H, _ = qkv.shape
     query, key, value = qkv.unbind(2)
-    if use_cudnn(qkv, cu_seqlens):
+    if should_use_cudnn(qkv, cu_seqlens):
         heads = [each.transpose(1, 2) for each in (grad_out, query, key, value, out)]
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *heads, logsumexp.view(B, H, L, 1), rng_state[0], rng_state[1], None, None, None, L, L, dropout, False
         )
         return pack_qkv_grads(qkv, *(grad.transpose(1, 2).contiguous() for grad in grads))
     flat = [each.flatten(0, 1) for each in (grad_out, query, key, value, out)]
-    options = *boundaries(qkv, cu_seqlens), dropout, False, rng_state.view(torch.uint64), qkv.new_empty(0)
+    lengths = cu_seqlens_and_max_lengths(qkv, cu_seqlens)
+    options = *lengths, dropout, False, rng_state.view(torch.uint64), qkv.new_empty(0)
     return pack_qkv_grads(qkv, *aten._flash_attention_backward(*flat, logsumexp.view(H, B * L), *options))
 
 
-def boundaries(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+def cu_seqlens_and_max_lengths(qkv: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
     """cu_seqlens of queries and of keys, and their maximal lengths; without documents each row is one."""
     B, L = qkv.shape[:2]
     if cu_seqlens is None:
@@ -343,7 +351,7 @@ def pack_qkv_grads(qkv: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -
     N, D = B * L, H * K
     packed = torch.empty_like(qkv)
     column_blocks = triton.cdiv(D, PACK_COLUMNS)
-    blocks, programs = split_rows(N, PACK_ROWS, 3 * column_blocks)
+    blocks, programs = split_rows_over_programs(N, PACK_ROWS, 3 * column_blocks)
     partials = torch.empty(programs, 3 * D, device=qkv.device)
     pack_qkv_kernel[(programs, column_blocks, 3)](
         queries, keys, values, packed, partials, N, D, blocks,

@@ -37,14 +37,14 @@ class GraphedStep:
         signature = batch_signature(batch)
         self.calls[signature] += 1
         if self.calls[signature] <= WARMUP_STEPS:
-            return self.warm_up(batch)
+            return self.run_eager_step(batch)
         if signature not in self.captured:
             self.captured[signature] = self.capture(batch)
         metrics = self.replay(self.captured[signature], batch)
         self.wait_for_previous_replay()
         return metrics
 
-    def warm_up(self, batch: Any) -> Metrics:
+    def run_eager_step(self, batch: Any) -> Metrics:
         """Run an eager step on the stream that captures."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

@@ -64,7 +64,7 @@ class AttentionBias:
     rope: Tensor | None = None  # [2, L, 1, K/2] cosines and sines of rotary positions
 
 
-def set_kernels(mode: KernelMode) -> None:
+def set_kernel_mode(mode: KernelMode) -> None:
     """Use kernels wherever they apply ("auto"), or plain PyTorch only ("off")."""
     global kernel_mode
     kernel_mode = mode
@@ -77,39 +77,39 @@ def without_kernels(*names: str) -> Iterator[None]:
         raise ConfigError(f"unknown kernels {', '.join(sorted(unknown))}; choose from {', '.join(KERNELS)}")
     disabled.update(names)
     if HAS_TRITON:
-        WeightGradientStream.enabled = is_enabled("weight_gradient_stream")
+        WeightGradientStream.enabled = is_kernel_enabled("weight_gradient_stream")
     try:
         yield
     finally:
         disabled.difference_update(names)
         if HAS_TRITON:
-            WeightGradientStream.enabled = is_enabled("weight_gradient_stream")
+            WeightGradientStream.enabled = is_kernel_enabled("weight_gradient_stream")
 
 
-def is_enabled(kernel: str) -> bool:
+def is_kernel_enabled(kernel: str) -> bool:
     return kernel_mode == "auto" and kernel not in disabled
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
+def matmul_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of matrix products with this tensor: autocast's on a GPU, if it is enabled."""
     return torch.get_autocast_dtype("cuda") if tensor.is_cuda and torch.is_autocast_enabled("cuda") else tensor.dtype
 
 
-def can_use(kernel: str, tensor: Tensor) -> bool:
+def can_use_kernel(kernel: str, tensor: Tensor) -> bool:
     """Whether a Triton kernel is enabled and takes this tensor."""
-    is_supported = IS_INTERPRETED or (tensor.is_cuda and compute_dtype(tensor) in HALF_DTYPES)
-    return HAS_TRITON and is_supported and is_enabled(kernel)
+    is_supported = IS_INTERPRETED or (tensor.is_cuda and matmul_dtype(tensor) in HALF_DTYPES)
+    return HAS_TRITON and is_supported and is_kernel_enabled(kernel)
 
 
-def attention_backend(weight: Tensor, length: int, head_width: int, has_cu_seqlens: bool) -> AttentionBackend:
+def select_attention_backend(weight: Tensor, length: int, head_width: int, has_cu_seqlens: bool) -> AttentionBackend:
     """The backend for rows of `length` tokens and a model with this `weight`.
 
     `has_cu_seqlens`: they are part of the batch, or there are no documents. A compiled graph needs that for varlen:
     computed inside it, their number would differ from batch to batch."""
-    if can_use("short_attention", weight) and attention_kernels.is_short(length, head_width):
+    if can_use_kernel("short_attention", weight) and attention_kernels.fits_short_attention(length, head_width):
         return "short"
-    is_half = weight.is_cuda and compute_dtype(weight) in HALF_DTYPES
-    if not is_half or head_width % 8 or head_width > MAX_FLASH_HEAD_WIDTH or not is_enabled("varlen_attention"):
+    is_half = weight.is_cuda and matmul_dtype(weight) in HALF_DTYPES
+    if not is_half or head_width % 8 or head_width > MAX_FLASH_HEAD_WIDTH or not is_kernel_enabled("varlen_attention"):
         return "sdpa"
     return "sdpa" if torch.compiler.is_compiling() and not has_cu_seqlens else "varlen"
 
@@ -148,19 +148,19 @@ def varlen_attention(
 
 def linear_gelu(linear: nn.Linear, hidden: Tensor) -> Tensor:
     """gelu(linear(hidden)); exact, in half precision to within rounding."""
-    if linear.bias is None or not can_use("linear_gelu", hidden):
+    if linear.bias is None or not can_use_kernel("linear_gelu", hidden):
         return reference.linear_gelu(linear, hidden)
     return gelu.bias_gelu(functional.linear(hidden, linear.weight), linear.bias)
 
 
 def geglu(x: Tensor) -> Tensor:
     """gelu(first half) · second half of `x` [..., 2 · F]: [..., F]."""
-    return gelu.geglu(x) if can_use("geglu", x) else reference.geglu(x)
+    return gelu.geglu(x) if can_use_kernel("geglu", x) else reference.geglu(x)
 
 
 def can_fuse_classic_layer(hidden: Tensor, bias: AttentionBias) -> bool:
     """Whether `fused_classic_layer` takes these hidden states."""
-    return can_use("classic_layer", hidden) and bias.backend != "sdpa"
+    return can_use_kernel("classic_layer", hidden) and bias.backend != "sdpa"
 
 
 def fused_classic_layer(
@@ -172,13 +172,14 @@ def fused_classic_layer(
     `parameters` are in the order of `ClassicLayer.parameters()`."""
     return fused_layers.fused_classic_layer(
         hidden, parameters, bias.document_ids, bias.cu_seqlens, positions, heads=heads,
-        is_short=bias.backend == "short", attention_dropout=attention_dropout, dropout=dropout, epsilon=epsilon,
+        use_short_attention=bias.backend == "short", attention_dropout=attention_dropout, dropout=dropout,
+        epsilon=epsilon,
     )  # fmt: skip
 
 
 def can_fuse_modern_layers(hidden: Tensor, biases: Iterable[AttentionBias]) -> bool:
     """Whether `fused_modern_layer` takes these hidden states; it has no dropout."""
-    return can_use("modern_layer", hidden) and all(bias.backend == "short" for bias in biases)
+    return can_use_kernel("modern_layer", hidden) and all(bias.backend == "short" for bias in biases)
 
 
 def fused_modern_layer(
@@ -197,7 +198,7 @@ def fused_modern_layer(
 
 def can_fuse_mlm_head(hidden: Tensor) -> bool:
     """Whether `mlm_loss_and_sample` takes these hidden states."""
-    return can_use("mlm_head", hidden)
+    return can_use_kernel("mlm_head", hidden)
 
 
 def mlm_loss_and_sample(

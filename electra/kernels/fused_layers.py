@@ -67,10 +67,11 @@ class AttentionActivations(NamedTuple):
 
 
 def select_seed(seeds: Tensor | None, index: int, dropout: float) -> Tensor | None:
+    """One of the seeds, or None without dropout."""
     return None if seeds is None or not dropout else seeds[index]
 
 
-def classic_feedforward(
+def classic_layer_after_attention(
     mixed: Tensor, residual: Tensor, weights: ClassicWeights, seeds: Tensor | None, dropout: float, epsilon: float
 ) -> tuple[Tensor, ClassicActivations]:
     """The layer's output [N, D] from the weighted values of its attention, `mixed`, and its input, `residual`."""
@@ -88,7 +89,7 @@ def classic_feedforward(
     return hidden, ClassicActivations(output, between, up, activated, down)
 
 
-def classic_feedforward_backward(
+def classic_layer_after_attention_backward(
     mixed: Tensor, residual: Tensor, weights: ClassicWeights, saved: ClassicActivations, seeds: Tensor | None,
     dropout: float, epsilon: float, grad_out: Tensor, side_stream: WeightGradientStream,
 ) -> tuple[Tensor, Tensor, ClassicWeights]:  # fmt: skip
@@ -122,16 +123,16 @@ def classic_feedforward_backward(
     return grad_mixed, grad_residual, grad_weights
 
 
-def empty_attention_state(hidden: Tensor, heads: int, is_short: bool) -> tuple[Tensor, Tensor]:
+def empty_attention_state(hidden: Tensor, heads: int, use_short_attention: bool) -> tuple[Tensor, Tensor]:
     """Uninitialised logsumexp and rng_state."""
-    sizes = (0, 0) if is_short else (len(hidden) * heads, 2)
+    sizes = (0, 0) if use_short_attention else (len(hidden) * heads, 2)
     return hidden.new_empty(sizes[0], dtype=torch.float32), hidden.new_empty(sizes[1], dtype=torch.int64)
 
 
 def classic_layer(
     hidden: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], document_ids: Tensor | None,
-    cu_seqlens: Tensor | None, seeds: Tensor | None, rows: Tensor | None, batch_size: int, heads: int, is_short: bool,
-    attention_dropout: float, dropout: float, epsilon: float,
+    cu_seqlens: Tensor | None, seeds: Tensor | None, rows: Tensor | None, batch_size: int, heads: int,
+    use_short_attention: bool, attention_dropout: float, dropout: float, epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The layer's output from its input `hidden` [N, D], then `AttentionActivations` and `ClassicActivations`.
 
@@ -140,21 +141,21 @@ def classic_layer(
     weight, bias = qkv_weights
     qkv = torch.addmm(bias, hidden, weight.T)
     split = attention.split_heads(qkv, batch_size, heads)
-    if is_short:
+    if use_short_attention:
         seed = select_seed(seeds, 2, attention_dropout)
         mixed = attention.short_attention_forward(split, document_ids, None, seed, NO_WINDOW, attention_dropout)
-        logsumexp, rng_state = empty_attention_state(hidden, heads, is_short)
+        logsumexp, rng_state = empty_attention_state(hidden, heads, use_short_attention)
     else:
         mixed, logsumexp, rng_state = attention.long_attention_forward(split, cu_seqlens, attention_dropout)
     mixed = mixed.view_as(hidden)
-    out, saved = classic_feedforward(
+    out, saved = classic_layer_after_attention(
         gather_rows(mixed, rows), gather_rows(hidden, rows), ClassicWeights(*weights), seeds, dropout, epsilon
     )
     return out, *AttentionActivations(qkv, mixed, logsumexp, rng_state), *saved
 
 
-def classic_layer_shapes(
-    hidden, qkv_weights, weights, document_ids, cu_seqlens, seeds, rows, batch_size, heads, is_short,
+def classic_layer_fake(
+    hidden, qkv_weights, weights, document_ids, cu_seqlens, seeds, rows, batch_size, heads, use_short_attention,
     attention_dropout, dropout, epsilon,
 ):  # fmt: skip
     """Empty tensors in the shapes that `classic_layer` returns."""
@@ -162,7 +163,7 @@ def classic_layer_shapes(
     M = N if rows is None else len(rows)
     F = len(ClassicWeights(*weights).up)
     stored = [hidden.new_empty(M, width) for width in (D, D, F, F, D)]
-    state = empty_attention_state(hidden, heads, is_short)
+    state = empty_attention_state(hidden, heads, use_short_attention)
     return hidden.new_empty(M, D), hidden.new_empty(N, 3 * D), torch.empty_like(hidden), *state, *stored
 
 
@@ -170,20 +171,20 @@ def classic_layer_shapes(
 def classic_layer_backward(
     hidden: Tensor, qkv_weights: Sequence[Tensor], weights: Sequence[Tensor], document_ids: Tensor | None,
     cu_seqlens: Tensor | None, seeds: Tensor | None, rows: Tensor | None, attended: Sequence[Tensor],
-    saved: Sequence[Tensor], batch_size: int, heads: int, is_short: bool, attention_dropout: float, dropout: float,
-    epsilon: float, grad_out: Tensor,
+    saved: Sequence[Tensor], batch_size: int, heads: int, use_short_attention: bool, attention_dropout: float,
+    dropout: float, epsilon: float, grad_out: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of hidden, of the qkv projection's weight and bias, and of the other weights."""
     qkv, mixed, logsumexp, rng_state = AttentionActivations(*attended)
     side_stream = WeightGradientStream()
-    grad_mixed, grad_hidden, grad_weights = classic_feedforward_backward(
+    grad_mixed, grad_hidden, grad_weights = classic_layer_after_attention_backward(
         gather_rows(mixed, rows), gather_rows(hidden, rows), ClassicWeights(*weights), ClassicActivations(*saved),
         seeds, dropout, epsilon, grad_out.contiguous(), side_stream,
     )  # fmt: skip
     grad_mixed, grad_hidden = (scatter_rows(grad, rows, len(hidden)) for grad in (grad_mixed, grad_hidden))
     split = attention.split_heads(qkv, batch_size, heads)
     mixed, grad_mixed = mixed.view(split[:, :, 0].shape), grad_mixed.view(split[:, :, 0].shape)
-    if is_short:
+    if use_short_attention:
         seed = select_seed(seeds, 2, attention_dropout)
         grad_qkv = attention.short_attention_backward(
             split, document_ids, None, seed, grad_mixed, NO_WINDOW, attention_dropout
@@ -196,7 +197,11 @@ def classic_layer_backward(
     side_stream.join()
     grad_weight = side_stream(torch.mm, grad_qkv.T, hidden)
     dtype = qkv_weights[1].dtype
-    grad_bias = side_stream(qkv_bias_grad, grad_qkv, dtype) if is_short else side_stream(column_sums, partials, dtype)
+    grad_bias = (
+        side_stream(qkv_bias_grad, grad_qkv, dtype)
+        if use_short_attention
+        else side_stream(column_sums, partials, dtype)
+    )
     grad_hidden.addmm_(grad_qkv, qkv_weights[0])
     side_stream.join()
     return [grad_hidden, grad_weight, grad_bias, *grad_weights]
@@ -215,7 +220,7 @@ def setup_classic_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(hidden, *qkv_weights, *weights, document_ids, cu_seqlens, seeds, rows, *stored)
 
 
-def backward_of_classic_layer(ctx, grad_out: Tensor, *_: Tensor):
+def run_classic_layer_backward(ctx, grad_out: Tensor, *_: Tensor):
     count, attended = len(ClassicWeights._fields), len(AttentionActivations._fields)
     hidden, weight, bias, *rest = ctx.saved_tensors
     weights, (document_ids, cu_seqlens, seeds, rows, *stored) = rest[:count], rest[count:]
@@ -229,8 +234,8 @@ def backward_of_classic_layer(ctx, grad_out: Tensor, *_: Tensor):
 def register_classic_layer(name: str, tags: tuple[torch.Tag, ...]) -> torch.library.CustomOpDef:
     """`classic_layer` with autograd."""
     operation = torch.library.custom_op(f"electra::{name}", classic_layer, mutates_args=(), tags=tags)
-    operation.register_fake(classic_layer_shapes)
-    operation.register_autograd(backward_of_classic_layer, setup_context=setup_classic_context)
+    operation.register_fake(classic_layer_fake)
+    operation.register_autograd(run_classic_layer_backward, setup_context=setup_classic_context)
     return operation
 
 
@@ -246,17 +251,18 @@ def dropout_seeds(hidden: Tensor, dropout: float) -> Tensor | None:
 
 def fused_classic_layer(
     hidden: Tensor, parameters: list[Tensor], document_ids: Tensor | None, cu_seqlens: Tensor | None,
-    positions: Tensor | None, *, heads: int, is_short: bool, attention_dropout: float, dropout: float, epsilon: float,
+    positions: Tensor | None, *, heads: int, use_short_attention: bool, attention_dropout: float, dropout: float,
+    epsilon: float,
 ) -> Tensor:  # fmt: skip
     """The layer's output [B, L, D] from its input `hidden`, or [B, M, D] at `positions` [B, M] only.
 
-    `parameters` are in the order of `ClassicLayer.parameters()`, `is_short` selects short attention."""
+    `parameters` are in the order of `ClassicLayer.parameters()`, `use_short_attention` selects short attention."""
     seeds = dropout_seeds(hidden, max(dropout, attention_dropout))
     flat = hidden.flatten(0, 1).contiguous()
-    operation = seeded_classic_layer_op if attention_dropout and not is_short else classic_layer_op
+    operation = seeded_classic_layer_op if attention_dropout and not use_short_attention else classic_layer_op
     out, *_ = operation(
         flat, parameters[:2], parameters[2:], document_ids, cu_seqlens, seeds, flatten_positions(positions, hidden),
-        len(hidden), heads, is_short, attention_dropout, dropout, epsilon,
+        len(hidden), heads, use_short_attention, attention_dropout, dropout, epsilon,
     )  # fmt: skip
     return out.unflatten(0, (len(hidden), -1))
 
@@ -381,7 +387,7 @@ def setup_modern_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*parameters, document_ids, rope, rows, total, *activations)
 
 
-def backward_of_modern_layer(ctx, grad_total: Tensor, grad_down_out: Tensor, *_: Tensor):
+def run_modern_layer_backward(ctx, grad_total: Tensor, grad_down_out: Tensor, *_: Tensor):
     saved = list(ctx.saved_tensors)  # activation checkpointing allows reading them only once
     parameters = saved[: ctx.num_parameters]
     document_ids, rope, rows, total, *activations = saved[ctx.num_parameters :]
@@ -392,7 +398,7 @@ def backward_of_modern_layer(ctx, grad_total: Tensor, grad_down_out: Tensor, *_:
     return grad_residual, grad_pending, grads, *[None] * 7
 
 
-modern_layer.register_autograd(backward_of_modern_layer, setup_context=setup_modern_context)
+modern_layer.register_autograd(run_modern_layer_backward, setup_context=setup_modern_context)
 
 
 def fused_modern_layer(

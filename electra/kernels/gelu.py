@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import column_sums, split_rows
+from electra.kernels.reductions import column_sums, split_rows_over_programs
 
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 128
 BACKWARD_BLOCK_ROWS = 8  # in the backward pass of bias + GELU, whose programs are one warp each
@@ -81,7 +81,7 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, grad_out: Tensor) -> tuple[Tenso
     N = x.numel() // C
     column_blocks = triton.cdiv(C, BLOCK_COLUMNS)
     # Fewer programs would all land on the multiprocessors that a concurrent matrix product frees first.
-    blocks, programs = split_rows(N, BACKWARD_BLOCK_ROWS, column_blocks, factor=4)
+    blocks, programs = split_rows_over_programs(N, BACKWARD_BLOCK_ROWS, column_blocks, factor=4)
     partials = torch.empty(programs, C, device=x.device)
     bias_gelu_backward_kernel[(programs, column_blocks)](
         x, bias, grad_out, grad_x, partials, N, C, blocks,

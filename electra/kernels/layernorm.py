@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from electra.kernels.reductions import dropout_scale, split_rows
+from electra.kernels.reductions import dropout_scale, split_rows_over_programs
 
 TILE_ELEMENTS = 512  # per warp
 CHUNK = 256  # columns that one warp of the post-norm backward pass holds as one block
@@ -21,7 +21,7 @@ ONE_WARP, ONE_WARP_DROPOUT, ONE_WARP_PRENORM = 1024, 768, 512
 
 
 @triton.jit
-def zero_padding(values, column, D: tl.constexpr, WIDTH: tl.constexpr):
+def zero_padding_columns(values, column, D: tl.constexpr, WIDTH: tl.constexpr):
     """values [ROWS, ...] with zeros in columns from D on; unchanged if the row's WIDTH columns are exactly D."""
     return values if WIDTH == D else tl.where((column < D)[None, :], values, 0.0)
 
@@ -29,7 +29,7 @@ def zero_padding(values, column, D: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def normalize(total, column, epsilon, D: tl.constexpr):
     """total [ROWS, WIDTH] normalised, and the reciprocal standard deviations [ROWS]."""
-    centered = zero_padding(total - (tl.sum(total, 1) / D)[:, None], column, D, total.shape[1])
+    centered = zero_padding_columns(total - (tl.sum(total, 1) / D)[:, None], column, D, total.shape[1])
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, 1) / D + epsilon)
     return centered * rstd[:, None], rstd
 
@@ -77,6 +77,7 @@ def row_sums(chunks):
 
 @triton.jit
 def add_chunks(left, right):
+    """The elementwise sum of two rows that are held as tuples of chunks [ROWS, WIDTH]."""
     result = ()
     for i in tl.static_range(len(left)):
         result += (left[i] + right[i],)
@@ -85,6 +86,7 @@ def add_chunks(left, right):
 
 @triton.jit
 def multiply_chunks(left, right):
+    """The elementwise product of two rows that are held as tuples of chunks [ROWS, WIDTH]."""
     result = ()
     for i in tl.static_range(len(left)):
         result += (left[i] * right[i],)
@@ -114,7 +116,7 @@ def dropout_add_layernorm_backward_kernel(
             total += (residual_sum(x, biases[i], residual, seed, row, columns[i], N, dropout, D, HAS_DROPOUT),)
         centered, mean = (), row_sums(total) / D
         for i in tl.static_range(CHUNKS):
-            centered += (zero_padding(total[i] - mean[:, None], columns[i], D, CHUNKS * WIDTH),)
+            centered += (zero_padding_columns(total[i] - mean[:, None], columns[i], D, CHUNKS * WIDTH),)
         rstd = 1.0 / tl.sqrt(row_sums(multiply_chunks(centered, centered)) / D + epsilon)
         normalized, scaled = [chunk * rstd[:, None] for chunk in centered], multiply_chunks(grad, weights)
         projection, scaled_mean = row_sums(multiply_chunks(scaled, normalized)) / D, row_sums(scaled) / D
@@ -137,7 +139,7 @@ def dropout_add_layernorm_backward_kernel(
         tl.store(target + 2 * D, tl.sum(grad_bias[i], 0), mask=columns[i] < D)
 
 
-def tile_shape(x: Tensor, warps: int) -> tuple[int, int, int, int]:
+def matrix_and_tile_shape(x: Tensor, warps: int) -> tuple[int, int, int, int]:
     """N, D, the next power of two of D, and the rows of a tile."""
     N, D = x.shape
     width = triton.next_power_of_2(D)
@@ -149,7 +151,7 @@ def dropout_add_layernorm_forward(
     seed: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     """LayerNorm(`residual` + dropout(`x` + `bias`)), all [N, D]; dropout only with a `seed` []."""
-    N, D, width, rows = tile_shape(x, warps=4)
+    N, D, width, rows = matrix_and_tile_shape(x, warps=4)
     out = torch.empty_like(x)
     dropout_add_layernorm_kernel[(triton.cdiv(N, rows),)](
         x, bias, residual, norm_weight, norm_bias, x if seed is None else seed, out, N, epsilon, dropout,
@@ -172,7 +174,7 @@ def dropout_add_layernorm_backward(
     rows = max(1, TILE_ELEMENTS * warps // triton.next_power_of_2(D))
     grad_residual = torch.empty_like(x)
     grad_x = grad_residual if seed is None else torch.empty_like(x)
-    blocks, programs = split_rows(N, rows)
+    blocks, programs = split_rows_over_programs(N, rows)
     partials = torch.empty(programs, 3, D, device=x.device)
     dropout_add_layernorm_backward_kernel[(programs,)](
         x, bias, residual, norm_weight, x if seed is None else seed, grad_out, grad_residual, grad_x, partials,
@@ -224,7 +226,7 @@ def add_layernorm_backward_kernel(
 
 def add_layernorm_forward(residual: Tensor, x: Tensor, norm_weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """`residual` [N, D] in fp32 plus `x` [N, D], and the LayerNorm of that sum in the dtype of x."""
-    N, D, width, rows = tile_shape(residual, warps=4)
+    N, D, width, rows = matrix_and_tile_shape(residual, warps=4)
     total, out = torch.empty_like(residual), torch.empty_like(x)
     add_layernorm_kernel[(triton.cdiv(N, rows),)](
         residual, x, norm_weight, total, out, N, epsilon, D=D, WIDTH=width, ROWS=rows, num_warps=4
@@ -237,9 +239,9 @@ def add_layernorm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_residual [N, D] in fp32, grad_x [N, D], and partial sums [programs, D] for norm_weight."""
     warps = 1 if total.shape[1] <= ONE_WARP_PRENORM else 4
-    N, D, width, rows = tile_shape(total, warps)
+    N, D, width, rows = matrix_and_tile_shape(total, warps)
     grad_residual, grad_x = torch.empty_like(total), torch.empty_like(grad_out)
-    blocks, programs = split_rows(N, rows)
+    blocks, programs = split_rows_over_programs(N, rows)
     partials = torch.empty(programs, D, device=total.device)
     add_layernorm_backward_kernel[(programs,)](
         total, norm_weight, grad_out, grad_total, grad_residual, grad_x, partials, N, blocks, epsilon,

@@ -19,7 +19,7 @@ ALIGNMENT = 64  # elements: matrix products read aligned stretches of 128 bytes
 
 
 @dataclass(frozen=True)
-class CastParameter:
+class MasterParameter:
     """An fp32 master parameter, the buffer for its gradient, and its half-precision copy."""
 
     master: nn.Parameter
@@ -30,12 +30,12 @@ class CastParameter:
 class MasterWeights(Generic[Model]):
     """Keeps `model`, a copy of a model in `dtype` for forward and backward; with fp32 it is the model itself.
 
-    The optimizer updates the original's parameters, the master weights; `sync` copies them to the half-precision ones.
+    The optimizer updates the original's parameters, the master weights; `update_half_precision_weights` copies them.
     """
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
         self.model, self.device, self.dtype = model, next(model.parameters()).device, dtype
-        self.cast_parameters: list[CastParameter] = []
+        self.cast_parameters: list[MasterParameter] = []
         if dtype != torch.float32:
             self.model = deepcopy(model)
             self.master, self.half, slices = flatten_linears(model, dtype)
@@ -48,13 +48,13 @@ class MasterWeights(Generic[Model]):
                     part = slices[parameter]
                     half = nn.Parameter(self.half[part].view_as(parameter))
                     setattr(copy, name, half)
-                    self.cast_parameters.append(CastParameter(parameter, gradients[part].view_as(parameter), half))
+                    self.cast_parameters.append(MasterParameter(parameter, gradients[part].view_as(parameter), half))
 
     def autocast(self) -> torch.autocast:
         """Autocast for what is not copied: norms in fp32, matrix products in half precision."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def sync(self) -> None:
+    def update_half_precision_weights(self) -> None:
         """Copy the master weights to the half-precision weights."""
         if self.cast_parameters:
             self.half.copy_(self.master)

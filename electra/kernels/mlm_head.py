@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from electra.kernels.reductions import LN2, LOG2E, column_sums, hash_uint32, split_rows
+from electra.kernels.reductions import LN2, LOG2E, column_sums, hash_uint32, split_rows_over_programs
 from electra.kernels.side_stream import WeightGradientStream
 from electra.random import BLOCK
 
@@ -133,7 +133,7 @@ def mlm_loss_backward_op(
     grad_logits = torch.empty_like(logits)
     side_stream = WeightGradientStream()
     column_blocks = triton.cdiv(stride, BLOCK_COLUMNS)
-    blocks, programs = split_rows(N, BLOCK_ROWS, column_blocks)
+    blocks, programs = split_rows_over_programs(N, BLOCK_ROWS, column_blocks)
     partials = torch.empty(programs, stride, device=logits.device)
     mlm_loss_backward_kernel[(programs, column_blocks)](
         logits, labels, logsumexp, grad_loss.contiguous(), grad_logits, partials, N, vocab_size, stride, blocks,

@@ -36,7 +36,9 @@ def dropout_scale(seed, index, dropout):
     return tl.where(bits < tl.cast(dropout * 4294967296.0, tl.uint32), 0.0, 1.0 / (1.0 - dropout))
 
 
-def split_rows(num_rows: int, block_rows: int, column_blocks: int = 1, factor: int = 1) -> tuple[int, int]:
+def split_rows_over_programs(
+    num_rows: int, block_rows: int, column_blocks: int = 1, factor: int = 1
+) -> tuple[int, int]:
     """Blocks of rows that each program of a summing kernel loops over, and the number of programs per column block.
 
     Each program writes one partial sum. In all there are at most `factor` times NUM_PROGRAMS."""
@@ -104,7 +106,7 @@ def qkv_bias_grad(grad_qkv: Tensor, dtype: torch.dtype) -> Tensor:
     ignores that."""
     N, D = grad_qkv.shape[0], grad_qkv.shape[1] // 3
     column_blocks = triton.cdiv(D, BLOCK_COLUMNS)
-    blocks, programs = split_rows(N, BLOCK_ROWS, 2 * column_blocks)
+    blocks, programs = split_rows_over_programs(N, BLOCK_ROWS, 2 * column_blocks)
     partials = torch.empty(programs, 2, D, device=grad_qkv.device)
     grad_bias = torch.empty(3, D, device=grad_qkv.device, dtype=dtype)
     query, key, value = grad_bias

@@ -8,7 +8,7 @@ import torch
 
 
 @cache
-def side_stream(main_stream_id: int, device: int) -> torch.cuda.Stream:
+def get_side_stream(main_stream_id: int, device: int) -> torch.cuda.Stream:
     """The side stream that belongs to a main stream."""
     return torch.cuda.Stream(device)
 
@@ -25,7 +25,7 @@ class WeightGradientStream:
 
     def __init__(self) -> None:
         main = torch.cuda.current_stream() if self.enabled and torch.cuda.is_available() else None
-        self.streams = (main, side_stream(main.stream_id, main.device_index)) if main else None
+        self.streams = (main, get_side_stream(main.stream_id, main.device_index)) if main else None
         self.arguments: list[Any] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:

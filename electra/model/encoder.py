@@ -31,7 +31,7 @@ class Fp32LayerNorm(nn.LayerNorm):
     Under autocast it would be fp32, and every layer would move twice the bytes."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden).to(dispatch.compute_dtype(hidden))
+        return super().forward(hidden).to(dispatch.matmul_dtype(hidden))
 
 
 def create_norm(config: EncoderConfig, width: int) -> Fp32LayerNorm:
@@ -239,7 +239,7 @@ class ClassicLayer(nn.Module):
         return self.feedforward_norm(hidden + self.dropout(self.feedforward(hidden)))
 
     def forward_fused(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
-        dtype = dispatch.compute_dtype(hidden)
+        dtype = dispatch.matmul_dtype(hidden)
         return dispatch.fused_classic_layer(
             hidden.to(dtype),
             cast_parameters(self, dtype),
@@ -351,7 +351,7 @@ class Encoder(nn.Module):
 
     def run_fused_modern_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
         """`run_layers` with fused layers, whose residual stream is in fp32."""
-        dtype = dispatch.compute_dtype(hidden)
+        dtype = dispatch.matmul_dtype(hidden)
         residual = hidden.float()
         pending: Tensor | None = None  # the last layer's feed-forward output, not yet added
         for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
@@ -390,7 +390,7 @@ class Encoder(nn.Module):
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""
         weight = next(self.layers.parameters())
-        return dispatch.attention_backend(weight, length, self.config.width // self.config.heads, has_cu_seqlens)
+        return dispatch.select_attention_backend(weight, length, self.config.width // self.config.heads, has_cu_seqlens)
 
     def tied_projection(self) -> Tensor | None:
         """The projection [D, E] that the modern style's tied output table is multiplied with, if there is one."""

@@ -33,7 +33,7 @@ class PretrainingTask:
     def __init__(self, phase: Phase, shards: Shards, device: torch.device) -> None:
         self.phase, self.shards, self.device = phase, shards, device
         self.config = config = phase.config
-        dispatch.set_kernels(config.hardware.kernels)
+        dispatch.set_kernel_mode(config.hardware.kernels)
         self.model = Electra(phase.model).to(device)
         self.master_weights = MasterWeights(self.model, choose_dtype(config.hardware.precision, device))
         self.is_compiled = should_compile(config.hardware, device)
@@ -95,7 +95,7 @@ class PretrainingTask:
         self.batches.close()
 
     def losses(self, batch: Batch) -> Losses:
-        self.master_weights.sync()
+        self.master_weights.update_half_precision_weights()
         with self.master_weights.autocast():
             return self.compute_losses(self.master_weights.model, batch, self.context)
 
