@@ -18,7 +18,7 @@ import torch
 from electra.data.loader import validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards, open_shards
-from electra.objectives.evaluation import SEED, auc, unigram_samples
+from electra.objectives.evaluation import SEED, corrupt_with_unigram_samples, roc_auc
 from electra.objectives.objectives import ObjectiveContext
 from electra.pretraining.initialize import unigram_frequencies
 
@@ -56,7 +56,7 @@ def main() -> None:
     counts = bigram_counts(shards)
     loader = LoaderConfig(length=arguments.length, batch_size=32)
     batches = validation_batches(shards, loader)
-    corrupted = [unigram_samples(batch, context, frequencies).corrupted for batch in batches]
+    corrupted = [corrupt_with_unigram_samples(batch, context, frequencies).corrupted for batch in batches]
     corrupted = corrupted[: arguments.rows // 32]
     ids = torch.cat([part.input_ids for part in corrupted]).numpy()
     labels = torch.cat([part.is_replaced for part in corrupted]).numpy()
@@ -66,7 +66,7 @@ def main() -> None:
         scores = np.zeros(ids.shape)
         scores[:, 1:] -= information
         scores[:, :-1] -= information
-        aucs[smoothing] = auc(scores.ravel(), labels.ravel())
+        aucs[smoothing] = roc_auc(scores.ravel(), labels.ravel())
     best = max(aucs, key=lambda smoothing: aucs[smoothing])
     entropy = -(frequencies * frequencies.clamp(min=1e-12).log()).sum().item()
     result = {"bigram_auc": aucs[best], "smoothing": best, "unigram_entropy": entropy, "tokens": int(counts[2].sum())}

@@ -39,7 +39,7 @@ from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
 from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import Examples, Task, get_glue_task, read_examples
-from electra.huggingface.folders import read_part
+from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
@@ -148,7 +148,7 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
         batch_size=config.tuning.batch_size,
         shuffle=True,
     )
-    encoder, _ = read_part(config.model)
+    encoder, _ = read_part_config_and_tensors(config.model)
     tuning, epochs = config.tuning, config.tuning.epochs_for(task)
     settings, steps = tuning.optimizer_config(encoder), epochs * len(loader)
     groups = layer_groups(peer.model, settings.learning_rate, tuning.layer_decay_for(encoder))

@@ -44,12 +44,12 @@ from electra.config import construct_config
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import to_huggingface
+from electra.huggingface.convert import to_huggingface_tensors
 from electra.huggingface.names import ARCHITECTURES
 from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
-from electra.model.flops import training_flops
-from electra.objectives.masking import mask_slots
+from electra.model.flops import training_flops_per_row
+from electra.objectives.masking import max_masked
 from electra.pretraining.command import plan_and_check_phases
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.initialize import pair_config
@@ -136,7 +136,7 @@ def build_peer(shape: Shape, environment: Environment, mode: str) -> Contender:
     config, shards, device = run_config(shape, environment.shards, "eager"), environment.shards, environment.device
     torch.manual_seed(config.seed)
     pair = TransformersPair(pair_config(config, shards)).to(device).train()
-    decay, count = config.optimizer.weight_decay, mask_slots(config.loader.length, config.masking)
+    decay, count = config.optimizer.weight_decay, max_masked(config.loader.length, config.masking)
     optimizer = torch.optim.AdamW(pair.parameters(), lr=config.optimizer.learning_rate, weight_decay=decay, fused=True)
     compute_losses = torch.compile(PEERS[mode]) if mode == "compiled" else PEERS[mode]
     batches, last = iter(BatchLoader(shards, config.loader, seed=config.seed, device=device)), {}
@@ -219,7 +219,7 @@ def step_flops(shape: Shape, shards: Shards) -> float:
     """FLOPs of a step with vocabulary logits at masked positions only."""
     config = run_config(shape, shards, "eager")
     length = config.loader.length
-    return shape.rows * training_flops(pair_config(config, shards), length, mask_slots(length, config.masking))
+    return shape.rows * training_flops_per_row(pair_config(config, shards), length, max_masked(length, config.masking))
 
 
 def contenders(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[..., Contender]]]:
@@ -291,7 +291,7 @@ def compare_forward(shape: Shape, device: torch.device) -> Report:
     config = ModelConfig(size=shape.size).electra_config()
     ours = Electra(config).require_discriminator().to(device).eval()
     theirs = ElectraForPreTraining(transformers_config(config.discriminator)).to(device).eval()
-    theirs.load_state_dict(to_huggingface(ours.state_dict(), ARCHITECTURES["ElectraForPreTraining"]))
+    theirs.load_state_dict(to_huggingface_tensors(ours.state_dict(), ARCHITECTURES["ElectraForPreTraining"]))
     input_ids = torch.randint(config.discriminator.vocab_size, (shape.rows, shape.length), device=device)
     difference = (ours(input_ids) - theirs(input_ids).logits).abs().max().item()
     repetitions, models = max(2, 64 // shape.rows), (ours, theirs)

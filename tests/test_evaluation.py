@@ -11,8 +11,15 @@ from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_sco
 
 from electra.data.loader import Batch
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
-from electra.objectives.evaluation import SEED, DetectionMetrics, auc, evaluate, held_out_loss, unigram_samples
-from electra.objectives.losses import total
+from electra.objectives.evaluation import (
+    SEED,
+    DetectionMetrics,
+    corrupt_with_unigram_samples,
+    evaluate,
+    held_out_loss,
+    roc_auc,
+)
+from electra.objectives.losses import total_loss
 from electra.objectives.objectives import OBJECTIVES, Corrupted, ObjectiveContext
 
 UNIFORM = torch.full((60,), 1 / 60)
@@ -40,7 +47,7 @@ def test_detection_metrics_equal_those_of_scikit_learn(rows):
 
 
 def test_auc_of_a_single_class_is_one_half():
-    assert auc(np.array([1.0, 2.0]), np.array([True, True])) == 0.5
+    assert roc_auc(np.array([1.0, 2.0]), np.array([True, True])) == 0.5
 
 
 def test_padding_is_not_evaluated():
@@ -52,11 +59,11 @@ def test_unigram_samples_follow_the_frequencies_and_are_always_the_same(make_bat
     unigram = torch.zeros(60)
     unigram[[10, 20]] = torch.tensor([0.25, 0.75])
     batch, context = make_batch(rows=400), ObjectiveContext(vocabulary=vocabulary, seed=1)
-    corrupted = unigram_samples(batch, context, unigram).corrupted
+    corrupted = corrupt_with_unigram_samples(batch, context, unigram).corrupted
     replaced = corrupted.input_ids[corrupted.is_replaced]
     assert set(replaced.unique().tolist()) == {10, 20}
     assert (replaced == 20).float().mean().item() == pytest.approx(0.75, abs=0.05)
-    assert torch.equal(corrupted.input_ids, unigram_samples(batch, context, unigram).corrupted.input_ids)
+    assert torch.equal(corrupted.input_ids, corrupt_with_unigram_samples(batch, context, unigram).corrupted.input_ids)
 
 
 def test_generator_and_discriminator_are_evaluated_if_present(make_pair, make_batch, vocabulary):
@@ -97,7 +104,7 @@ def test_the_held_out_loss_is_the_objectives_with_the_runs_settings(
         frequencies=None if has_generator else torch.eye(60)[10],
     )
     objective = OBJECTIVES["rtd" if name == "adversarial" else name]  # the MLM loss instead of the policy's
-    expected = total(objective.losses(electra, batch, replace(context, seed=SEED))).item()
+    expected = total_loss(objective.losses(electra, batch, replace(context, seed=SEED))).item()
     for seed in (1, 2):
         assert held_out_loss(electra, [batch], replace(context, seed=seed)) == pytest.approx(expected, rel=1e-6)
 

@@ -24,7 +24,7 @@ from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder, make_attention_bias
 from electra.model.heads import RTDHead
 from electra.objectives.config import MaskingConfig
-from electra.objectives.losses import total
+from electra.objectives.losses import total_loss
 from electra.objectives.masking import mask
 from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
 from electra.pretraining.command import pretrain
@@ -342,9 +342,9 @@ def test_masks_are_the_same_on_gpu_and_cpu(make_batch, vocabulary):
 @COMPILED
 def test_compiled_loss_equals_the_eager_one(make_pair, make_batch, vocabulary):
     electra, batch, context = make_pair().cuda(), on_gpu(make_batch()), ObjectiveContext(vocabulary=vocabulary)
-    eager = total(replaced_token_detection(electra, batch, context))
+    eager = total_loss(replaced_token_detection(electra, batch, context))
     compiled = torch.compile(replaced_token_detection, fullgraph=True)
-    torch.testing.assert_close(total(compiled(electra, batch, context)), eager, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total_loss(compiled(electra, batch, context)), eager, rtol=1e-4, atol=1e-4)
 
 
 def difference(one, other) -> float:

@@ -22,7 +22,7 @@ from transformers_models import add_noise, our_output, random_model
 from electra.errors import ConfigError
 from electra.export.command import export, import_model
 from electra.export.config import ExportConfig, ImportConfig
-from electra.huggingface.convert import to_huggingface
+from electra.huggingface.convert import to_huggingface_tensors
 from electra.huggingface.names import ARCHITECTURES
 from electra.model.storage import load_model, save_model
 
@@ -58,7 +58,7 @@ def check_equal(theirs, ours, architecture: str, is_padded: bool = False, has_se
     (expected * weights).sum().backward()
     (actual * weights).sum().backward()
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    renamed = to_huggingface(gradients, ARCHITECTURES[architecture])
+    renamed = to_huggingface_tensors(gradients, ARCHITECTURES[architecture])
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(renamed.pop(name), parameter.grad, atol=1e-4, rtol=0, msg=name)
     assert not renamed

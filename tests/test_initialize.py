@@ -15,8 +15,8 @@ from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta
-from electra.huggingface.folders import read_huggingface
-from electra.model.config import ElectraConfig, size_for_encoder
+from electra.huggingface.folders import read_huggingface_model
+from electra.model.config import ElectraConfig, size_name_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import plan_and_check_phases, pretrain
@@ -149,12 +149,12 @@ def test_fresh_replaces_the_generator_of_a_pair(make_source, initialize):
 @pytest.mark.parametrize("model_class", [BertModel, BertForMaskedLM])
 def test_bert_becomes_a_discriminator_with_a_new_head(bert, initialize, model_class):
     model = initialize(init=bert(model_class))
-    assert_weights(model.discriminator, read_huggingface(bert(model_class)).tensors, exclude="head")
+    assert_weights(model.discriminator, read_huggingface_model(bert(model_class)).tensors, exclude="head")
     assert model.discriminator.head.dense.weight.shape == (32, 32)
 
 
 def test_a_masked_language_model_keeps_its_head_for_every_mlm_objective(bert, initialize):
-    expected = read_huggingface(bert()).tensors
+    expected = read_huggingface_model(bert()).tensors
     mlm = initialize(init=bert(), objective="mlm")
     assert mlm.discriminator is None
     assert_weights(mlm.generator, expected)
@@ -185,7 +185,7 @@ def test_two_stage_training_starts_from_a_masked_language_model(bert, run_config
     stages = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none", "steps": 2}
     config = run_config(init=bert(), init_generator=bert(), learning_rate=1e-12, **SIZE_FROM_INIT | stages)
     pretrain(config)
-    model, expected = load_model(find_model_folder(config.output)), read_huggingface(bert()).tensors
+    model, expected = load_model(find_model_folder(config.output)), read_huggingface_model(bert()).tensors
     assert_weights(model.generator, expected)
     assert_weights(model.discriminator, expected, exclude="head")
 
@@ -207,7 +207,7 @@ def test_trained_segments_are_kept_and_untrained_ones_copied(bert, finished_run,
         pretrain(config)
         return load_model(find_model_folder(config.output)).discriminator.encoder.embeddings.segment.weight
 
-    trained = read_huggingface(bert()).tensors["encoder.embeddings.segment.weight"]
+    trained = read_huggingface_model(bert()).tensors["encoder.embeddings.segment.weight"]
     kept = segments("bert", bert())
     torch.testing.assert_close(kept[1], trained[1], atol=1e-4, rtol=0)
     assert not torch.allclose(kept[0], trained[0], atol=1e-4)
@@ -287,7 +287,7 @@ def test_recipe_settings_follow_the_size_of_init(shards, make_source, source, tm
     ("width", "size"), [(24, "tiny"), (256, "small"), (384, "base"), (768, "base"), (2048, "large")]
 )
 def test_an_encoder_has_the_settings_of_the_smallest_size_of_its_width(width, size):
-    assert size_for_encoder(replace(WIDE, width=width, heads=1)) == size
+    assert size_name_for_encoder(replace(WIDE, width=width, heads=1)) == size
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from electra.kernels import dispatch, reference
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder, make_attention_bias, make_rope
-from electra.objectives.losses import total
+from electra.objectives.losses import total_loss
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.command import pretrain
 
@@ -278,7 +278,7 @@ def test_objectives_have_the_same_losses_and_gradients(kernels_off, one_program,
 
     def run() -> tuple[Tensor, ...]:
         losses = needs.losses(electra, batch, ObjectiveContext(vocabulary=vocabulary))
-        total(losses).backward()
+        total_loss(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 
     assert_same_with_kernels_off(kernels_off, electra, run)

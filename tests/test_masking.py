@@ -13,7 +13,7 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.objectives.config import MaskingConfig
-from electra.objectives.masking import mask, mask_slots, num_masked
+from electra.objectives.masking import mask, max_masked, num_masked
 
 V = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 
@@ -59,8 +59,8 @@ def test_the_released_count_rounds_halves_to_even():
 
 
 def test_mask_slots_of_both_counts():
-    assert [mask_slots(length, MaskingConfig()) for length in (4, 128, 512)] == [1, 19, 79]
-    assert [mask_slots(length, MaskingConfig(mask_count="paper")) for length in (4, 128, 512)] == [1, 20, 77]
+    assert [max_masked(length, MaskingConfig()) for length in (4, 128, 512)] == [1, 19, 79]
+    assert [max_masked(length, MaskingConfig(mask_count="paper")) for length in (4, 128, 512)] == [1, 20, 77]
 
 
 def test_positions_outside_the_attention_mask_are_never_masked_whatever_their_token():

@@ -9,7 +9,7 @@ from electra.kernels.master_weights import MasterWeights
 from electra.model.config import ElectraConfig
 from electra.model.electra import SHARING, Electra
 from electra.model.storage import read_tensors, write_tensors
-from electra.objectives.losses import total
+from electra.objectives.losses import total_loss
 from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
 
 
@@ -29,13 +29,13 @@ def test_in_fp32_there_is_no_copy():
 def test_loss_and_gradients_are_those_of_autocast(make_pair, make_batch, vocabulary, sharing, size):
     electra, batch, context = make_pair(sharing, size=size), make_batch(), ObjectiveContext(vocabulary=vocabulary)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = total(replaced_token_detection(electra, batch, context))
+        loss = total_loss(replaced_token_detection(electra, batch, context))
     loss.backward()
     expected = {name: parameter.grad for name, parameter in electra.named_parameters()}
     electra.zero_grad()
     weights = MasterWeights(electra, torch.bfloat16)
     with weights.autocast():
-        copied = total(replaced_token_detection(weights.model, batch, context))
+        copied = total_loss(replaced_token_detection(weights.model, batch, context))
     weights.backward(copied)
     assert copied.item() == loss.item()
     for name, parameter in electra.named_parameters():

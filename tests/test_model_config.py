@@ -92,7 +92,7 @@ def test_modern_pairs_differ_in_style_feedforward_norm_and_dropout_only():
 
 def test_local_attention_of_the_modern_style():
     pair = ModelConfig(style="modern", global_attention_every=3, local_attention=64).electra_config()
-    assert [pair.generator.is_global(layer) for layer in range(4)] == [True, False, False, True]
+    assert [pair.generator.has_global_attention(layer) for layer in range(4)] == [True, False, False, True]
     assert pair.discriminator.local_attention == 64
 
 

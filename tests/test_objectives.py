@@ -14,7 +14,7 @@ from electra.errors import ConfigError
 from electra.model.electra import CopyMaskedLanguageModel, Electra
 from electra.model.heads import TokenPredictions
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
-from electra.objectives.losses import Loss, total, weighted_loss
+from electra.objectives.losses import Loss, sum_token_losses, total_loss
 from electra.objectives.masking import Masked
 from electra.objectives.objectives import (
     OBJECTIVES,
@@ -71,7 +71,7 @@ def corrupted_text(electra: Electra, batch: Batch, context: ObjectiveContext) ->
 
 def test_weight_seed_and_temperature_change_the_loss(make_pair, make_batch, context):
     def loss(context: ObjectiveContext) -> float:
-        return total(replaced_token_detection(electra, batch, context)).item()
+        return total_loss(replaced_token_detection(electra, batch, context)).item()
 
     electra, batch = make_pair().eval(), make_batch()
     losses = replaced_token_detection(electra, batch, context)
@@ -108,7 +108,9 @@ def test_generator_and_discriminator_use_segment_ids(make_pair, make_batch, cont
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_masks_of_every_objective_depend_on_seed_and_step(make_pair, make_batch, context, objective):
     def loss(seed: int, step: int) -> float:
-        return total(OBJECTIVES[objective].losses(electra, make_batch(step=step), replace(context, seed=seed))).item()
+        return total_loss(
+            OBJECTIVES[objective].losses(electra, make_batch(step=step), replace(context, seed=seed))
+        ).item()
 
     electra = make_pair(objective=objective).eval()
     assert len({loss(0, 0), loss(1, 0), loss(0, 1)}) == 3
@@ -142,7 +144,7 @@ def test_rtd_loss_is_the_mean_over_all_tokens_except_padding():
     logits = torch.tensor([[2.0, -1.0, 0.5, 9.0]])
     is_replaced = torch.tensor([[True, False, False, True]])
     losses = rtd_losses(logits, Corrupted(torch.empty(0), is_replaced))
-    loss = weighted_loss(losses, torch.tensor([[1, 1, 1, 0]]), 50)
+    loss = sum_token_losses(losses, torch.tensor([[1, 1, 1, 0]]), 50)
     probability = logits.sigmoid()[0]
     expected = -(probability[0].log() + (1 - probability[1]).log() + (1 - probability[2]).log()) / 3
     assert loss.count == 3
@@ -152,11 +154,11 @@ def test_rtd_loss_is_the_mean_over_all_tokens_except_padding():
 def test_the_total_is_the_generators_mean_plus_fifty_times_the_discriminators():
     generator = Loss(torch.tensor(6.0), torch.tensor(3.0))
     discriminator = Loss(torch.tensor(1.0), torch.tensor(10.0), ObjectiveConfig().discriminator_weight)
-    assert total({"generator": generator, "discriminator": discriminator}).item() == pytest.approx(2 + 50 * 0.1)
+    assert total_loss({"generator": generator, "discriminator": discriminator}).item() == pytest.approx(2 + 50 * 0.1)
 
 
 def test_a_loss_without_predictions_is_zero():
-    assert total({"generator": Loss(torch.tensor(0.0), torch.tensor(0.0))}).item() == 0
+    assert total_loss({"generator": Loss(torch.tensor(0.0), torch.tensor(0.0))}).item() == 0
 
 
 def test_neither_loss_has_a_gradient_for_the_other_model(make_pair, make_batch, context):
@@ -197,10 +199,10 @@ def test_micro_batches_have_the_gradients_of_the_whole_batch(make_pair, make_bat
 
     def gradients(parts: list[slice]) -> list[Tensor]:
         electra = make_pair(objective=objective)
-        counts = OBJECTIVES[objective].counts(batch, context)
+        counts = OBJECTIVES[objective].count_predictions(batch, context)
         for rows in parts:
             part = Batch(batch.input_ids[rows], batch.step, batch.row_ids[rows], batch.attention_mask[rows])
-            total(OBJECTIVES[objective].losses(electra, part, context), counts).backward()
+            total_loss(OBJECTIVES[objective].losses(electra, part, context), counts).backward()
         return [parameter.grad for parameter in electra.parameters() if parameter.grad is not None]
 
     whole, split = gradients([slice(0, 6)]), gradients([slice(0, 1), slice(1, 6)])
@@ -254,7 +256,7 @@ def test_every_objective_compiles_to_one_graph(make_pair, make_batch, context, o
 
     def loss(input_ids, step, row_ids, attention_mask):
         batch = Batch(input_ids, step, row_ids, attention_mask, is_continuation=input_ids % 3 == 0)
-        return total(OBJECTIVES[objective].losses(electra, batch, context))
+        return total_loss(OBJECTIVES[objective].losses(electra, batch, context))
 
     context = replace(context, masking=replace(context.masking, mask_count="paper", whole_word_masking=True))
     batch = make_batch(lengths=[16, 12, 7, 3])
@@ -281,7 +283,7 @@ class FakeStream:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # hidden by torch.compile itself, but not from pytest
 @pytest.mark.parametrize(
     ("objective", "is_compiled"),
-    [("rtd", True), *((name, False) for name in OBJECTIVES if OBJECTIVES[name].has_parallel_models)],
+    [("rtd", True), *((name, False) for name in OBJECTIVES if OBJECTIVES[name].has_independent_backward)],
 )
 def test_the_generator_runs_on_a_side_stream_until_its_sample_is_taken(
     make_pair, make_batch, context, objective, is_compiled
@@ -312,7 +314,7 @@ def test_every_objective_overfits_a_batch(make_pair, make_batch, context, object
         losses = OBJECTIVES[objective].losses(electra, batch, context)
         means.append(losses[list(losses)[-1]].mean().item())  # the discriminator's, or the only model's
         optimizer.zero_grad()
-        total(losses).backward()
+        total_loss(losses).backward()
         optimizer.step()
     assert min(means) < 0.9 * means[0]
 
@@ -499,7 +501,7 @@ def test_each_adversarial_loss_trains_only_its_own_part(make_pair, make_batch, c
 def test_a_frozen_generator_has_no_gradient(make_pair, make_batch, context):
     electra = make_pair("none", objective="frozen-rtd")
     losses = frozen_generator_rtd(electra, make_batch(), context)
-    total(losses).backward()
+    total_loss(losses).backward()
     assert list(losses) == ["discriminator"]
     assert all(weight.grad is None for weight in electra.generator.parameters())
     assert all(weight.grad is not None for weight in electra.discriminator.parameters())

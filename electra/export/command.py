@@ -16,20 +16,20 @@ from electra.huggingface.convert import (
     fold_projection,
     label_settings,
     merge_embedding_delta,
-    to_huggingface,
     to_huggingface_config,
+    to_huggingface_tensors,
 )
-from electra.huggingface.folders import combine, read_huggingface, select_part
+from electra.huggingface.folders import combine_into_pair, read_huggingface_model, select_part
 from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, SEQUENCE_CLASSIFIERS, Settings
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
     TOKENIZER_FILES,
     WEIGHTS,
-    copy_tokenizer,
+    copy_tokenizer_files,
     has_rtd_head,
     load_model,
-    read_names,
+    read_tensor_names,
     write_model_files,
     write_tensors,
 )
@@ -71,22 +71,26 @@ def export(config: ExportConfig) -> ConversionResult:
     folder = find_model_folder(config.model)
     electra = load_model(folder)
     if config.part == "discriminator":
-        check_discriminator(electra, folder)
+        check_exportable_discriminator(electra, folder)
     part = select_part(electra, config.part)
     encoder = part.encoder.config
     name = EXPORT_CLASSES[encoder.style][config.part]
-    tensors = to_huggingface(fold_projection(merge_embedding_delta(part.state_dict()), encoder), ARCHITECTURES[name])
+    tensors = to_huggingface_tensors(
+        fold_projection(merge_embedding_delta(part.state_dict()), encoder), ARCHITECTURES[name]
+    )
     dtype = next(iter(tensors.values())).dtype
-    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary(folder, encoder))
-    return write_huggingface(config.output, tensors, settings | label_settings(ARCHITECTURES[name].labels), folder)
+    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, encoder))
+    return write_huggingface_folder(
+        config.output, tensors, settings | label_settings(ARCHITECTURES[name].labels), folder
+    )
 
 
-def check_discriminator(electra: Electra, folder: Path) -> None:
+def check_exportable_discriminator(electra: Electra, folder: Path) -> None:
     """Check that there is a discriminator and that its head was trained."""
     if not isinstance(electra.discriminator, Discriminator):
         part = "generator" if electra.discriminator is None else "encoder"
         raise ConfigError(f"{folder} has no discriminator; export its {part} with --part {part}")
-    if not has_rtd_head(read_names(folder / WEIGHTS)):
+    if not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
 
 
@@ -104,38 +108,42 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
     head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
     head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
     architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
-    tensors = to_huggingface(fold_projection(state, encoder), architecture) | CLASSIFICATION_HEADS[encoder.style](head)
-    settings = to_huggingface_config(encoder, name, torch.float32, read_vocabulary(folder, encoder))
+    tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture) | CLASSIFICATION_HEADS[
+        encoder.style
+    ](head)
+    settings = to_huggingface_config(encoder, name, torch.float32, read_vocabulary_if_modern(folder, encoder))
     settings |= label_settings(task.labels or ("score",)) | {"problem_type": PROBLEM_TYPES[task.kind]}
     if encoder.is_modern():
         settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
-    return write_huggingface(config.output, tensors, settings, folder)
+    return write_huggingface_folder(config.output, tensors, settings, folder)
 
 
-def read_vocabulary(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
+def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
     """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     return load_tokenizer(folder).vocabulary if encoder.is_modern() and has_tokenizer else None
 
 
-def write_huggingface(output: Path, tensors: Tensors, settings: Settings, tokenizer: Path) -> ConversionResult:
-    """Write a Hugging Face folder with the tokenizer files of the folder `tokenizer`."""
+def write_huggingface_folder(
+    output: Path, tensors: Tensors, settings: Settings, tokenizer_folder: Path
+) -> ConversionResult:
+    """Write a Hugging Face folder with the tokenizer files of the folder `tokenizer_folder`."""
     with create_folder_atomically(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
-        copied = copy_tokenizer(tokenizer, draft)
+        copied = copy_tokenizer_files(tokenizer_folder, draft)
     return ConversionResult(str(output), settings["architectures"][0], count_parameters(tensors), copied)
 
 
 def import_model(config: ImportConfig) -> ConversionResult:
     """Write a model folder from one Hugging Face folder, or from those of a discriminator and its generator."""
-    models = [read_huggingface(config.source)]
+    models = [read_huggingface_model(config.source)]
     if config.generator is not None:
-        models.append(read_huggingface(config.generator))
+        models.append(read_huggingface_model(config.generator))
         parts = [model.part for model in models]
         if parts != ["discriminator", "generator"]:
             raise ConfigError(f"--from must be a discriminator and --generator a generator, not {' and '.join(parts)}")
-    electra, tensors = combine(models)
+    electra, tensors = combine_into_pair(models)
     with create_folder_atomically(config.output) as draft:
         tokenizer = write_model_files(electra, tensors, draft, config.source)
     description = f"{' and '.join(model.part for model in models)}, sharing {electra.sharing}"

@@ -20,10 +20,10 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
-from electra.huggingface.folders import read_part
+from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling, check_fields, convert_settings
-from electra.model.encoder import Encoder, linear, norm
-from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer, read_tensors, write_tensors
+from electra.model.encoder import Encoder, create_linear, create_norm
+from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer_files, read_tensors, write_tensors
 from electra.pretraining.phases import read_longest_row_length
 from electra.runfolder import CONFIG, read_json, write_json
 from electra.training.checkpoint import find_model_folder
@@ -48,8 +48,8 @@ class ModernHead(ClassicHead):
 
     def __init__(self, config: EncoderConfig, num_labels: int) -> None:
         super().__init__(config, num_labels)
-        self.dense = linear(config, config.width, config.width)
-        self.norm = norm(config, config.width)
+        self.dense = create_linear(config, config.width, config.width)
+        self.norm = create_norm(config, config.width)
         nn.init.trunc_normal_(self.dense.weight, std=config.init_std)
 
     def forward(self, pooled: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
         pooling = finetuned.pooling
         seed_offset = crc32(repr((finetuned.task.name, finetuned.task.labels)).encode())
     else:
-        config, tensors = read_part(folder)
+        config, tensors = read_part_config_and_tensors(folder)
         pooling = settings.get("classifier_pooling") or "cls"
         seed_offset = 0
     if dropout is not None:
@@ -209,7 +209,7 @@ def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
     config = FinetunedConfig(encoder=model.encoder.config, task=task, length=length, pooling=model.pooling)
     write_json(folder / CONFIG, asdict(config))
-    copy_tokenizer(tokenizer, folder)
+    copy_tokenizer_files(tokenizer, folder)
 
 
 def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:

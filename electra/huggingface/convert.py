@@ -36,7 +36,7 @@ Tensors = dict[str, Tensor]
 ENCODER_PREFIXES = ("embeddings", "encoder.", "pooler.", "layers.", "final_norm.")
 
 
-def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
+def to_huggingface_tensors(state: Tensors, architecture: Architecture) -> Tensors:
     """Rename the tensors of a generator or discriminator; those of its head are dropped if the class has none."""
     renamed: Tensors = {}
     for name, tensor in state.items():
@@ -44,26 +44,26 @@ def to_huggingface(state: Tensors, architecture: Architecture) -> Tensors:
             continue
         if architecture.labels and name.startswith("head.classifier."):
             tensor = torch.cat([torch.zeros_like(tensor), tensor])  # softmax of logits (0, z) is sigmoid of z
-        names = architecture.tensor_names(name)
+        names = architecture.huggingface_names(name)
         renamed.update(zip(names, tensor.chunk(len(names)), strict=True))
     return renamed
 
 
-def from_huggingface(
+def from_huggingface_tensors(
     tensors: Tensors, architecture: Architecture, config: EncoderConfig, path: Path
 ) -> tuple[Tensors, list[str]]:
     """Rename the tensors of a Hugging Face folder to ours; returns them and the names of those we do not need."""
     ours = expected_tensors(architecture, config)
-    expected = to_huggingface(ours, architecture)
-    tensors = drop_tied_tensors(normalize_names(tensors, architecture, path), architecture, path)
+    expected = to_huggingface_tensors(ours, architecture)
+    tensors = drop_tied_tensors(normalize_tensor_names(tensors, architecture, path), architecture, path)
     family = architecture.family
-    ignored = [name for name in tensors if re.fullmatch(family.ignored, name.removeprefix(family.prefix))]
-    ignored = sorted(set(ignored) - expected.keys())
+    unexpected = sorted(tensors.keys() - expected.keys())
+    ignored = [name for name in unexpected if re.fullmatch(family.ignored, name.removeprefix(family.prefix))]
     check_tensors({name: tensor for name, tensor in tensors.items() if name not in ignored}, expected, path)
-    renamed = {name: torch.cat([tensors[theirs] for theirs in architecture.tensor_names(name)]) for name in ours}
+    renamed = {name: torch.cat([tensors[theirs] for theirs in architecture.huggingface_names(name)]) for name in ours}
     if architecture.labels:
         for name in ("head.classifier.weight", "head.classifier.bias"):
-            renamed[name] = renamed[name][1:] - renamed[name][:1]
+            renamed[name] = renamed[name][1:] - renamed[name][:1]  # two labels → one logit: their difference
     return renamed, ignored
 
 
@@ -75,13 +75,13 @@ def expected_tensors(architecture: Architecture, config: EncoderConfig) -> Tenso
     return {name: tensor for name, tensor in parameters if architecture.head or name.startswith("encoder.")}
 
 
-def normalize_names(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
+def normalize_tensor_names(tensors: Tensors, architecture: Architecture, path: Path) -> Tensors:
     """Rename the tensors of older files: LayerNorm's gamma and beta, and a missing or superfluous encoder prefix."""
     renamed = {}
     for name, tensor in tensors.items():
         current = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         current = current.removeprefix(architecture.family.prefix)
-        renamed[architecture.prefix + current if current.startswith(ENCODER_PREFIXES) else current] = tensor
+        renamed[architecture.encoder_prefix + current if current.startswith(ENCODER_PREFIXES) else current] = tensor
     if len(renamed) < len(tensors):
         raise DataError(f"{path} has tensors twice, with and without the prefix {architecture.family.prefix}")
     return renamed
@@ -116,7 +116,7 @@ def fold_projection(state: Tensors, config: EncoderConfig) -> Tensors:
     return others | {"encoder.embeddings.token.weight": folded}
 
 
-def electra_classification_head(head: Tensors) -> Tensors:
+def to_electra_classification_head(head: Tensors) -> Tensors:
     """A linear head as the two layers of ElectraForSequenceClassification: GELU(z) − GELU(−z) = z."""
     weight, bias = head["weight"], head["bias"]
     outputs, width = weight.shape
@@ -135,7 +135,7 @@ def electra_classification_head(head: Tensors) -> Tensors:
     }
 
 
-def modernbert_classification_head(head: Tensors) -> Tensors:
+def to_modernbert_classification_head(head: Tensors) -> Tensors:
     """The head of modern fine-tuned models, which is that of ModernBertForSequenceClassification."""
     return {
         "head.dense.weight": head["dense.weight"],
@@ -146,8 +146,8 @@ def modernbert_classification_head(head: Tensors) -> Tensors:
 
 
 CLASSIFICATION_HEADS: dict[str, Callable[[Tensors], Tensors]] = {
-    "classic": electra_classification_head,
-    "modern": modernbert_classification_head,
+    "classic": to_electra_classification_head,
+    "modern": to_modernbert_classification_head,
 }
 
 
@@ -198,7 +198,7 @@ def from_huggingface_config(settings: Settings, architecture: Architecture, fold
     for name, supported in family.fixed_settings.items():
         if settings.get(name, supported) != supported:
             raise DataError(f"{folder}: {name} is {settings[name]!r}; only {supported!r} is supported")
-    check_labels(settings, architecture, folder)
+    check_discriminator_labels(settings, architecture, folder)
     ours = {ours: settings[theirs] for ours, theirs in family.setting_names.items() if settings.get(theirs) is not None}
     ours = asdict(family.defaults) | ours
     if "embedding_width" not in family.setting_names:
@@ -206,13 +206,13 @@ def from_huggingface_config(settings: Settings, architecture: Architecture, fold
     try:
         config = convert_settings(ours, EncoderConfig)
         if family is MODERNBERT:
-            config = convert_settings(ours | read_attention(settings, config.layers), EncoderConfig)
+            config = convert_settings(ours | read_attention_settings(settings, config.layers), EncoderConfig)
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
     return config
 
 
-def check_labels(settings: Settings, architecture: Architecture, folder: Path) -> None:
+def check_discriminator_labels(settings: Settings, architecture: Architecture, folder: Path) -> None:
     """Check that a token classifier is a discriminator."""
     labels = settings.get("id2label")
     if architecture.labels and labels != {str(number): label for number, label in enumerate(architecture.labels)}:
@@ -222,7 +222,7 @@ def check_labels(settings: Settings, architecture: Architecture, folder: Path) -
         )
 
 
-def read_attention(settings: Settings, layers: int) -> Settings:
+def read_attention_settings(settings: Settings, layers: int) -> Settings:
     """Global attention and rotary positions in the config.json of ModernBERT, of newer and older versions."""
     if settings.get("mlp_dropout", 0) != settings.get("embedding_dropout", 0):
         raise ConfigError("mlp_dropout differs from embedding_dropout; they must be equal")

@@ -6,7 +6,12 @@ from pathlib import Path
 import torch
 
 from electra.errors import DataError
-from electra.huggingface.convert import Tensors, from_huggingface, from_huggingface_config, merge_embedding_delta
+from electra.huggingface.convert import (
+    Tensors,
+    from_huggingface_config,
+    from_huggingface_tensors,
+    merge_embedding_delta,
+)
 from electra.huggingface.names import Part, get_architecture
 from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
@@ -16,7 +21,7 @@ from electra.model.storage import (
     is_huggingface_folder,
     load_model,
     read_model_config,
-    read_names,
+    read_tensor_names,
     read_tensors,
 )
 from electra.runfolder import CONFIG, read_json
@@ -32,15 +37,15 @@ class ImportedModel:
     ignored: list[str]  # tensors of the folder that we do not need
 
 
-def read_huggingface(folder: Path) -> ImportedModel:
+def read_huggingface_model(folder: Path) -> ImportedModel:
     settings = read_json(folder / CONFIG)
     architecture = get_architecture(settings, folder)
     config = from_huggingface_config(settings, architecture, folder)
-    tensors, ignored = from_huggingface(read_weights(folder), architecture, config, folder)
+    tensors, ignored = from_huggingface_tensors(read_weight_files(folder), architecture, config, folder)
     return ImportedModel(architecture.part, config, tensors, ignored)
 
 
-def read_weights(folder: Path) -> Tensors:
+def read_weight_files(folder: Path) -> Tensors:
     """The tensors of a Hugging Face folder, from one file or from those listed in its index."""
     index = folder / f"{WEIGHTS}.index.json"
     if (folder / WEIGHTS).is_file() or not index.is_file():
@@ -58,10 +63,10 @@ def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:
         settings = read_json(folder / CONFIG)
         architecture = get_architecture(settings, folder)
         return {architecture.part: from_huggingface_config(settings, architecture, folder)}
-    return read_model_config(folder).encoders()
+    return read_model_config(folder).encoder_configs()
 
 
-def is_discriminator(folder: Path) -> bool:
+def has_discriminator(folder: Path) -> bool:
     """Whether a folder has a discriminator for replaced token detection, or an encoder without a head."""
     if is_huggingface_folder(folder):
         return get_architecture(read_json(folder / CONFIG), folder).part == "discriminator"
@@ -76,28 +81,28 @@ def select_part(electra: Electra, part: Part) -> MaskedLanguageModel | Discrimin
     return electra.require_discriminator() if part == "discriminator" else electra.require_generator()
 
 
-def read_part(folder: Path, part: Part = "encoder") -> tuple[EncoderConfig, Tensors]:
+def read_part_config_and_tensors(folder: Path, part: Part = "encoder") -> tuple[EncoderConfig, Tensors]:
     """Configuration and tensors of one model of a folder (see `select_part`); a Hugging Face folder has only one.
 
     Disentangled embeddings are summed. The tensors include the head's if the folder has them."""
     if is_huggingface_folder(folder):
-        imported = read_huggingface(folder)
+        imported = read_huggingface_model(folder)
         return imported.config, imported.tensors
     model = select_part(load_model(folder), part)
     tensors = merge_embedding_delta(model.state_dict())
-    if isinstance(model, Discriminator) and not has_rtd_head(read_names(folder / WEIGHTS)):
+    if isinstance(model, Discriminator) and not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("head.")}
     return model.encoder.config, tensors
 
 
-def read_model(folder: Path) -> tuple[ElectraConfig, Tensors]:
+def read_config_and_tensors(folder: Path) -> tuple[ElectraConfig, Tensors]:
     """Configuration and tensors of all models in a folder."""
     if is_huggingface_folder(folder):
-        return combine([read_huggingface(folder)])
+        return combine_into_pair([read_huggingface_model(folder)])
     return read_model_config(folder), read_tensors(folder / WEIGHTS)
 
 
-def combine(models: list[ImportedModel]) -> tuple[ElectraConfig, Tensors]:
+def combine_into_pair(models: list[ImportedModel]) -> tuple[ElectraConfig, Tensors]:
     """A pair from a discriminator and a generator, or from one of them; equal embeddings are shared."""
     configs = {model.part: model.config for model in models}
     tensors = {f"{model.part}.{name}": tensor for model in models for name, tensor in model.tensors.items()}

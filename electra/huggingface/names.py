@@ -96,7 +96,7 @@ ROPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """What the classes of one model type of `transformers` have in common."""
 
     prefix: str  # of the encoder's tensors in a model with a head
@@ -107,7 +107,7 @@ class Family:
     ignored: str  # pattern of tensors, without the prefix, that a file may contain and we do not need
 
 
-ELECTRA = Family(
+ELECTRA = ModelFamily(
     prefix="electra.",
     encoder_names=ENCODER_NAMES,
     setting_names=SETTING_NAMES,
@@ -122,7 +122,7 @@ BERT = replace(
     defaults=BASE,
     ignored=r"embeddings\.position_ids|pooler\..*|cls\.seq_relationship\..*",
 )
-MODERNBERT = Family(
+MODERNBERT = ModelFamily(
     prefix="model.",
     encoder_names=MODERNBERT_ENCODER_NAMES,
     setting_names=MODERNBERT_SETTING_NAMES,
@@ -137,22 +137,22 @@ class Architecture:
     """A class of `transformers`, and the part of our pair that it corresponds to."""
 
     part: Part  # generator or discriminator
-    family: Family
+    family: ModelFamily
     head: dict[str, str]  # names of the head's tensors; empty for an encoder without a head
     tied_tensors: tuple[tuple[str, str], ...] = ()  # tensors that older files store twice: the copy, the original
     labels: tuple[str, ...] = ()  # of a discriminator with one logit per label: ours is their difference
 
     @property
-    def prefix(self) -> str:
+    def encoder_prefix(self) -> str:
         return self.family.prefix if self.head else ""
 
-    def tensor_names(self, name: str) -> list[str]:
+    def huggingface_names(self, name: str) -> list[str]:
         """The names in `transformers` of one of our tensors: one, or those of query, key and value."""
         module, _, kind = name.rpartition(".")
         if module.startswith("head"):
             theirs = self.head[module]
         else:
-            theirs = self.prefix + self.family.encoder_names[re.sub(r"layers\.\d+", "layers.N", module)]
+            theirs = self.encoder_prefix + self.family.encoder_names[re.sub(r"layers\.\d+", "layers.N", module)]
         if layer := re.search(r"layers\.(\d+)", module):
             theirs = theirs.replace(".N.", f".{layer[1]}.")
         parent, dot, last = theirs.rpartition(".")

@@ -91,7 +91,7 @@ class EncoderConfig:
                 f"use --length {self.positions}, or pre-train a model with --positions {length}"
             )
 
-    def is_global(self, layer: int) -> bool:
+    def has_global_attention(self, layer: int) -> bool:
         """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
 
@@ -141,7 +141,7 @@ class ElectraConfig:
                     field="sharing",
                 )
 
-    def encoders(self) -> dict[str, EncoderConfig]:
+    def encoder_configs(self) -> dict[str, EncoderConfig]:
         """The encoders by part: generator, discriminator, or the one it has."""
         parts = {"generator": self.generator, "discriminator": self.discriminator}
         return {part: encoder for part, encoder in parts.items() if encoder is not None}
@@ -203,13 +203,13 @@ SIZES = {
 }
 
 
-def get_size(name: str) -> SizePreset:
+def get_size_preset(name: str) -> SizePreset:
     if name not in SIZES:
         raise ConfigError(f"is {name!r}; choose from {', '.join(SIZES)}", field="size")
     return SIZES[name]
 
 
-def size_for_encoder(encoder: EncoderConfig) -> str:
+def size_name_for_encoder(encoder: EncoderConfig) -> str:
     """The smallest size that is as wide as an encoder; its training settings suit it."""
     return next((name for name, size in SIZES.items() if encoder.width <= size.discriminator.width), "large")
 
@@ -219,14 +219,14 @@ def to_modern(config: EncoderConfig) -> EncoderConfig:
     return replace(
         config,
         style="modern",
-        feedforward=gated_feedforward(config.feedforward),
+        feedforward=gated_feedforward_width(config.feedforward),
         norm_epsilon=1e-5,  # ModernBERT's, as is the dropout
         dropout=0.0,
         attention_dropout=0.0,
     )
 
 
-def gated_feedforward(feedforward: int) -> int:
+def gated_feedforward_width(feedforward: int) -> int:
     """The width of a gated feed-forward layer with as many parameters: it has three matrices instead of two.
 
     Rounded up to a multiple of 32 for GPUs: tiny 352, small 704, base 2048, large 2752.
@@ -234,12 +234,12 @@ def gated_feedforward(feedforward: int) -> int:
     return -(-2 * feedforward // (3 * 32)) * 32
 
 
-def heads_for_width(width: int) -> int:
+def num_heads_for_width(width: int) -> int:
     """The largest number of heads that divides a width, none narrower than the paper's 64."""
     return next(heads for heads in range(max(1, width // HEAD_WIDTH), 0, -1) if width % heads == 0)
 
 
-def scale_init_std(config: EncoderConfig) -> EncoderConfig:
+def with_scaled_init_std(config: EncoderConfig) -> EncoderConfig:
     """Scale the standard deviation of the initial weights from the base size to this encoder's width."""
     return replace(config, init_std=round(BASE.init_std * (BASE.width / config.width) ** 0.5, 4))
 
@@ -287,19 +287,21 @@ class ModelConfig:
     generator_width: int | None = None
     """Hidden size of the generator, if it is not the size's fraction of the discriminator's."""
     generator_layers: int | None = None
-    """Layers of the generator, if it has others than the discriminator."""
+    """Layers of the generator; default: as many as the discriminator."""
 
     def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The generator-discriminator pair for a vocabulary."""
-        size = get_size(self.size)
+        size = get_size_preset(self.size)
         preset = to_modern(size.discriminator) if self.style == "modern" else size.discriminator
-        discriminator = replace(preset, style=self.style, vocab_size=vocab_size, pad_id=pad_id, **self.overrides())
+        discriminator = replace(
+            preset, style=self.style, vocab_size=vocab_size, pad_id=pad_id, **self.discriminator_overrides()
+        )
         generator = self.generator_config(discriminator, size.generator_width_ratio)
         if self.scale_init_by_width:
-            generator, discriminator = scale_init_std(generator), scale_init_std(discriminator)
+            generator, discriminator = with_scaled_init_std(generator), with_scaled_init_std(discriminator)
         return ElectraConfig(generator=generator, discriminator=discriminator, sharing=self.sharing)
 
-    def overrides(self) -> dict[str, Any]:
+    def discriminator_overrides(self) -> dict[str, Any]:
         """The discriminator's settings that differ from its size's."""
         values = {name: getattr(self, name) for name in OVERRIDES}
         values |= {"dropout": self.dropout, "attention_dropout": self.dropout}
@@ -312,8 +314,10 @@ class ModelConfig:
         width = width if self.generator_width is None else self.generator_width
         sizes: dict[str, Any] = {"layers": layers}
         if width != discriminator.width:
-            feedforward = gated_feedforward(4 * width) if discriminator.is_modern() else 4 * width  # as in the paper
-            sizes |= {"width": width, "heads": heads_for_width(width), "feedforward": feedforward}
+            feedforward = (
+                gated_feedforward_width(4 * width) if discriminator.is_modern() else 4 * width
+            )  # as in the paper
+            sizes |= {"width": width, "heads": num_heads_for_width(width), "feedforward": feedforward}
         try:
             return replace(discriminator, **sizes)
         except ConfigError as error:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
-from electra.model.encoder import Encoder, disentangled_embeddings
+from electra.model.encoder import Encoder, create_disentangled_embeddings
 from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
 
 if TYPE_CHECKING:  # its import takes a second or two
@@ -98,11 +98,11 @@ class SideStreamPredictions(TokenPredictions):
         self.side_stream.enter()
         predictions = self.run()
         sampled = predictions.sample(labels, weights, *arguments)
-        self.loss = predictions.mlm_loss(labels, weights)
+        self.loss = predictions.mlm_loss_sum(labels, weights)
         self.side_stream.join()
         return sampled
 
-    def mlm_loss(self, labels: Tensor, weights: Tensor) -> Tensor:
+    def mlm_loss_sum(self, labels: Tensor, weights: Tensor) -> Tensor:
         return self.loss
 
 
@@ -138,22 +138,22 @@ def share_embeddings(generator: Generator, discriminator: Discriminator | Masked
     discriminator.encoder.embeddings = generator.encoder.embeddings
 
 
-def share_all(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
+def share_encoder(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """One encoder with two heads."""
     discriminator.encoder = generator.encoder
 
 
-def share_disentangled(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
+def share_disentangled_embeddings(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
     """The discriminator adds its own tables to the generator's, which get no gradient from it (DeBERTa-v3)."""
     encoder = discriminator.encoder
-    encoder.embeddings = disentangled_embeddings(generator.encoder.embeddings, encoder.config)
+    encoder.embeddings = create_disentangled_embeddings(generator.encoder.embeddings, encoder.config)
 
 
 SHARING: dict[Sharing, Callable[[Generator, Discriminator | MaskedLanguageModel], None]] = {
     "none": share_nothing,
     "embeddings": share_embeddings,
-    "all": share_all,
-    "disentangled": share_disentangled,
+    "all": share_encoder,
+    "disentangled": share_disentangled_embeddings,
 }
 
 

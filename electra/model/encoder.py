@@ -25,7 +25,7 @@ from electra.kernels.reference import gather_positions
 from electra.model.config import EncoderConfig
 
 
-class Norm(nn.LayerNorm):
+class Fp32LayerNorm(nn.LayerNorm):
     """LayerNorm in fp32 whose output has the dtype of the matrix products that follow.
 
     Under autocast it would be fp32, and every layer would move twice the bytes."""
@@ -34,12 +34,12 @@ class Norm(nn.LayerNorm):
         return super().forward(hidden).to(dispatch.compute_dtype(hidden))
 
 
-def norm(config: EncoderConfig, width: int) -> Norm:
+def create_norm(config: EncoderConfig, width: int) -> Fp32LayerNorm:
     """A LayerNorm, in the modern style without bias."""
-    return Norm(width, config.norm_epsilon, bias=not config.is_modern())
+    return Fp32LayerNorm(width, config.norm_epsilon, bias=not config.is_modern())
 
 
-def linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
+def create_linear(config: EncoderConfig, inputs: int, outputs: int) -> nn.Linear:
     """A linear layer, in the modern style without bias."""
     return nn.Linear(inputs, outputs, bias=not config.is_modern())
 
@@ -55,18 +55,18 @@ class TokenEmbeddings(nn.Module):
         self.base: TokenEmbeddings | None = None
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        return self.embed(input_ids, segment_ids)  # [B, L, E]
+        return self.embed_with_base(input_ids, segment_ids)  # [B, L, E]
 
-    def embed(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+    def embed_with_base(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The sum of all embeddings, including the base's, before norm and dropout."""
-        embedded = self.look_up(input_ids, segment_ids)
+        embedded = self.embed_without_base(input_ids, segment_ids)
         if self.base is None:
             return embedded
         with torch.no_grad():
-            base = self.base.embed(input_ids, segment_ids)
+            base = self.base.embed_with_base(input_ids, segment_ids)
         return base + embedded
 
-    def look_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+    def embed_without_base(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The sum of this module's embeddings."""
         return self.token(input_ids)
 
@@ -74,7 +74,7 @@ class TokenEmbeddings(nn.Module):
         """The token embeddings [V, E], which are also the output table of a masked language model."""
         return self.token.weight if self.base is None else self.base.token_table().detach() + self.token.weight
 
-    def tables(self) -> Iterator[nn.Embedding]:
+    def embedding_tables(self) -> Iterator[nn.Embedding]:
         """The embedding tables of this module."""
         return (module for module in self.children() if isinstance(module, nn.Embedding))
 
@@ -86,25 +86,25 @@ class Embeddings(TokenEmbeddings):
         super().__init__(config)
         self.position = nn.Embedding(config.positions, config.embedding_width)
         self.segment = nn.Embedding(config.segments, config.embedding_width)
-        self.norm = Norm(config.embedding_width, config.norm_epsilon)
+        self.norm = Fp32LayerNorm(config.embedding_width, config.norm_epsilon)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        return self.dropout(self.norm(self.embed(input_ids, segment_ids)))  # [B, L, E]
+        return self.dropout(self.norm(self.embed_with_base(input_ids, segment_ids)))  # [B, L, E]
 
-    def look_up(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+    def embed_without_base(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The sum in the order of `transformers`, for equal rounding."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         segment = self.segment.weight[0] if segment_ids is None else self.segment(segment_ids)
         return self.token(input_ids) + segment + self.position(positions)
 
 
-def disentangled_embeddings(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
+def create_disentangled_embeddings(base: TokenEmbeddings, config: EncoderConfig) -> TokenEmbeddings:
     """Embeddings that add a difference, zero at first, to another model's: E = stopgrad(E_base) + E_Δ (DeBERTa-v3).
 
     The base gets no gradient from this model's loss. For the same reason the LayerNorm is not shared."""
     embeddings = type(base)(config)
-    for table in embeddings.tables():
+    for table in embeddings.embedding_tables():
         nn.init.zeros_(table.weight)
     embeddings.base = base
     return embeddings
@@ -178,8 +178,8 @@ class Attention(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.heads, self.dropout = config.heads, config.attention_dropout
-        self.qkv = linear(config, config.width, 3 * config.width)
-        self.output = linear(config, config.width, config.width)
+        self.qkv = create_linear(config, config.width, 3 * config.width)
+        self.output = create_linear(config, config.width, config.width)
 
     def forward(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))  # [B, L, 3, H, K]
@@ -204,8 +204,8 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.up = linear(config, config.width, 2 * config.feedforward)
-        self.down = linear(config, config.feedforward, config.width)
+        self.up = create_linear(config, config.width, 2 * config.feedforward)
+        self.down = create_linear(config, config.feedforward, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -226,9 +226,9 @@ class ClassicLayer(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.attention = Attention(config)
-        self.attention_norm = norm(config, config.width)
+        self.attention_norm = create_norm(config, config.width)
         self.feedforward = FeedForward(config)
-        self.feedforward_norm = norm(config, config.width)
+        self.feedforward_norm = create_norm(config, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor, bias: AttentionBias, positions: Tensor | None = None) -> Tensor:
@@ -259,9 +259,11 @@ class ModernLayer(nn.Module):
 
     def __init__(self, config: EncoderConfig, is_first: bool) -> None:
         super().__init__()
-        self.attention_norm = nn.Identity() if is_first else norm(config, config.width)  # embeddings are normalised
+        self.attention_norm = (
+            nn.Identity() if is_first else create_norm(config, config.width)
+        )  # embeddings are normalised
         self.attention = Attention(config)
-        self.feedforward_norm = norm(config, config.width)
+        self.feedforward_norm = create_norm(config, config.width)
         self.feedforward = GatedFeedForward(config)
         self.dropout = nn.Dropout(config.attention_dropout)
 
@@ -302,15 +304,15 @@ class Encoder(nn.Module):
         is_modern = config.is_modern()
         has_projection = config.embedding_width != config.width
         self.embeddings = TokenEmbeddings(config) if is_modern else Embeddings(config)
-        self.project = linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
+        self.project = create_linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
         self.embedding_norm = EmbeddingNorm(config) if is_modern else nn.Identity()
         self.layers = nn.ModuleList(
             ModernLayer(config, is_first=number == 0) if is_modern else ClassicLayer(config)
             for number in range(config.layers)
         )
-        self.final_norm = norm(config, config.width) if is_modern else nn.Identity()
+        self.final_norm = create_norm(config, config.width) if is_modern else nn.Identity()
         self.activation_checkpointing = False
-        initialize(self, config.init_std)
+        initialize_parameters(self, config.init_std)
         if is_modern:
             scale_residual_projections(self.layers)
 
@@ -340,7 +342,7 @@ class Encoder(nn.Module):
     def run_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
         for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
             is_last = number == len(self.layers) - 1
-            hidden = self.call_layer(layer, hidden, bias, positions if is_last else None)
+            hidden = self.call_maybe_checkpointed(layer, hidden, bias, positions if is_last else None)
         return hidden
 
     def can_fuse_modern_layers(self, hidden: Tensor, biases: list[AttentionBias]) -> bool:
@@ -356,10 +358,10 @@ class Encoder(nn.Module):
             assert isinstance(layer, ModernLayer)
             is_last = number == len(self.layers) - 1
             arguments = residual, pending, bias, positions if is_last else None, dtype
-            residual, pending = self.call_layer(layer.forward_fused, *arguments)
+            residual, pending = self.call_maybe_checkpointed(layer.forward_fused, *arguments)
         return (residual if pending is None else residual + pending).to(hidden.dtype)
 
-    def call_layer(self, layer: Callable[..., Any], *arguments: Any) -> Any:
+    def call_maybe_checkpointed(self, layer: Callable[..., Any], *arguments: Any) -> Any:
         """Call a layer, in training perhaps with activation checkpointing."""
         if self.activation_checkpointing and self.training:
             return checkpoint(layer, *arguments, use_reentrant=False)
@@ -383,7 +385,7 @@ class Encoder(nn.Module):
         if config.global_attention_every > 1:
             local_bias = limit_to_window(bias, config.local_attention // 2, length, device)
             local_bias = replace(local_bias, rope=make_rope(length, head_width, config.local_theta, device))
-        return [global_bias if config.is_global(number) else local_bias for number in range(config.layers)]
+        return [global_bias if config.has_global_attention(number) else local_bias for number in range(config.layers)]
 
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""
@@ -395,7 +397,7 @@ class Encoder(nn.Module):
         return getattr(self.project, "weight", None) if self.config.is_modern() else None
 
 
-def initialize(module: nn.Module, std: float) -> None:
+def initialize_parameters(module: nn.Module, std: float) -> None:
     """Initialise as ELECTRA was: truncated normal, zero biases, Glorot uniform for the embedding projection."""
     for name, parameter in module.named_parameters():
         if name == "project.weight":

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from electra.kernels.dispatch import can_fuse_mlm_head, linear_gelu, mlm_loss_and_sample
 from electra.model.config import EncoderConfig
-from electra.model.encoder import initialize, linear, norm
+from electra.model.encoder import create_linear, create_norm, initialize_parameters
 from electra.random import Purpose, RowRandomness, sample_from_logits
 
 
@@ -41,19 +41,19 @@ class TokenPredictions:
         self,
         labels: Tensor,
         weights: Tensor,
-        rows: RowRandomness,
+        randomness: RowRandomness,
         temperature: float = 1.0,
         disallow_correct: bool = False,
     ) -> Tensor:
-        """Tokens [B, M] sampled with the randomness of `rows`; `labels` and `weights` as in `mlm_loss`."""
-        keys = rows.keys(Purpose.SAMPLE_BLOCK), rows.keys(Purpose.SAMPLE_TOKEN)
+        """Tokens [B, M] sampled with the `randomness` of the rows; `labels` and `weights` as in `mlm_loss_sum`."""
+        keys = randomness.keys(Purpose.SAMPLE_BLOCK), randomness.keys(Purpose.SAMPLE_TOKEN)
         if temperature == 1 and not disallow_correct and self.can_fuse():
             losses, sampled = mlm_loss_and_sample(self.states, self.table, self.bias, labels, *keys)
             self.cached_loss = (losses * weights).sum()
             return sampled
         return sample_from_logits(self.sampling_logits(labels, temperature, disallow_correct), *keys)
 
-    def mlm_loss(self, labels: Tensor, weights: Tensor) -> Tensor:
+    def mlm_loss_sum(self, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum of the negative log-likelihoods of `labels` [B, M] at positions with weight 1 in `weights` [B, M]."""
         if self.cached_loss is None:
             if self.can_fuse():
@@ -80,10 +80,10 @@ class MLMHead(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         width = config.width if config.is_modern() else config.embedding_width
-        self.dense = linear(config, config.width, width)
-        self.norm = norm(config, width)
+        self.dense = create_linear(config, config.width, width)
+        self.norm = create_norm(config, width)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
-        initialize(self, config.init_std)
+        initialize_parameters(self, config.init_std)
 
     def forward(self, hidden: Tensor, projection: Tensor | None = None) -> Tensor:
         """States [..., E] to compare with the token table; a modern encoder has a `projection` [D, E] before it."""
@@ -96,10 +96,10 @@ class RTDHead(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.dense = linear(config, config.width, config.width)
-        self.norm = norm(config, config.width) if config.is_modern() else nn.Identity()
+        self.dense = create_linear(config, config.width, config.width)
+        self.norm = create_norm(config, config.width) if config.is_modern() else nn.Identity()
         self.classifier = nn.Linear(config.width, 1)
-        initialize(self, config.init_std)
+        initialize_parameters(self, config.init_std)
         nn.init.xavier_uniform_(self.classifier.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class CopyGate(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, 1)
-        initialize(self, config.init_std)
+        initialize_parameters(self, config.init_std)
 
     def forward(self, hidden: Tensor, log_probs: Tensor, is_input: Tensor) -> Tensor:
         """log(gate · [x is the input] + (1 − gate) · p(x)) for tokens x [..., X], of which `log_probs` has log p(x)."""
@@ -128,7 +128,7 @@ class BaselineHead(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, 1)
-        initialize(self, config.init_std)
+        initialize_parameters(self, config.init_std)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [B, M] from `hidden` [B, M, D]: positive where the discriminator is predicted to be right."""

@@ -27,25 +27,25 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 DISCRIMINATOR_HEAD = "discriminator.head."
 
 
-def save_model(electra: Electra, folder: Path, tokenizer: Path | None = None) -> None:
-    """Create a model folder with the tokenizer files of the folder `tokenizer`."""
+def save_model(electra: Electra, folder: Path, tokenizer_folder: Path | None = None) -> None:
+    """Create a model folder with the tokenizer files of the folder `tokenizer_folder`."""
     with create_folder_atomically(folder) as draft:
-        write_model(electra, draft, tokenizer)
+        write_model_into(electra, draft, tokenizer_folder)
 
 
-def write_model(electra: Electra, folder: Path, tokenizer: Path | None) -> None:
+def write_model_into(electra: Electra, folder: Path, tokenizer_folder: Path | None) -> None:
     """Write the files of a model into an existing folder."""
     weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}
-    write_model_files(electra.config, weights, folder, tokenizer)
+    write_model_files(electra.config, weights, folder, tokenizer_folder)
 
 
 def write_model_files(
-    config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer: Path | None
+    config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer_folder: Path | None
 ) -> list[str]:
     """Write configuration, weights and tokenizer files; returns the names of the latter."""
     write_tensors(folder / WEIGHTS, weights)
     write_json(folder / CONFIG, {"model": asdict(config)})
-    return copy_tokenizer(tokenizer, folder)
+    return copy_tokenizer_files(tokenizer_folder, folder)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -108,7 +108,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
-def read_names(path: Path) -> list[str]:
+def read_tensor_names(path: Path) -> list[str]:
     """The names of the tensors in a safetensors file."""
     with open_safetensors(path) as file:
         return list(file.keys())
@@ -158,7 +158,7 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
     return tokenizer
 
 
-def copy_tokenizer(source: Path | None, folder: Path) -> list[str]:
+def copy_tokenizer_files(source: Path | None, folder: Path) -> list[str]:
     """Copy the tokenizer files of the folder `source`; returns their names."""
     if source is None:
         return []

@@ -15,7 +15,7 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.model.electra import Electra, Generator, MaskedLanguageModel
 from electra.objectives.config import ObjectiveName
-from electra.objectives.losses import add_losses, total
+from electra.objectives.losses import add_losses_of_batches, total_loss
 from electra.objectives.masking import Masked
 from electra.objectives.objectives import (
     OBJECTIVES,
@@ -24,8 +24,8 @@ from electra.objectives.objectives import (
     ObjectiveContext,
     corrupt,
     entropy,
-    is_token,
     sample,
+    token_weights,
 )
 
 SEED = 20200310
@@ -58,7 +58,7 @@ class DetectionMetrics:
 
     def add(self, logits: Tensor, corrupted: Corrupted, batch: Batch) -> None:
         """Add the `logits` [B, L] of a batch."""
-        is_included = is_token(batch).bool()
+        is_included = token_weights(batch).bool()
         self.logits.append(logits.float()[is_included].cpu().numpy())
         self.is_replaced.append(corrupted.is_replaced[is_included].cpu().numpy())
 
@@ -72,11 +72,11 @@ class DetectionMetrics:
             f"{prefix}_accuracy": float(np.mean(predicted == labels)),
             f"{prefix}_precision": float(labels[predicted].mean()) if predicted.any() else 0.0,
             f"{prefix}_recall": float(predicted[labels].mean()) if labels.any() else 0.0,
-            f"{prefix}_auc": auc(logits, labels),
+            f"{prefix}_auc": roc_auc(logits, labels),
         }
 
 
-def auc(scores: NDArray, is_positive: NDArray) -> float:
+def roc_auc(scores: NDArray, is_positive: NDArray) -> float:
     """Area under the ROC curve; 0.5 if there are no positives or no negatives."""
     _, ranks, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mean_ranks = (np.cumsum(counts) - (counts - 1) / 2)[ranks]  # equal scores share a rank
@@ -90,7 +90,7 @@ def auc(scores: NDArray, is_positive: NDArray) -> float:
 def held_out_loss(electra: Electra, batches: Iterable[Batch], context: ObjectiveContext) -> float:
     """The run's total loss over held-out batches, with its own masking and weights."""
     context, losses = replace(context, seed=SEED), EVALUATED[context.objective.name].losses
-    return total(add_losses([losses(electra, batch, context) for batch in batches])).item()
+    return total_loss(add_losses_of_batches([losses(electra, batch, context) for batch in batches])).item()
 
 
 @torch.no_grad()
@@ -99,8 +99,12 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
     context = ObjectiveContext(vocabulary=vocabulary, seed=SEED)
     means, rtd, unigram_rtd = WeightedMeans(), DetectionMetrics(), DetectionMetrics()
     for batch in batches:
-        sampled = None if electra.generator is None else evaluate_generator(electra.generator, batch, context, means)
-        unigram_sampled = unigram_samples(batch, context, unigram)
+        sampled = (
+            None
+            if electra.generator is None
+            else evaluate_generator_and_corrupt(electra.generator, batch, context, means)
+        )
+        unigram_sampled = corrupt_with_unigram_samples(batch, context, unigram)
         if isinstance(electra.discriminator, MaskedLanguageModel):
             evaluate_replace_mlm(electra.discriminator, batch, sampled or unigram_sampled, means)
         elif electra.discriminator is not None:
@@ -112,14 +116,16 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
 
 
 @dataclass(frozen=True)
-class Samples:
+class MaskedAndCorrupted:
     """Corrupted text and the masked positions."""
 
     masked: Masked
     corrupted: Corrupted
 
 
-def evaluate_generator(generator: Generator, batch: Batch, context: ObjectiveContext, means: WeightedMeans) -> Samples:
+def evaluate_generator_and_corrupt(
+    generator: Generator, batch: Batch, context: ObjectiveContext, means: WeightedMeans
+) -> MaskedAndCorrupted:
     """Add the generator's MLM loss and accuracy, its entropy and the accuracy of its samples; returns the samples."""
     masked = context.mask(batch)
     predictions = generator(masked.input_ids, **batch.encoder_inputs(), positions=masked.positions)
@@ -130,10 +136,12 @@ def evaluate_generator(generator: Generator, batch: Batch, context: ObjectiveCon
     means.add("mlm_accuracy", logits.argmax(2) == masked.labels, masked.weights)
     means.add("sample_accuracy", sampled == masked.labels, masked.weights)
     means.add("generator_entropy", entropy(log_probs), masked.weights)
-    return Samples(masked, corrupt(batch.input_ids, masked, sampled))
+    return MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sampled))
 
 
-def evaluate_replace_mlm(model: MaskedLanguageModel, batch: Batch, samples: Samples, means: WeightedMeans) -> None:
+def evaluate_replace_mlm(
+    model: MaskedLanguageModel, batch: Batch, samples: MaskedAndCorrupted, means: WeightedMeans
+) -> None:
     """Add the loss and accuracy at the masked positions of a model that predicts the original tokens."""
     masked, input_ids = samples.masked, samples.corrupted.input_ids
     predictions = model(input_ids, **batch.encoder_inputs(), positions=masked.positions)
@@ -142,8 +150,8 @@ def evaluate_replace_mlm(model: MaskedLanguageModel, batch: Batch, samples: Samp
     means.add("replace_mlm_accuracy", log_probs.argmax(2) == masked.labels, masked.weights)
 
 
-def unigram_samples(batch: Batch, context: ObjectiveContext, unigram: Tensor) -> Samples:
+def corrupt_with_unigram_samples(batch: Batch, context: ObjectiveContext, unigram: Tensor) -> MaskedAndCorrupted:
     """Text corrupted by unigram samples: the same for all runs, whatever their generator."""
     context = replace(context, seed=context.seed + 1, frequencies=unigram)
     masked = context.mask(batch)
-    return Samples(masked, corrupt(batch.input_ids, masked, sample(None, masked, batch, context)))
+    return MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sample(None, masked, batch, context)))

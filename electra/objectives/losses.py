@@ -27,18 +27,18 @@ Losses = dict[str, Loss]
 Counts = dict[str, Tensor]
 
 
-def weighted_loss(losses: Tensor, weights: Tensor, weight: float = 1.0) -> Loss:
+def sum_token_losses(losses: Tensor, weights: Tensor, loss_weight: float = 1.0) -> Loss:
     """Loss over those of `losses` whose weight in `weights`, of the same shape, is 1."""
-    return Loss((losses * weights).sum(), weights.sum(), weight)
+    return Loss((losses * weights).sum(), weights.sum(), loss_weight)
 
 
-def total(losses: Losses, counts: Counts | None = None) -> Tensor:
+def total_loss(losses: Losses, counts: Counts | None = None) -> Tensor:
     """Σ weight · sum / count; `counts` are those of the whole batch if `losses` are of one micro-batch or rank."""
     counts = {name: loss.count for name, loss in losses.items()} if counts is None else counts
     return torch.stack([loss.weight * loss.sum / counts[name].clamp(min=1) for name, loss in losses.items()]).sum()
 
 
-def add_losses(batches: list[Losses]) -> Losses:
+def add_losses_of_batches(batches: list[Losses]) -> Losses:
     """The losses of several batches as those of one."""
     added = {}
     for name, first in batches[0].items():

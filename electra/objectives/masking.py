@@ -33,10 +33,10 @@ def num_masked(num_tokens: Tensor, length: int, config: MaskingConfig) -> Tensor
     if config.mask_count == "paper":
         return ceil_fraction(num_tokens, config.mask_fraction).clamp(min=1)
     rounded = (num_tokens.float() * config.mask_fraction).round().long()  # halves to even
-    return rounded.clamp(1, mask_slots(length, config))
+    return rounded.clamp(1, max_masked(length, config))
 
 
-def mask_slots(length: int, config: MaskingConfig) -> int:
+def max_masked(length: int, config: MaskingConfig) -> int:
     """M, the largest number of masked positions in a row of `length` tokens."""
     if config.mask_count == "paper":
         return max(1, ceil_fraction(length, config.mask_fraction))
@@ -50,7 +50,7 @@ def ceil_fraction(number: Number, fraction: float) -> Number:
 
 def mask(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary, seed: int) -> Masked:
     """Mask random positions of each row, never [CLS], [SEP], [MASK] or padding."""
-    positions, weights = choose_positions(batch, config, vocabulary, seed)
+    positions, weights = choose_masked_positions(batch, config, vocabulary, seed)
     labels = batch.input_ids.gather(1, positions)
     keys = row_keys(seed, batch.step, batch.row_ids, Purpose.MASK_REPLACEMENTS)
     replacements = mask_replacements(labels, keys, config, vocabulary)
@@ -58,7 +58,9 @@ def mask(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary, seed: int)
     return Masked(input_ids, positions, labels, weights)
 
 
-def choose_positions(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary, seed: int) -> tuple[Tensor, Tensor]:
+def choose_masked_positions(
+    batch: Batch, config: MaskingConfig, vocabulary: Vocabulary, seed: int
+) -> tuple[Tensor, Tensor]:
     """Positions [B, M] drawn without replacement, those with the highest random scores, and their weights [B, M]."""
     length = batch.input_ids.shape[1]
     count = num_masked(batch.lengths(), length, config)[:, None]  # [B, 1]
@@ -66,8 +68,8 @@ def choose_positions(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary
     scores = scores * length + torch.arange(length, device=scores.device)  # no ties
     is_maskable = maskable_tokens(batch, vocabulary)
     if config.whole_word_masking:
-        is_maskable = maskable_words(batch, is_maskable, scores, count)
-    slots = min(mask_slots(length, config), length)
+        is_maskable = select_words_to_mask(batch, is_maskable, scores, count)
+    slots = min(max_masked(length, config), length)
     scores, positions = scores.masked_fill(~is_maskable, -1).topk(slots, dim=1)  # [B, M]
     is_used = (scores >= 0) & (torch.arange(slots, device=scores.device) < count)
     return positions, is_used.float()
@@ -81,7 +83,7 @@ def maskable_tokens(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     return is_maskable if batch.attention_mask is None else is_maskable & batch.attention_mask.bool()
 
 
-def maskable_words(batch: Batch, is_maskable: Tensor, scores: Tensor, count: Tensor) -> Tensor:
+def select_words_to_mask(batch: Batch, is_maskable: Tensor, scores: Tensor, count: Tensor) -> Tensor:
     """[B, L] bool, True at the tokens of random words that have at most `count` tokens together.
 
     A word that exceeds the remaining count is skipped for the next that does not, in three rounds. A word with more

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from electra.model.config import Head
 from electra.model.electra import Electra
 from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
-from electra.objectives.losses import Counts, Loss, Losses, weighted_loss
+from electra.objectives.losses import Counts, Loss, Losses, sum_token_losses
 from electra.objectives.masking import Masked, mask
 from electra.random import Purpose, RowRandomness, sample_from_frequencies
 
@@ -47,7 +48,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, context: ObjectiveC
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
     logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
-    loss = weighted_loss(rtd_losses(logits, corrupted), is_token(batch), context.objective.discriminator_weight)
+    loss = sum_token_losses(rtd_losses(logits, corrupted), token_weights(batch), context.objective.discriminator_weight)
     return generator_loss(predictions, masked) | {"discriminator": loss}
 
 
@@ -59,7 +60,7 @@ def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Los
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
     logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(logits, corrupted).gather(1, masked.positions)  # [B, M]
-    loss = weighted_loss(losses, masked.weights, context.objective.discriminator_weight)
+    loss = sum_token_losses(losses, masked.weights, context.objective.discriminator_weight)
     return generator_loss(predictions, masked) | {"discriminator": loss}
 
 
@@ -81,7 +82,9 @@ def all_tokens_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) ->
     model = electra.require_copy_mlm()
     hidden = model.encoder(corrupted.input_ids, **batch.encoder_inputs())  # [B, L, D]
     log_likelihood = model.log_likelihood(hidden, corrupted.input_ids, labels=batch.input_ids)  # [B, L]
-    return generator_loss(predictions, masked) | {"all_tokens_mlm": weighted_loss(-log_likelihood, is_token(batch))}
+    return generator_loss(predictions, masked) | {
+        "all_tokens_mlm": sum_token_losses(-log_likelihood, token_weights(batch))
+    }
 
 
 def masked_language_modeling(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -109,7 +112,7 @@ def adversarial(electra: Electra, batch: Batch, context: ObjectiveContext) -> Lo
     return {
         "generator": policy_loss(policy, sampled, advantages, masked, config.entropy_bonus),
         "baseline": baseline_loss(baseline, rewards, masked),
-        "discriminator": weighted_loss(losses, is_token(batch), config.discriminator_weight),
+        "discriminator": sum_token_losses(losses, token_weights(batch), config.discriminator_weight),
     }
 
 
@@ -122,18 +125,10 @@ def frozen_generator_rtd(electra: Electra, batch: Batch, context: ObjectiveConte
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
     logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
     losses = rtd_losses(logits, corrupted)
-    return {"discriminator": weighted_loss(losses, is_token(batch), context.objective.discriminator_weight)}
+    return {"discriminator": sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)}
 
 
-def count_masked(batch: Batch, context: ObjectiveContext) -> Counts:
-    """The number of predictions of each loss, if all are at the masked positions."""
-    count = context.mask(batch).weights.sum()
-    return dict.fromkeys(("generator", "baseline", "discriminator", "replace_mlm"), count)
-
-
-def count_masked_and_tokens(batch: Batch, context: ObjectiveContext) -> Counts:
-    """The number of predictions of each loss, if the discriminator's are at all tokens."""
-    return count_masked(batch, context) | dict.fromkeys(("discriminator", "all_tokens_mlm"), batch.lengths().sum())
+LossPositions = Literal["masked", "all"]  # the masked positions, or all tokens that are not padding
 
 
 @dataclass(frozen=True)
@@ -141,27 +136,38 @@ class Objective:
     """An objective and the models it needs."""
 
     losses: Callable[[Electra, Batch, ObjectiveContext], Losses]
-    counts: Callable[[Batch, ObjectiveContext], Counts]  # the losses' counts, known before they are computed
+    positions: dict[str, LossPositions]  # of the predictions that each loss is over, by its name in `losses`
     head: Head | None  # of the discriminator; None: no discriminator
     needs_generator: bool = False  # uniform or unigram replacements are not possible
     has_baseline: bool = False
-    is_frozen: bool = False  # the generator, which must be trained already
+    is_generator_frozen: bool = False  # it must be trained already
+
+    def count_predictions(self, batch: Batch, context: ObjectiveContext) -> Counts:
+        """The number of predictions of each loss, before the losses are computed."""
+        counts = {"masked": context.mask(batch).weights.sum(), "all": batch.lengths().sum()}
+        return {name: counts[positions] for name, positions in self.positions.items()}
 
     @property
-    def has_parallel_models(self) -> bool:
+    def has_independent_backward(self) -> bool:
         """Whether the backward passes of generator and discriminator are independent, so that they can overlap."""
-        return self.head is not None and not self.has_baseline and not self.is_frozen
+        return self.head is not None and not self.has_baseline and not self.is_generator_frozen
 
 
 OBJECTIVES: dict[ObjectiveName, Objective] = {
-    "rtd": Objective(replaced_token_detection, count_masked_and_tokens, head="rtd"),
-    "electra-15": Objective(electra_15, count_masked, head="rtd"),
-    "replace-mlm": Objective(replace_mlm, count_masked, head="mlm"),
-    "all-tokens-mlm": Objective(all_tokens_mlm, count_masked_and_tokens, head="copy_mlm"),
-    "mlm": Objective(masked_language_modeling, count_masked, head=None, needs_generator=True),
-    "adversarial": Objective(adversarial, count_masked_and_tokens, head="rtd", needs_generator=True, has_baseline=True),
+    "rtd": Objective(replaced_token_detection, {"generator": "masked", "discriminator": "all"}, head="rtd"),
+    "electra-15": Objective(electra_15, {"generator": "masked", "discriminator": "masked"}, head="rtd"),
+    "replace-mlm": Objective(replace_mlm, {"generator": "masked", "replace_mlm": "masked"}, head="mlm"),
+    "all-tokens-mlm": Objective(all_tokens_mlm, {"generator": "masked", "all_tokens_mlm": "all"}, head="copy_mlm"),
+    "mlm": Objective(masked_language_modeling, {"generator": "masked"}, head=None, needs_generator=True),
+    "adversarial": Objective(
+        adversarial,
+        {"generator": "masked", "baseline": "masked", "discriminator": "all"},
+        head="rtd",
+        needs_generator=True,
+        has_baseline=True,
+    ),
     "frozen-rtd": Objective(
-        frozen_generator_rtd, count_masked_and_tokens, head="rtd", needs_generator=True, is_frozen=True
+        frozen_generator_rtd, {"discriminator": "all"}, head="rtd", needs_generator=True, is_generator_frozen=True
     ),
 }
 
@@ -202,7 +208,7 @@ def generator_loss(predictions: TokenPredictions | None, masked: Masked) -> Loss
 
 def mlm_loss(predictions: TokenPredictions, masked: Masked) -> Loss:
     """L_MLM: negative log-likelihood of the original tokens."""
-    return Loss(predictions.mlm_loss(masked.labels, masked.weights), masked.weights.sum())
+    return Loss(predictions.mlm_loss_sum(masked.labels, masked.weights), masked.weights.sum())
 
 
 def rtd_losses(logits: Tensor, corrupted: Corrupted) -> Tensor:
@@ -210,7 +216,7 @@ def rtd_losses(logits: Tensor, corrupted: Corrupted) -> Tensor:
     return functional.binary_cross_entropy_with_logits(logits.float(), corrupted.is_replaced.float(), reduction="none")
 
 
-def is_token(batch: Batch) -> Tensor:
+def token_weights(batch: Batch) -> Tensor:
     """[B, L] 1 at tokens, 0 at padding."""
     return (torch.ones_like(batch.input_ids) if batch.attention_mask is None else batch.attention_mask).float()
 
@@ -221,7 +227,7 @@ def policy_loss(policy: Tensor, sampled: Tensor, advantages: Tensor, masked: Mas
     losses = -advantages * log_probs.gather(2, sampled[:, :, None]).squeeze(2)  # [B, M]
     if entropy_bonus:
         losses = losses - entropy_bonus * entropy(log_probs)
-    return weighted_loss(losses, masked.weights)
+    return sum_token_losses(losses, masked.weights)
 
 
 def entropy(log_probs: Tensor) -> Tensor:
@@ -232,4 +238,4 @@ def entropy(log_probs: Tensor) -> Tensor:
 def baseline_loss(baseline: Tensor, rewards: Tensor, masked: Masked) -> Loss:
     """Cross-entropy of the baseline's logits [B, M] with the discriminator's probability of the label, exp(−reward)."""
     losses = functional.binary_cross_entropy_with_logits(baseline, (-rewards).exp(), reduction="none")
-    return weighted_loss(losses, masked.weights)
+    return sum_token_losses(losses, masked.weights)

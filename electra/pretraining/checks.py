@@ -11,7 +11,7 @@ from typing import Any
 from electra.config import flat_values
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.model.config import ElectraConfig, get_size
+from electra.model.config import ElectraConfig, get_size_preset
 from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
@@ -58,7 +58,7 @@ def check_generator_settings(config: PretrainConfig, objectives: list[ObjectiveN
                 f"--objective {name} needs a generator, but --generator is {kind}; use --generator model or another "
                 f"objective ({others})"
             )
-    frozen = [name for name in objectives if OBJECTIVES[name].is_frozen]
+    frozen = [name for name in objectives if OBJECTIVES[name].is_generator_frozen]
     if frozen and objectives[0] == frozen[0] and not starts_with_trained_generator(config):
         raise ConfigError(
             f"--objective {frozen[0]} needs a trained generator; train it in a first phase "
@@ -79,7 +79,8 @@ def starts_with_trained_generator(config: PretrainConfig) -> bool:
 
 def suggest_two_stage_flags(config: PretrainConfig) -> str:
     """The flags for a discriminator that is initialised from the generator, which is then frozen."""
-    return f"--sharing none --generator-width {config.model.width or get_size(config.model.size).discriminator.width}"
+    width = config.model.width or get_size_preset(config.model.size).discriminator.width
+    return f"--sharing none --generator-width {width}"
 
 
 def check_init_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
@@ -89,7 +90,7 @@ def check_init_settings(config: PretrainConfig, objectives: list[ObjectiveName])
         raise ConfigError("--schedule decay anneals a trained model; give one with --branch-from or --init")
     if init.model is None:
         return
-    overrides = [name for name in config.model.overrides() if "dropout" not in name]
+    overrides = [name for name in config.model.discriminator_overrides() if "dropout" not in name]
     if overrides:
         flags = " and ".join(f"--{name.replace('_', '-')} {getattr(config.model, name)}" for name in overrides)
         raise ConfigError(f"{flags} cannot be combined with --init {init.model}, which has a size; leave them out")

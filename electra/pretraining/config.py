@@ -11,7 +11,15 @@ from cyclopts import Parameter
 from electra.config import convert_values, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig
 from electra.errors import ConfigError, DataError, check_range
-from electra.model.config import OVERRIDES, ElectraConfig, EncoderConfig, ModelConfig, Size, get_size, size_for_encoder
+from electra.model.config import (
+    OVERRIDES,
+    ElectraConfig,
+    EncoderConfig,
+    ModelConfig,
+    Size,
+    get_size_preset,
+    size_name_for_encoder,
+)
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
 from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
@@ -78,7 +86,7 @@ CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they
 
 def recipe_settings(recipe: str, size: str, style: str = "classic") -> dict[str, Any]:
     """The settings of a recipe for a size and style, by their flat names."""
-    settings = RECIPES[recipe] | {"mask_fraction": get_size(size).mask_fraction}
+    settings = RECIPES[recipe] | {"mask_fraction": get_size_preset(size).mask_fraction}
     return settings | SIZE_SETTINGS[recipe][size] | STYLE_SETTINGS[style]
 
 
@@ -231,7 +239,7 @@ def read_init_model_settings(values: dict[str, Any]) -> dict[str, Any]:
         folder = find_model_folder(Path(values["init"]))
         encoders = read_encoder_configs(folder)
         encoder = main_encoder_config(encoders)
-        settings = {"size": size_for_encoder(encoder), "style": encoder.style}
+        settings = {"size": size_name_for_encoder(encoder), "style": encoder.style}
         if len(encoders) == 2 and not values.keys() & {"init_generator", "generator"}:
             settings["sharing"] = read_model_config(folder).sharing
         return settings
@@ -253,7 +261,7 @@ def read_trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
         inherited = ("recipe", "optimizer", "generator")
         settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
         settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
-        size = stored.get("size", size_for_encoder(main_encoder_config(pair.encoders())))
+        size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
         has_other_size = values.get("size", size) != size  # an error later, which overrides must not hide
         return settings if has_other_size else settings | model_config_settings(pair, size)
     return {}
@@ -268,9 +276,9 @@ def read_run_settings(checkpoint: Path) -> dict[str, Any]:
 
 def model_config_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:
     """The settings of ModelConfig that describe a pair: a size, and overrides of it."""
-    encoder = main_encoder_config(pair.encoders())
+    encoder = main_encoder_config(pair.encoder_configs())
     settings: dict[str, Any] = {"size": size, "style": encoder.style}
-    default = main_encoder_config(ModelConfig(**settings).electra_config().encoders())
+    default = main_encoder_config(ModelConfig(**settings).electra_config().encoder_configs())
     for name in OVERRIDES:
         if getattr(encoder, name) != getattr(default, name):
             settings[name] = getattr(encoder, name)

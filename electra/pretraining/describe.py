@@ -8,7 +8,7 @@ import torch
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.objectives.masking import mask_slots
+from electra.objectives.masking import max_masked
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.held_out import held_out_loader_config
 from electra.pretraining.initialize import generator_init_folder, has_head_for
@@ -210,11 +210,11 @@ def activation_bytes_per_row(phase: Phase, device: torch.device) -> int:
     length, hardware = config.loader.length, config.hardware
     bytes_per_number = torch.finfo(choose_dtype(hardware.precision, device)).bits // 8
     total = 0
-    for encoder in model.encoders().values():
+    for encoder in model.encoder_configs().values():
         width = encoder.width
         per_token = width if hardware.activation_checkpointing else 10 * width + 2 * encoder.feedforward
         total += bytes_per_number * length * encoder.layers * per_token
     predicting = [model.generator, model.discriminator if model.head == "mlm" else None]  # copy_mlm works in chunks
     for encoder in filter(None, predicting):
-        total += 3 * 4 * mask_slots(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
+        total += 3 * 4 * max_masked(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
     return total

@@ -10,7 +10,7 @@ from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards
 from electra.data.tokenizer import TextTokenizer
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
-from electra.objectives.evaluation import SEED, Samples
+from electra.objectives.evaluation import SEED, MaskedAndCorrupted
 from electra.objectives.objectives import ObjectiveContext, corrupt, predict_masked, sample
 from electra.pretraining.config import PretrainConfig
 
@@ -48,7 +48,7 @@ def write_samples_page(
     context = ObjectiveContext(vocabulary=tokenizer.vocabulary, seed=SEED, frequencies=frequencies)
     masked = context.mask(batch)
     sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
-    samples = Samples(masked, corrupt(batch.input_ids, masked, sampled))
+    samples = MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sampled))
     title, predictions = discriminator_predictions(electra, samples, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
     for row in range(min(MAX_SENTENCES, batch.num_rows)):
@@ -59,7 +59,7 @@ def write_samples_page(
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def shown_masked_positions(samples: Samples, row: int) -> list[int]:
+def shown_masked_positions(samples: MaskedAndCorrupted, row: int) -> list[int]:
     """The masked positions of a row among its first MAX_TOKENS tokens."""
     positions = samples.masked.positions[row][samples.masked.weights[row] > 0]
     return positions[positions < MAX_TOKENS].sort().values.tolist()
@@ -71,7 +71,7 @@ def first_tokens(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
 
 
 def discriminator_predictions(
-    electra: Electra, samples: Samples, batch: Batch, tokenizer: TextTokenizer
+    electra: Electra, samples: MaskedAndCorrupted, batch: Batch, tokenizer: TextTokenizer
 ) -> tuple[str, list[dict[int, str]]]:
     """The title of the predictions' column and, of each row, the predictions by position; empty without a model."""
     if isinstance(electra.discriminator, Discriminator):
@@ -81,7 +81,7 @@ def discriminator_predictions(
     return "", []
 
 
-def rtd_predictions(discriminator: Discriminator, samples: Samples, batch: Batch) -> list[dict[int, str]]:
+def rtd_predictions(discriminator: Discriminator, samples: MaskedAndCorrupted, batch: Batch) -> list[dict[int, str]]:
     """Probabilities of being replaced, at masked positions and wherever they exceed 0.5."""
     probabilities = discriminator(samples.corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
     predictions = []
@@ -92,7 +92,7 @@ def rtd_predictions(discriminator: Discriminator, samples: Samples, batch: Batch
 
 
 def mlm_predictions(
-    model: MaskedLanguageModel, samples: Samples, batch: Batch, tokenizer: TextTokenizer
+    model: MaskedLanguageModel, samples: MaskedAndCorrupted, batch: Batch, tokenizer: TextTokenizer
 ) -> list[dict[int, str]]:
     """The most likely original tokens at masked positions."""
     input_ids, positions = samples.corrupted.input_ids, samples.masked.positions

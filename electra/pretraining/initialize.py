@@ -12,14 +12,19 @@ from torch import Tensor, nn
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
 from electra.huggingface.convert import Tensors, merge_embedding_delta
-from electra.huggingface.folders import is_discriminator, read_encoder_configs, read_part, select_part
+from electra.huggingface.folders import (
+    has_discriminator,
+    read_encoder_configs,
+    read_part_config_and_tensors,
+    select_part,
+)
 from electra.model.config import (
     ElectraConfig,
     EncoderConfig,
     ModelConfig,
-    get_size,
-    scale_init_std,
-    size_for_encoder,
+    get_size_preset,
+    size_name_for_encoder,
+    with_scaled_init_std,
 )
 from electra.model.electra import Electra, MaskedLanguageModel
 from electra.model.encoder import Embeddings, Encoder, TokenEmbeddings
@@ -49,9 +54,9 @@ def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int)
     check_init_encoder(discriminator, init.model, model, vocab_size)
     source = generator_init_folder(init)
     if source is None:
-        generator = model.generator_config(discriminator, get_size(model.size).generator_width_ratio)
+        generator = model.generator_config(discriminator, get_size_preset(model.size).generator_width_ratio)
         if model.scale_init_by_width:
-            generator, discriminator = scale_init_std(generator), scale_init_std(discriminator)
+            generator, discriminator = with_scaled_init_std(generator), with_scaled_init_std(discriminator)
     else:
         if model.generator_width is not None or model.generator_layers is not None:
             raise ConfigError(
@@ -92,7 +97,7 @@ def read_generator_config(folder: Path) -> EncoderConfig:
 
 def check_init_encoder(encoder: EncoderConfig, folder: Path, model: ModelConfig, vocab_size: int) -> None:
     """Check that an encoder has the style, size and vocabulary of the run."""
-    size = size_for_encoder(encoder)
+    size = size_name_for_encoder(encoder)
     if model.style != encoder.style:
         raise ConfigError(f"{folder} is {encoder.style}, not --style {model.style}; leave out --style")
     if model.size != size:
@@ -140,11 +145,11 @@ def read_initial_weights(config: PretrainConfig, model: ElectraConfig) -> Initia
     init = config.init
     if init.model is None or config.resumes_checkpoint():
         return None
-    _, tensors = read_part(find_model_folder(init.model))
+    _, tensors = read_part_config_and_tensors(find_model_folder(init.model))
     if not has_head_for(init.model, model):
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
     source = generator_init_folder(init) if model.generator and model.discriminator else None
-    generator = None if source is None else read_part(find_model_folder(source), "generator")[1]
+    generator = None if source is None else read_part_config_and_tensors(find_model_folder(source), "generator")[1]
     weights = InitialWeights(tensors, generator)
     check_shared_weights(weights, config.model)
     return weights
@@ -152,7 +157,7 @@ def read_initial_weights(config: PretrainConfig, model: ElectraConfig) -> Initia
 
 def has_head_for(folder: Path, model: ElectraConfig) -> bool:
     """Whether the head of the model in a folder fits the discriminator of `model`, or its lone generator."""
-    return is_discriminator(find_model_folder(folder)) == (model.discriminator is not None and model.head == "rtd")
+    return has_discriminator(find_model_folder(folder)) == (model.discriminator is not None and model.head == "rtd")
 
 
 def check_shared_weights(weights: InitialWeights, model: ModelConfig) -> None:

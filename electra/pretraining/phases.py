@@ -12,9 +12,9 @@ from electra.config import convert_value, replace_settings, settings_by_name
 from electra.errors import ConfigError, suggest
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
-from electra.model.flops import training_flops
+from electra.model.flops import training_flops_per_row
 from electra.objectives.config import GeneratorName, ObjectiveName
-from electra.objectives.masking import mask_slots
+from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import PretrainConfig, read_run_settings
 from electra.training.checkpoint import read_training_state
@@ -58,9 +58,9 @@ class Phase:
     def flops_per_step(self) -> int:
         """FLOPs of a training step."""
         loader = self.config.loader
-        masked = mask_slots(loader.length, self.config.masking)
-        is_frozen = OBJECTIVES[self.config.objective.name].is_frozen
-        return loader.batch_size * training_flops(self.model, loader.length, masked, is_frozen)
+        masked = max_masked(loader.length, self.config.masking)
+        is_generator_frozen = OBJECTIVES[self.config.objective.name].is_generator_frozen
+        return loader.batch_size * training_flops_per_row(self.model, loader.length, masked, is_generator_frozen)
 
     def tokens_per_step(self) -> int:
         return self.config.loader.batch_size * self.config.loader.length
@@ -139,7 +139,7 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
     """The model of each phase: the parts of the pair that its objective trains."""
     objectives = [config.objective for config in configs]
     pair = pair_config_for_objectives(pair, [objective.name for objective in objectives])
-    for encoder in pair.encoders().values():
+    for encoder in pair.encoder_configs().values():
         encoder.check_length(max(config.loader.length for config in configs))
     return [model_config_for_objective(pair, objective.name, objective.generator) for objective in objectives]
 

@@ -12,7 +12,7 @@ from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
-from electra.model.storage import write_model
+from electra.model.storage import write_model_into
 from electra.objectives.evaluation import evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
@@ -44,7 +44,7 @@ class PretrainingTask:
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
         self.context = self.build_objective_context()
-        if self.captures_graph and self.objective.has_parallel_models and config.objective.generator == "model":
+        if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
 
             self.master_weights.model.require_generator().side_stream = GeneratorStream()
@@ -103,7 +103,7 @@ class PretrainingTask:
         self.master_weights.backward(loss)
 
     def loss_counts(self, batch: Batch) -> Counts:
-        return self.objective.counts(batch, self.context)
+        return self.objective.count_predictions(batch, self.context)
 
     def lr_scale(self, parameter_name: str) -> float:
         return 1.0
@@ -128,7 +128,7 @@ class PretrainingTask:
     def write_model(self, folder: Path) -> None:
         if not self.trains_segments:
             copy_first_segment_embedding(self.model)
-        write_model(self.model, folder, self.shards.folder / TOKENIZER)
+        write_model_into(self.model, folder, self.shards.folder / TOKENIZER)
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict() | {"phase": self.phase.index, "objective": self.config.objective.name}

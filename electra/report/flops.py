@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from electra.model.config import ElectraConfig
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
-    Item,
-    itemize,
-    published_items,
+    PartCost,
+    part_costs,
+    published_part_costs,
     total_flops,
     total_parameters,
-    training_flops,
+    training_flops_per_row,
 )
 from electra.objectives.config import MaskingConfig
-from electra.objectives.masking import mask_slots
+from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import count_parameters, model_config_for_objective, pair_config_for_objectives
 from electra.report.config import FlopsConfig
@@ -23,7 +23,7 @@ from electra.report.config import FlopsConfig
 class FlopCount:
     """Parameters and FLOPs: of each part in a forward pass over one row, and in total."""
 
-    parts: dict[str, list[Item]]
+    parts: dict[str, list[PartCost]]
     parameters: int  # shared ones counted once
     workload: str  # what `total_flops` is for
     training_flops_per_row: int | None  # None for inference
@@ -45,7 +45,7 @@ class FlopCount:
 
 def counted_model_config(config: FlopsConfig) -> ElectraConfig:
     """The trained generator and discriminator; for inference, the discriminator alone."""
-    sharing = "none" if OBJECTIVES[config.objective].is_frozen else config.model.sharing
+    sharing = "none" if OBJECTIVES[config.objective].is_generator_frozen else config.model.sharing
     pair = replace(config.model, sharing=sharing).electra_config(config.vocab_size)
     if config.inference:
         return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
@@ -59,7 +59,7 @@ def format_item_row(name: str, parameters: int, flops: int) -> str:
 def count_flops(config: FlopsConfig) -> FlopCount:
     """Count the parameters and FLOPs of the model that `config` describes."""
     model = counted_model_config(config)
-    for encoder in model.encoders().values():
+    for encoder in model.encoder_configs().values():
         encoder.check_length(config.length)
     parts, training_flops_per_row = count_items_and_training_flops(model, config)
     if config.inference:
@@ -78,20 +78,22 @@ def count_flops(config: FlopsConfig) -> FlopCount:
     )
 
 
-def count_items_and_training_flops(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[Item]], int]:
+def count_items_and_training_flops(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[PartCost]], int]:
     """The items of each part, and the FLOPs of a training step per row."""
     if config.as_published:
-        items = published_items(model, config.length)
+        items = published_part_costs(model, config.length)
         return items, PUBLISHED_TRAINING_FACTOR * sum(map(total_flops, items.values()))
     masking = MaskingConfig(mask_fraction=config.mask_fraction, mask_count=config.mask_count)
-    sizes = model, config.length, mask_slots(config.length, masking)
-    return itemize(*sizes), training_flops(*sizes, is_frozen=OBJECTIVES[config.objective].is_frozen)
+    sizes = model, config.length, max_masked(config.length, masking)
+    return part_costs(*sizes), training_flops_per_row(
+        *sizes, is_generator_frozen=OBJECTIVES[config.objective].is_generator_frozen
+    )
 
 
 def local_attention_note(model: ElectraConfig) -> str | None:
     """A note on layers with local attention."""
     for part in filter(None, (model.discriminator, model.generator)):
-        if local := sum(not part.is_global(layer) for layer in range(part.layers)):
+        if local := sum(not part.has_global_attention(layer) for layer in range(part.layers)):
             return (
                 f"{local} of {part.layers} layers have local attention over {part.local_attention} tokens; it is "
                 "counted as global attention, which some kernels compute and mask, while others need fewer FLOPs"

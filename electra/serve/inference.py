@@ -11,7 +11,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError
-from electra.huggingface.folders import read_model
+from electra.huggingface.folders import read_config_and_tensors
 from electra.model.config import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
@@ -175,7 +175,7 @@ class Model:
 def load(path: str | Path, device: Device = "auto") -> Model:
     """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
     folder = find_model_folder(Path(path))
-    config, weights = read_model(folder)
+    config, weights = read_config_and_tensors(folder)
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))
     electra = build_model(config, weights, folder / WEIGHTS)

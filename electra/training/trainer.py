@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import GraphedStep
-from electra.objectives.losses import Counts, Losses, total
+from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import (
     checkpoint_name,
@@ -281,7 +281,7 @@ class Trainer:
         means: dict[str, Tensor] = {}
         for micro_batch in batch.micro_batches(micro_batches):
             losses = self.task.losses(micro_batch)
-            self.task.backward(total(losses, counts))
+            self.task.backward(total_loss(losses, counts))
             for name, loss in losses.items():
                 mean = loss.sum.detach() / (loss.count if counts is None else counts[name]).clamp(min=1)
                 means[name] = means[name] + mean if name in means else mean
