@@ -96,10 +96,10 @@ def all_defaults(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     return flat_defaults(config_class) | dependent
 
 
-def missing_settings(config_class: type, values: Iterable[str]) -> list[Setting]:
-    """The required settings that have no value."""
+def missing_settings(config_class: type, names: Iterable[str]) -> list[Setting]:
+    """The required settings that are not among `names`."""
     return [
-        each for name, each in settings_by_name(config_class).items() if each.default is MISSING and name not in values
+        each for name, each in settings_by_name(config_class).items() if each.default is MISSING and name not in names
     ]
 
 

@@ -17,10 +17,15 @@ MAX_CLASSES = 30  # a larger confusion matrix is unreadable
 Points = list[tuple[float, float]]
 MetricPanels = dict[str, list[tuple[str, str]]]  # (kind, name) of metrics in metrics.jsonl, by panel title
 
+GENERATOR_LOSSES = ("generator",)  # names of training losses; "baseline" is part of adversarial training only
+DISCRIMINATOR_LOSSES = ("discriminator", "replace_mlm", "all_tokens_mlm")
+HELD_OUT_LOSSES = ("mlm_loss", "rtd_loss", "replace_mlm_loss")  # terms of the held-out loss
+LOSS_TERMS = {*GENERATOR_LOSSES, *DISCRIMINATOR_LOSSES, *HELD_OUT_LOSSES}
+
 PRETRAINING_PANELS: MetricPanels = {  # training and held-out curves share a panel if their masks and losses are equal
     "total loss": [("train", "loss"), ("validation", "loss")],
-    "training: generator loss": [("train", "generator")],
-    "training: discriminator loss": [("train", name) for name in ("discriminator", "replace_mlm", "all_tokens_mlm")],
+    "training: generator loss": [("train", name) for name in GENERATOR_LOSSES],
+    "training: discriminator loss": [("train", name) for name in DISCRIMINATOR_LOSSES],
     "held out: generator MLM loss": [("validation", "mlm_loss")],
     "held out: discriminator loss": [
         ("validation", name) for name in ("rtd_loss", "unigram_rtd_loss", "replace_mlm_loss")
@@ -30,7 +35,6 @@ PRETRAINING_PANELS: MetricPanels = {  # training and held-out curves share a pan
     "learning rate": [("train", "learning_rate")],
     "tokens per second": [("train", "tokens_per_second")],
 }
-LOSS_TERMS = {"generator", "discriminator", "replace_mlm", "all_tokens_mlm", "mlm_loss", "rtd_loss", "replace_mlm_loss"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ def total_training_loss(line: dict[str, Any], discriminator_weight: float) -> fl
     """The weighted sum of training losses; None in adversarial training, whose held-out loss has other terms."""
     if "baseline" in line:
         return None
-    weights = {"generator": 1.0, "replace_mlm": 1.0, "all_tokens_mlm": 1.0, "discriminator": discriminator_weight}
+    weights = dict.fromkeys(GENERATOR_LOSSES + DISCRIMINATOR_LOSSES, 1.0) | {"discriminator": discriminator_weight}
     return sum(weight * line[name] for name, weight in weights.items() if line.get(name) is not None)
 
 

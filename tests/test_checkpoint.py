@@ -78,7 +78,7 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path):
 def test_the_best_checkpoint_is_not_removed(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    prune_checkpoints(tmp_path, keep=2, best="step-000000001")
+    prune_checkpoints(tmp_path, keep_last=2, best_name="step-000000001")
     assert [folder.name for folder in checkpoint_folders(tmp_path)] == [f"step-00000000{step}" for step in (1, 3, 4)]
 
 

@@ -48,6 +48,11 @@ def test_every_parameter_has_one_optimizer_and_vectors_have_no_weight_decay(make
     assert {decays[id(p)] for p in electra.parameters() if p.dim() == 2} == {0.5}
 
 
+def test_an_unknown_optimizer_is_an_error():
+    with pytest.raises(KeyError, match="sgd"):
+        build_optimizers(nn.Linear(1, 1), OptimizerConfig(name="sgd"))
+
+
 def test_parameters_are_grouped_by_their_learning_rate_scale():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     [optimizer] = build_optimizers(model, OptimizerConfig(), lr_scale=lambda name: 0.5 if name[0] == "0" else 1.0)

@@ -6,7 +6,10 @@ from math import nan
 import numpy as np
 import pytest
 
+from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.plotting import (
+    DISCRIMINATOR_LOSSES,
+    GENERATOR_LOSSES,
     MAX_CLASSES,
     PRETRAINING_PANELS,
     Panel,
@@ -20,13 +23,17 @@ from electra.plotting import (
 PNG = b"\x89PNG"
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_loss_of_an_objective_is_part_of_the_total(make_pair, make_batch, vocabulary, name):
+    losses = OBJECTIVES[name].losses(make_pair(objective=name), make_batch(), ObjectiveContext(vocabulary=vocabulary))
+    assert losses.keys() - {"baseline"} <= {*GENERATOR_LOSSES, *DISCRIMINATOR_LOSSES}
+
+
 def test_total_loss_is_weighted_and_undefined_in_adversarial_training():
     assert total_training_loss({"generator": 2.0, "discriminator": 0.5}, discriminator_weight=3.0) == 3.5
     assert total_training_loss({"generator": 2.0, "replace_mlm": 1.0}, discriminator_weight=3.0) == 3.0
-    assert (
-        total_training_loss({"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}, discriminator_weight=50.0)
-        is None
-    )
+    adversarial = {"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}
+    assert total_training_loss(adversarial, discriminator_weight=50.0) is None
 
 
 def test_the_total_loss_has_a_gap_where_its_terms_change():

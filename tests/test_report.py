@@ -74,7 +74,7 @@ def test_the_time_of_an_evaluation_is_interpolated_between_training_metrics(run_
         {"kind": "train", "step": 20, "seconds": 180.0},
     ]
     flops = 12 * phases[0].flops_per_step() + 3 * phases[1].flops_per_step()
-    assert parse_evaluations(lines, phases, ends=[12.0, 20.0]) == [
+    assert parse_evaluations(lines, phases, end_steps=[12.0, 20.0]) == [
         Evaluation(step=15, minutes=2.0, flops=flops, metrics={"loss": 2.0}, phase=1)
     ]
 

@@ -99,7 +99,7 @@ class TuningConfig:
     layer_decay: float | None = None
     """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
     warmup: float = 0.1
-    """Warm-up: fraction of all steps (< 1) or a number of steps; afterwards the learning rate decays linearly to 0."""
+    """Warm-up: fraction of all steps (below 1) or a number of steps."""
     weight_decay: float | None = None
     """Weight decay; default 0 as in the paper, with --faithful 0.01 as in the released code."""
     dropout: float | None = None
@@ -179,8 +179,8 @@ class FinetuneConfig:
     An interrupted run continues when the same command is repeated."""
 
     model: Path
-    """What to fine-tune: a pre-training run, a model folder, a Hugging Face folder (ELECTRA, BERT, ModernBERT), a
-    fine-tuned model, or the --output of another fine-tuning (its best seed)."""
+    """What to fine-tune: a pre-training run, a model folder (written by electra), a Hugging Face folder (ELECTRA, BERT,
+    ModernBERT), a fine-tuned model, or the --output of another fine-tuning (its best seed)."""
     output: Path
     """Folder for models, metrics and plots."""
     task: TaskConfig
@@ -199,7 +199,8 @@ class GlueConfig:
     An interrupted run continues when the same command is repeated; finished seeds are not run again."""
 
     model: Path
-    """What to fine-tune: a pre-training run, a model folder or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
+    """What to fine-tune: a pre-training run, a model folder (written by electra) or a Hugging Face folder (ELECTRA,
+    BERT, ModernBERT)."""
     data: str
     """The folder of GLUE's official download, or hub:glue. MNLI's models also predict its diagnostic rows."""
     output: Path

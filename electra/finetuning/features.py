@@ -27,7 +27,7 @@ POOL_BATCHES = 50
 
 @dataclass(frozen=True)
 class RowBatch:
-    """The rows of one step; every step of one length has the same shape."""
+    """Indices, weights and padded length of the rows of one batch; batches of one length have the same shape."""
 
     rows: Tensor  # [B] indices of rows
     weights: Tensor  # [B] 1, or 0 for a repeated row that only completes the batch

@@ -168,12 +168,11 @@ class FinetuningTask:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
         if parameter_name.startswith("head"):
             return 1.0
-        depth = (
-            self.encoder.layers - int(parameter_name.split(".")[2])
-            if ".layers." in parameter_name
-            else self.encoder.layers + 1
-        )
-        depth = 1 if ".final_norm." in parameter_name else depth  # as the top layer
+        depth = self.encoder.layers + 1  # of the embeddings
+        if ".layers." in parameter_name:
+            depth = self.encoder.layers - int(parameter_name.split(".")[2])
+        elif ".final_norm." in parameter_name:
+            depth = 1  # as the top layer
         return self.tuning.layer_decay_for(self.encoder) ** (depth + self.tuning.faithful)
 
     def evaluate(self) -> Metrics:

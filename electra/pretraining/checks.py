@@ -33,7 +33,7 @@ from electra.training.hardware import describe_environment
 CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
 
 
-def check_settings(config: PretrainConfig) -> None:
+def check_new_run_settings(config: PretrainConfig) -> None:
     """Check the settings of a new run against each other."""
     specs = parse_phases(config.phases)
     objectives = [spec.settings.get("objective", config.objective.name) for spec in specs]

@@ -13,7 +13,7 @@ from electra.plotting import plot_pretraining_curves
 from electra.pretraining.checks import (
     check_branch_matches_trunk,
     check_discriminator_init,
-    check_settings,
+    check_new_run_settings,
     config_file_content,
     find_resume_checkpoint,
 )
@@ -54,7 +54,7 @@ def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]
     """The phases of a run; raises a ConfigError for settings that contradict each other."""
     is_new = not config.resumes_checkpoint()
     if is_new:
-        check_settings(config)
+        check_new_run_settings(config)
     phases = plan_phases(config, pair_config(config, shards))
     check_discriminator_init(phases)
     if is_new and config.init.branch_from is not None:

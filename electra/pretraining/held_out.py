@@ -103,15 +103,19 @@ def mlm_predictions(
 
 
 def format_sample(
-    original: list[str], corrupted: list[str], masked: list[int], title: str, predictions: dict[int, str]
+    original: list[str],
+    corrupted: list[str],
+    masked_positions: list[int],
+    prediction_title: str,
+    predictions: dict[int, str],
 ) -> list[str]:
     """The lines of one sentence: corrupted text with samples in bold, and a table of samples and predictions."""
-    text = [f"**{token}**" if at in masked else token for at, token in enumerate(corrupted)]
-    titles = ["position", "original", "sample", *([title] if title else [])]
+    text = [f"**{token}**" if at in masked_positions else token for at, token in enumerate(corrupted)]
+    titles = ["position", "original", "sample", *([prediction_title] if prediction_title else [])]
     lines = ["> " + " ".join(text), "", markdown_row(titles), "|" + "---|" * len(titles)]
-    for at in sorted({*masked, *predictions}):
-        cells = [str(at), original[at], corrupted[at] if at in masked else ""]
-        lines.append(markdown_row([*cells, predictions[at]] if title else cells))
+    for at in sorted({*masked_positions, *predictions}):
+        cells = [str(at), original[at], corrupted[at] if at in masked_positions else ""]
+        lines.append(markdown_row([*cells, predictions[at]] if prediction_title else cells))
     return [*lines, ""]
 
 

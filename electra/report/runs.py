@@ -181,13 +181,13 @@ def logged_steps_and_seconds(lines: list[dict[str, Any]]) -> tuple[list[int], li
     return [0, *(line["step"] for line in train)], [0.0, *(line["seconds"] for line in train)]
 
 
-def flops_until(phases: list[Phase], ends: list[float], step: int) -> float:
+def flops_until(phases: list[Phase], end_steps: list[float], step: int) -> float:
     """FLOPs of a run up to a step."""
-    spans = zip(phases, [0.0, *ends], ends, strict=False)
+    spans = zip(phases, [0.0, *end_steps], end_steps, strict=False)
     return float(sum(phase.flops_per_step() * max(0.0, min(step, end) - start) for phase, start, end in spans))
 
 
-def parse_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: list[float]) -> list[Evaluation]:
+def parse_evaluations(lines: list[dict[str, Any]], phases: list[Phase], end_steps: list[float]) -> list[Evaluation]:
     """The evaluations of a run; their times are interpolated between lines of training metrics."""
     evaluations = []
     for line in lines:
@@ -196,9 +196,9 @@ def parse_evaluations(lines: list[dict[str, Any]], phases: list[Phase], ends: li
             evaluation = Evaluation(
                 step=step,
                 minutes=float(np.interp(step, *logged_steps_and_seconds(lines))) / 60,
-                flops=flops_until(phases, ends, step),
+                flops=flops_until(phases, end_steps, step),
                 metrics={name: value for name, value in line.items() if name not in ("kind", "step")},
-                phase=sum(step > end for end in ends[:-1]),
+                phase=sum(step > end for end in end_steps[:-1]),
             )
             evaluations.append(evaluation)
     return evaluations

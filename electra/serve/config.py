@@ -16,7 +16,7 @@ class TextConfig:
     text: Positional[str]
     """The text, in quotes; put -- before a text that starts with a dash."""
     model: Path
-    """A model folder, a run folder, or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
+    """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     json: bool = False

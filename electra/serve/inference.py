@@ -147,7 +147,7 @@ class Model:
     @torch.no_grad()
     def embed(self, texts: str | Sequence[str], pooling: Pooling = "mean") -> Tensor:
         """The embedding of each text [N, D]: the mean of its hidden states, or the hidden state of [CLS]."""
-        encoder, vectors = self.encoder(), []
+        encoder, vectors = self.main_encoder(), []
         for text in [texts] if isinstance(texts, str) else texts:
             hidden = encoder(self.tokenize(text, encoder).input_ids)[0]  # [L, D]
             vectors.append((hidden[0] if pooling == "cls" else hidden.mean(0)).cpu())
@@ -155,9 +155,9 @@ class Model:
 
     def is_truncated(self, text: str) -> bool:
         """Whether a text has more tokens than `embed` can read."""
-        return self.tokenize(text, self.encoder()).is_truncated
+        return self.tokenize(text, self.main_encoder()).is_truncated
 
-    def encoder(self) -> Encoder:
+    def main_encoder(self) -> Encoder:
         """The discriminator's encoder, or that of a lone generator."""
         return (self.electra.discriminator or self.electra.require_generator()).encoder
 

@@ -25,14 +25,16 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def find_model_folder(path: Path) -> Path:
-    """The model folder that `path` refers to: itself, or the newest checkpoint of a run."""
-    if (path / WEIGHTS).exists():
-        return path
-    checkpoints = checkpoint_folders(path)
-    if not checkpoints and (path / "metrics.jsonl").exists():
-        raise DataError(f"the run in {path} has no checkpoint yet; wait for the first, or continue it with --resume")
-    return checkpoints[-1] if checkpoints else path
+def find_model_folder(run_or_model: Path) -> Path:
+    """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run."""
+    if (run_or_model / WEIGHTS).exists():
+        return run_or_model
+    checkpoints = checkpoint_folders(run_or_model)
+    if not checkpoints and (run_or_model / "metrics.jsonl").exists():
+        raise DataError(
+            f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
+        )
+    return checkpoints[-1] if checkpoints else run_or_model
 
 
 def save_checkpoint(
@@ -78,6 +80,7 @@ def suggest_earlier_checkpoint_on_error(folder: Path) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
+    """Copy weights into the model's parameters; raises a DataError, naming `folder`, if one is missing."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:
@@ -99,6 +102,7 @@ def optimizer_state_tensors(model: nn.Module, optimizers: list[torch.optim.Optim
 def load_optimizer_states(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], tensors: dict[str, Tensor], folder: Path
 ) -> None:
+    """The inverse of `optimizer_state_tensors`; raises a DataError, naming `folder`, for an unknown parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     states: dict[str, dict[str, Tensor]] = {}
     for path, tensor in tensors.items():
@@ -116,8 +120,8 @@ def load_optimizer_states(
         raise DataError(f"{folder / TRAINING} has the state of {next(iter(states))}, unknown to this optimizer")
 
 
-def prune_checkpoints(run: Path, keep: int, best: str | None) -> None:
-    """Remove all checkpoints but the last `keep` and the best."""
-    for folder in checkpoint_folders(run)[:-keep]:
-        if folder.name != best:
+def prune_checkpoints(run: Path, keep_last: int, best_name: str | None) -> None:
+    """Remove all checkpoints but the last `keep_last` and the best."""
+    for folder in checkpoint_folders(run)[:-keep_last]:
+        if folder.name != best_name:
             shutil.rmtree(folder)

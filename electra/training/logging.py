@@ -48,13 +48,13 @@ class RunningAverages:
 
 
 class MetricsLogger:
-    """Appends metrics to metrics.jsonl and TensorBoard; removes lines of a killed run after `step`, its checkpoint."""
+    """Appends metrics to metrics.jsonl and TensorBoard; removes what a killed run wrote there after `last_step`."""
 
-    def __init__(self, run: Path, step: int) -> None:
+    def __init__(self, run: Path, last_step: int) -> None:
         self.path = run / METRICS
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.tensorboard = open_tensorboard(run, step)
+        self.tensorboard = open_tensorboard(run, last_step)
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Append a line; `kind` is train or validation."""
@@ -80,13 +80,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def open_tensorboard(run: Path, step: int) -> Any:
+def open_tensorboard(run: Path, last_step: int) -> Any:
     """A TensorBoard writer in the run folder, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+    return SummaryWriter(str(run / "tensorboard"), purge_step=last_step + 1)
 
 
 def format_duration(minutes: float) -> str:

@@ -34,7 +34,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no closures
         updates = [
             partial(self.update_same_shape, *zip(*matrices, strict=True))
-            for matrices in group_by_shape(self.param_groups)
+            for matrices in group_for_stacking(self.param_groups)
         ]
         if not self.param_groups[0]["params"][0].is_cuda:
             for update in updates:
@@ -53,7 +53,7 @@ class Muon(torch.optim.Optimizer):
         """Update matrices of one shape: m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonalize(μm + (1 − μ)g) + wd θ)."""
         gradients = torch.stack([parameter.grad for parameter in parameters if parameter.grad is not None])
         momentum, weight = groups[0]["momentum"], 1 - groups[0]["momentum"]
-        lr = learning_rates(groups, gradients.device)
+        lr = stacked_learning_rates(groups, gradients.device)
         if self.found_inf is not None and self.grad_scale is not None:
             is_finite = 1 - self.found_inf
             gradients = (gradients / self.grad_scale).where(is_finite > 0, 0.0)
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         return buffer
 
 
-def group_by_shape(groups: list[dict[str, Any]]) -> Iterable[list[tuple[Tensor, dict[str, Any]]]]:
+def group_for_stacking(groups: list[dict[str, Any]]) -> Iterable[list[tuple[Tensor, dict[str, Any]]]]:
     """Parameters that have gradients, each with its group; those that differ at most in learning rate together."""
     by_shape: dict[tuple[torch.Size, float, float], list[tuple[Tensor, dict[str, Any]]]] = defaultdict(list)
     for group in groups:
@@ -94,7 +94,7 @@ def group_by_shape(groups: list[dict[str, Any]]) -> Iterable[list[tuple[Tensor, 
     return by_shape.values()
 
 
-def learning_rates(groups: tuple[dict[str, Any], ...], device: torch.device) -> Any:
+def stacked_learning_rates(groups: tuple[dict[str, Any], ...], device: torch.device) -> Any:
     """The learning rate of matrices in one group, or of those in several groups [N, 1, 1]."""
     if all(group is groups[0] for group in groups):
         return groups[0]["lr"]

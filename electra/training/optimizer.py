@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from electra.training.config import OptimizerConfig
+from electra.training.config import OptimizerConfig, OptimizerName, ScheduleName
 from electra.training.muon import Muon
 
 NamedParameter = tuple[str, Tensor]
@@ -18,13 +18,13 @@ def build_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Build the optimizers of a model's parameters; `lr_scale` multiplies the learning rate of a parameter by name."""
     matrices, tables, vectors = split_matrices_tables_vectors(model)
-    if config.name != "muon":
-        build = build_adam_without_bias_correction if config.name == "adam" else build_adamw
-        return [build(build_parameter_groups(matrices + tables, vectors, config, lr_scale), config)]
-    muon = Muon(
-        build_parameter_groups(matrices, [], config, lr_scale), lr=config.learning_rate, momentum=config.momentum
-    )
-    return [muon, build_adamw(build_parameter_groups(tables, vectors, config, lr_scale), config)]
+    build_for_matrices, build_for_others = OPTIMIZERS[config.name]
+    if build_for_matrices is build_for_others:
+        return [build_for_others(build_parameter_groups(matrices + tables, vectors, config, lr_scale), config)]
+    return [
+        build_for_matrices(build_parameter_groups(matrices, [], config, lr_scale), config),
+        build_for_others(build_parameter_groups(tables, vectors, config, lr_scale), config),
+    ]
 
 
 def split_matrices_tables_vectors(
@@ -62,6 +62,10 @@ def build_parameter_groups(
     return list(groups.values())
 
 
+def build_muon(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return Muon(groups, lr=config.learning_rate, momentum=config.momentum)
+
+
 def build_adamw(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     betas, is_cuda = (config.beta1, config.beta2), groups[0]["params"][0].is_cuda
     return torch.optim.AdamW(
@@ -84,10 +88,21 @@ def build_adam_without_bias_correction(groups: list[dict[str, Any]], config: Opt
     return optimizer
 
 
+OptimizerBuilder = Callable[[list[dict[str, Any]], OptimizerConfig], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[OptimizerName, tuple[OptimizerBuilder, OptimizerBuilder]] = {
+    # for the weight matrices of layers, for the other parameters
+    "adam": (build_adam_without_bias_correction, build_adam_without_bias_correction),
+    "adamw": (build_adamw, build_adamw),
+    "muon": (build_muon, build_adamw),
+}
+
+
 # A schedule returns the learning rate divided by its peak. `progress` and `warmup` are fractions of all steps.
 
 
 def warmup_factor(progress: float, warmup: float) -> float:
+    """Reaches 1 at the end of the warm-up and rises on after it; schedules take its minimum with their decay."""
     return progress / warmup if warmup else 1.0
 
 
@@ -115,7 +130,7 @@ def decay_schedule(progress: float, warmup: float, config: OptimizerConfig) -> f
     return 1 - progress
 
 
-SCHEDULES: dict[str, Callable[[float, float, OptimizerConfig], float]] = {
+SCHEDULES: dict[ScheduleName, Callable[[float, float, OptimizerConfig], float]] = {
     "linear": linear_schedule,
     "released": released_schedule,
     "cosine": cosine_schedule,
