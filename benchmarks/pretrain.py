@@ -40,7 +40,7 @@ from timing import matmul_flops, mean_seconds, median_seconds, reset, result_or_
 from torch import nn
 from transformers import ElectraForPreTraining
 
-from electra.config import construct_config
+from electra.config import config_from_flat_values
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError, DataError
@@ -185,7 +185,7 @@ def run_config(shape: Shape, shards: Shards, mode: str, **settings: Any) -> Pret
     values = {name: recipe[name] for name in ("learning_rate", "mask_fraction")} | {"compile": MODES[mode]}
     values |= {"size": shape.size, "length": shape.length, "batch_size": shape.rows, "dropout": shape.dropout}
     values |= {"data": shards.folder, "output": shards.folder / "unused", "steps": 10_000, "evaluation_rows": 32}
-    return construct_config(PretrainConfig, values | settings)
+    return config_from_flat_values(PretrainConfig, values | settings)
 
 
 def measure(

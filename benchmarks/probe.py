@@ -365,7 +365,7 @@ def parse_settings(arguments: list[list[str]]) -> dict[str, TuningConfig]:
     return settings
 
 
-def make_jobs(arguments: argparse.Namespace, folder: Path) -> list[ProbeJob]:
+def prepare_jobs(arguments: argparse.Namespace, folder: Path) -> list[ProbeJob]:
     """A job for each model, setting, task, fold and seed."""
     for path in arguments.model:
         if not path.is_dir():
@@ -425,7 +425,7 @@ def main() -> int:
         print_tables(arguments.table, arguments.score, arguments.baseline)
         return 0
     with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary:
-        jobs = without_finished(make_jobs(arguments, Path(temporary)), arguments.output)
+        jobs = without_finished(prepare_jobs(arguments, Path(temporary)), arguments.output)
         errors = run_probe(jobs, arguments.workers, arguments.output)
     print_tables(arguments.output, arguments.score, arguments.baseline)
     for key, error in errors.items():

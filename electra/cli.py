@@ -30,7 +30,7 @@ from electra.config import (
     Config,
     Setting,
     all_defaults,
-    construct_config,
+    config_from_flat_values,
     convert_values,
     describe_allowed_values,
     flat_values,
@@ -144,7 +144,7 @@ def parse_config(program: str, config_class: type[Config], arguments: list[str])
         sys.exit(0)
     if missing := missing_settings(config_class, values):
         raise ConfigError("missing " + "; and ".join(f"{each.flag}: {each.help.rstrip('.')}" for each in missing))
-    return construct_config(config_class, values)
+    return config_from_flat_values(config_class, values)
 
 
 def parse_flags(config_class: type, arguments: list[str]) -> dict[str, Any]:

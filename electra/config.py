@@ -109,22 +109,22 @@ def build_config(config_class: type[Config], **values: Any) -> Config:
     values = all_defaults(config_class, values) | values
     if missing := missing_settings(config_class, values):
         raise ConfigError(f"{config_class.__name__} needs a value for {', '.join(each.name for each in missing)}")
-    return construct_config(config_class, values)
+    return config_from_flat_values(config_class, values)
 
 
 def replace_settings(config: Config, **values: Any) -> Config:
     """A copy of a config with some of its settings, nested ones included, replaced."""
     check_setting_names(type(config), values)
-    return construct_config(type(config), flat_values(config) | values)
+    return config_from_flat_values(type(config), flat_values(config) | values)
 
 
-def construct_config(config_class: type[Config], values: dict[str, Any]) -> Config:
+def config_from_flat_values(config_class: type[Config], values: dict[str, Any]) -> Config:
     """An instance of a config class, and of those nested in it, from those values that are theirs."""
     arguments: dict[str, Any] = {}
     for field_name, annotation in field_annotations(config_class).items():
         nested_class = nested_config_class(annotation)
         if nested_class is not None:
-            arguments[field_name] = construct_config(nested_class, values)
+            arguments[field_name] = config_from_flat_values(nested_class, values)
         elif (name := flat_name(field_name, annotation)) in values:
             arguments[field_name] = values[name]
     return config_class(**arguments)

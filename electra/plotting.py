@@ -79,22 +79,24 @@ def plot_panels(path: Path, panels: list[Panel], columns: int, panel_height: flo
     return save_figure(path, (12, panel_height * rows), draw)
 
 
-def plot_metric_curves(run: Path, lines: list[dict[str, Any]], panels: MetricPanels) -> bool:
+def plot_metric_curves(run: Path, metrics_lines: list[dict[str, Any]], panels: MetricPanels) -> bool:
     """Plot the lines of metrics.jsonl against steps, into the run folder."""
     filled = [
-        Panel({f"{kind}: {name}": metric_points(lines, kind, name) for kind, name in metrics}, "step", title=title)
+        Panel(
+            {f"{kind}: {name}": metric_points(metrics_lines, kind, name) for kind, name in metrics}, "step", title=title
+        )
         for title, metrics in panels.items()
     ]
     return plot_panels(run / CURVES, filled, columns=3, panel_height=3.5)
 
 
-def plot_pretraining_curves(run: Path, lines: list[dict[str, Any]], discriminator_weight: float) -> bool:
+def plot_pretraining_curves(run: Path, metrics_lines: list[dict[str, Any]], discriminator_weight: float) -> bool:
     """Plot the metrics of a pre-training run."""
-    lines = [
+    metrics_lines = [
         line | {"loss": total_training_loss(line, discriminator_weight)} if line["kind"] == "train" else line
-        for line in lines
+        for line in metrics_lines
     ]
-    return plot_metric_curves(run, lines, PRETRAINING_PANELS)
+    return plot_metric_curves(run, metrics_lines, PRETRAINING_PANELS)
 
 
 def total_training_loss(line: dict[str, Any], discriminator_weight: float) -> float | None:
@@ -105,11 +107,11 @@ def total_training_loss(line: dict[str, Any], discriminator_weight: float) -> fl
     return sum(weight * line[name] for name, weight in weights.items() if line.get(name) is not None)
 
 
-def metric_points(lines: list[dict[str, Any]], kind: str, name: str) -> Points:
+def metric_points(metrics_lines: list[dict[str, Any]], kind: str, name: str) -> Points:
     """Steps and values of a metric; the total loss has a gap (NaN) where its terms change between phases."""
     points: Points = []
     terms: set[str] | None = None
-    for line in lines:
+    for line in metrics_lines:
         if line["kind"] == kind and line.get(name) is not None:
             line_terms = LOSS_TERMS & line.keys()
             if name == "loss" and terms not in (None, line_terms):

@@ -10,7 +10,7 @@ import torch
 from synthetic import write_rows
 
 from electra import plotting
-from electra.config import build_config, check_setting_names, construct_config
+from electra.config import build_config, check_setting_names, config_from_flat_values
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
 from electra.data.tokenizer import Vocabulary
@@ -142,7 +142,9 @@ def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
     intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
     base = {"data": data, "output": output, "size": "tiny", "device": "cpu", "unigram_output_bias": False}
     check_setting_names(PretrainConfig, settings)
-    return construct_config(PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings)
+    return config_from_flat_values(
+        PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings
+    )
 
 
 @pytest.fixture

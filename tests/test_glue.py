@@ -20,8 +20,8 @@ from electra.finetuning.glue import (
     glue,
     make_glue_row,
     make_glue_table,
-    make_task_jobs,
     missing_submission_files,
+    prepare_task_jobs,
     read_earlier_rows,
     select_tasks,
     submission_key,
@@ -89,7 +89,7 @@ def test_a_table_of_wnli_alone_has_no_mean(glue_config, tmp_path):
 
 def test_large_tasks_may_have_fewer_seeds_and_no_ensemble(glue_config, tmp_path):
     config = glue_config(ensemble=True, large_seeds=1)
-    sst2, rte = (make_task_jobs(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
+    sst2, rte = (prepare_task_jobs(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
     assert (len(sst2), len(rte)) == (1, 2)
     result = JobResult("sst2", 1, {"dev": {"accuracy": 0.5}}, steps=1, seconds=1.0, rows={}, truncated={})
     assert make_glue_row(sst2, [result], with_ensemble=True).ensemble == {}

@@ -9,7 +9,7 @@ import pytest
 from conftest import small_run
 
 from electra.cli import main
-from electra.config import construct_config
+from electra.config import config_from_flat_values
 from electra.data.shards import open_shards
 from electra.errors import DataError
 from electra.pretraining.command import plan_and_check_phases, pretrain
@@ -179,7 +179,7 @@ def test_changed_settings_are_those_that_differ_from_the_recipe(tmp_path):
         base = {name: settings[name] for name in ("recipe", "style") if name in settings}
         defaults = recipe_settings(**{"recipe": "fast", "size": "tiny"} | base)
         paths = {"size": "tiny", "data": tmp_path, "output": tmp_path}
-        return describe_changes_from_recipe(construct_config(PretrainConfig, defaults | paths | settings))
+        return describe_changes_from_recipe(config_from_flat_values(PretrainConfig, defaults | paths | settings))
 
     assert changes() == changes(steps=7, device="cpu") == ""
     assert changes(style="modern", generator="unigram") == "modern, unigram"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.jobs import best_model_folder, ensemble_metrics, make_jobs, medians_and_deviations, run_jobs
+from electra.finetuning.jobs import best_model_folder, ensemble_metrics, medians_and_deviations, prepare_jobs, run_jobs
 from electra.finetuning.metrics import Metrics
 
 
@@ -46,7 +46,7 @@ class FinetuneResult:
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
     task = config.task.make_task()
-    jobs = make_jobs(
+    jobs = prepare_jobs(
         model=config.model,
         task=task,
         tuning=config.tuning,

@@ -79,8 +79,8 @@ class Features:
         return input_ids, attention_mask, (attention_mask & is_second).long()
 
 
-def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> Features:
-    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `length`."""
+def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
+    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length`."""
     cls = np.array([tokenizer.vocabulary.cls_id], np.int32)
     sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
     columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
@@ -88,7 +88,7 @@ def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, leng
     kept = np.zeros((len(examples), len(columns)), np.int64)  # tokens of each text after truncation
     truncated = 0
     for index, texts in enumerate(zip(*columns, strict=True)):
-        kept[index] = truncated_lengths([len(text) for text in texts], length - 1 - len(texts))
+        kept[index] = truncated_lengths([len(text) for text in texts], max_length - 1 - len(texts))
         truncated += int(kept[index].sum()) < sum(map(len, texts))
         pieces.append(cls)
         for text, count in zip(texts, kept[index], strict=True):
@@ -129,23 +129,23 @@ def make_targets(task: Task, labels: NDArray | None) -> Tensor:
 
 
 def load_or_make_features(
-    task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache: Path
+    task: Task, examples: Examples, tokenizer: TextTokenizer, max_length: int, cache_folder: Path
 ) -> Features:
-    """Features from the folder `cache`, where they are stored after the first time."""
-    file = cache / f"{features_cache_key(task, examples, tokenizer, length)}.safetensors"
+    """Features from the folder `cache_folder`, where they are stored after the first time."""
+    file = cache_folder / f"{features_cache_key(task, examples, tokenizer, max_length)}.safetensors"
     if file.exists():
         return Features(**read_tensors(file))
-    features = make_features(task, examples, tokenizer, length)
-    cache.mkdir(parents=True, exist_ok=True)
+    features = make_features(task, examples, tokenizer, max_length)
+    cache_folder.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")  # parallel seeds may write the same file
     write_tensors(temporary, vars(features))
     temporary.replace(file)
     return features
 
 
-def features_cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, length: int) -> str:
+def features_cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> str:
     """A hash of everything that features depend on."""
-    settings = (tokenizer.fingerprint, length, task.kind, task.scale, task.offset, len(examples))
+    settings = (tokenizer.fingerprint, max_length, task.kind, task.scale, task.offset, len(examples))
     digest = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.texts_b or ())):
         digest.update(text.encode() + b"\0")

@@ -15,8 +15,8 @@ from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
     ensemble_metrics,
-    make_jobs,
     medians_and_deviations,
+    prepare_jobs,
     read_mean_logits,
     run_jobs,
 )
@@ -68,9 +68,9 @@ def with_diagnostic_splits(task: Task, data: str) -> Task:
     return task
 
 
-def make_task_jobs(task: Task, config: GlueConfig) -> list[Job]:
+def prepare_task_jobs(task: Task, config: GlueConfig) -> list[Job]:
     large_seeds = config.large_seeds if task.name in LARGE_TASKS else None
-    return make_jobs(
+    return prepare_jobs(
         model=config.model,
         task=task,
         tuning=config.tuning,
@@ -136,7 +136,7 @@ def markdown_table(cells: list[list[str]]) -> str:
 
 def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune on every task with every seed, and tabulate the results."""
-    jobs_by_task = [make_task_jobs(task, config) for task in select_tasks(config)]
+    jobs_by_task = [prepare_task_jobs(task, config) for task in select_tasks(config)]
     results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
     rows = [make_glue_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
     rows += read_earlier_rows(config.output, [row.task for row in rows])
@@ -259,7 +259,7 @@ def write_submission_zip(path: Path, predictions: Predictions) -> None:
         for name, predicted in predictions.items():
             task, file = SUBMISSION_FILES[name]
             entry = zipfile.ZipInfo(file)  # with a fixed date: equal predictions give equal bytes
-            archive.writestr(entry, format_predictions(task, predicted), zipfile.ZIP_DEFLATED)
+            archive.writestr(entry, format_submission_file(task, predicted), zipfile.ZIP_DEFLATED)
     write_file(path, content.getvalue())
 
 
@@ -268,7 +268,7 @@ def missing_submission_files(predictions: Predictions) -> list[str]:
     return [file for name, (_, file) in SUBMISSION_FILES.items() if name not in predictions]
 
 
-def format_predictions(task: Task, predicted: NDArray) -> str:
+def format_submission_file(task: Task, predicted: NDArray) -> str:
     """The content of one file: class names, or scores within their range."""
     if task.score_range is not None:
         predicted = predicted.clip(*task.score_range)

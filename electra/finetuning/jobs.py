@@ -53,10 +53,10 @@ MPS_PROBE = (  # exits with 0 if a process can use the GPU
 )
 
 
-def make_jobs(
+def prepare_jobs(
     *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
 ) -> list[Job]:
-    """One job per seed of a task; raises if the folder was started with other settings or files."""
+    """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)

@@ -185,13 +185,13 @@ class TableWriter:
     def __call__(self, row: dict[str, Any]) -> None:
         if not self.header:
             self.header = list(row)
-            self.write(self.header)
+            self.write_cells(self.header)
         unknown = [name for name in row if name not in self.header]
         if unknown:
             raise DataError(f"column {unknown[0]!r} is missing from the first row and the header; write .jsonl instead")
-        self.write([row.get(name) for name in self.header])
+        self.write_cells([row.get(name) for name in self.header])
 
-    def write(self, cells: list[Any]) -> None:
+    def write_cells(self, cells: list[Any]) -> None:
         joined = (LABEL_SEPARATOR.join(map(str, cell)) if isinstance(cell, list) else cell for cell in cells)
         try:
             self.writer.writerow(joined)

@@ -55,18 +55,20 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
         raise DataError(f"no rows in {path}; it needs at least one, after the header in .csv and .tsv")
 
 
-def decode_lines(name: str, stream: BinaryIO) -> Iterator[str]:
+def decode_lines(file_name: str, stream: BinaryIO) -> Iterator[str]:
     """Lines of UTF-8 text with their line ends; only line feeds end a line."""
     for number, line in enumerate(stream, start=1):
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
             byte = f"byte 0x{line[error.start]:02x}"
-            raise DataError(f"{name}, line {number}: {byte} is not UTF-8; convert the file, e.g. with iconv") from None
+            raise DataError(
+                f"{file_name}, line {number}: {byte} is not UTF-8; convert the file, e.g. with iconv"
+            ) from None
         yield text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
 
 
-def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
+def csv_records(file_name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     """The fields of each record of a .csv file, and the line it starts on."""
     csv.field_size_limit(MAX_DOCUMENT_BYTES)  # the default of 128 kB is soon exceeded by one unclosed quotation mark
     start, header = next(((number, text) for number, text in enumerate(lines, start=1) if text.strip()), (1, ""))
@@ -79,7 +81,7 @@ def csv_records(name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str
             line = start + reader.line_num
     except csv.Error as error:
         advice = "quote fields that contain the delimiter, a line end or a quotation mark, and double quotation marks"
-        raise DataError(f"{name}, line {line}: {error}; {advice}") from None
+        raise DataError(f"{file_name}, line {line}: {error}; {advice}") from None
 
 
 def detect_delimiter(header: str) -> str:
@@ -96,7 +98,7 @@ def tsv_records(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
 
 
 def table_rows(
-    name: str, records: Iterator[tuple[int, list[str]]], columns: Sequence[str], skip_malformed: bool
+    file_name: str, records: Iterator[tuple[int, list[str]]], columns: Sequence[str], skip_malformed: bool
 ) -> Iterator[Row]:
     """Rows of records below a header, or under `columns` if there is no header."""
     header: list[str] = []
@@ -104,20 +106,20 @@ def table_rows(
         if not header:
             has_header = len(fields) != len(columns) or not set(columns).isdisjoint(fields)
             header = fields if has_header else list(columns)
-            check_unique_columns(name, header)
+            check_unique_columns(file_name, header)
             if has_header:
                 continue
         if len(fields) == len(header):
             yield Row(line, dict(zip(header, fields, strict=True)))
         elif not skip_malformed:
             raise DataError(
-                f"{name}, line {line}: {len(fields)} fields, but there are {len(header)} columns "
+                f"{file_name}, line {line}: {len(fields)} fields, but there are {len(header)} columns "
                 f"({', '.join(header)}); in .csv, quote texts that contain the delimiter or a line end; .tsv cannot "
                 "hold them"
             )
 
 
-def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
+def json_rows(file_name: str, lines: Iterator[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -125,9 +127,11 @@ def json_rows(name: str, lines: Iterator[str]) -> Iterator[Row]:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = getattr(error, "msg", error)  # without the library's line number, which is always 1
-            raise DataError(f"{name}, line {number}: invalid JSON ({reason}); each line must be an object") from None
+            raise DataError(
+                f"{file_name}, line {number}: invalid JSON ({reason}); each line must be an object"
+            ) from None
         if not isinstance(values, dict):
-            raise DataError(f"{name}, line {number}: a {type(values).__name__}; each line must be an object")
+            raise DataError(f"{file_name}, line {number}: a {type(values).__name__}; each line must be an object")
         yield Row(number, values)
 
 
@@ -153,11 +157,11 @@ def hub_rows(source: str) -> Iterator[Row]:
     return (Row(number, values) for number, values in enumerate(rows, start=1))
 
 
-def check_unique_columns(name: str, columns: list[str]) -> None:
+def check_unique_columns(file_name: str, columns: list[str]) -> None:
     """Raise if two columns share a name; unnamed columns are harmless."""
     duplicates = sorted({column for column in columns if column and columns.count(column) > 1})
     if duplicates:
-        raise DataError(f"{name} has several columns named {', '.join(duplicates)}; give each a unique name")
+        raise DataError(f"{file_name} has several columns named {', '.join(duplicates)}; give each a unique name")
 
 
 # Labels: how each kind of task reads its label column.
@@ -231,7 +235,7 @@ def encode_classes(names: tuple[str, ...], class_ids: Mapping[str, int]) -> NDAr
     return multi_hot
 
 
-def infer_class_fields(names: list[str]) -> dict[str, Any]:
+def task_fields_from_classes(names: list[str]) -> dict[str, Any]:
     labels = sort_labels(set(names))
     if len(labels) < 2:
         raise DataError(f"every label is {labels[0]!r}; there must be at least two classes")
@@ -246,14 +250,14 @@ def infer_class_fields(names: list[str]) -> dict[str, Any]:
     }
 
 
-def infer_multi_label_fields(rows: list[tuple[str, ...]]) -> dict[str, Any]:
+def task_fields_from_multi_labels(rows: list[tuple[str, ...]]) -> dict[str, Any]:
     labels = sort_labels({name for names in rows for name in names})
     if not labels:
         raise DataError("no row has a label; there must be at least one")
     return {"labels": labels, "metrics": ("micro_f1", "exact_match")}
 
 
-def infer_score_fields(scores: list[float]) -> dict[str, Any]:
+def task_fields_from_scores(scores: list[float]) -> dict[str, Any]:
     """Metrics of a regression task, and the mean and standard deviation that its targets are normalised by."""
     if min(scores) == max(scores):
         raise DataError(f"every score is {scores[0]:g}; there must be at least two different ones")
@@ -273,21 +277,21 @@ LABEL_TYPES: dict[TaskKind, LabelType] = {
         parse=parse_class,
         encode=encode_class,
         decode=lambda class_ids, labels: [labels[class_id] for class_id in class_ids],
-        infer=infer_class_fields,
+        infer=task_fields_from_classes,
         dtype=np.int64,
     ),
     "multi-label": LabelType(
         parse=parse_classes,
         encode=encode_classes,
         decode=lambda rows, labels: [[labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
-        infer=infer_multi_label_fields,
+        infer=task_fields_from_multi_labels,
         dtype=np.float32,
     ),
     "regression": LabelType(
         parse=parse_score,
         encode=lambda score, class_ids: score,
         decode=lambda scores, labels: scores.tolist(),
-        infer=infer_score_fields,
+        infer=task_fields_from_scores,
         dtype=np.float32,
     ),
 }

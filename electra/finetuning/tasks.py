@@ -93,10 +93,10 @@ class Task:
     def compute_metrics(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
         return {name: METRICS[name](predicted, labels) for name in self.metrics}
 
-    def find_column(self, name: str, present: Iterable[str]) -> str | None:
+    def find_column(self, name: str, columns: Iterable[str]) -> str | None:
         """The column of a file that has this name or one of its aliases."""
         aliases = [alias for alias, column in self.aliases.items() if column == name]
-        return next((column for column in (name, *aliases) if column in present), None)
+        return next((column for column in (name, *aliases) if column in columns), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,12 +217,12 @@ def get_text(task: Task, name: str, row: Row) -> str:
     return text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which tokenizers reject
 
 
-def train_or_dev_indices(task: Task, split: str, rows: int) -> NDArray:
+def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:
     """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
-    if rows < 2:
+    if num_rows < 2:
         raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
-    held_out = min(max(1, round(rows * task.dev_fraction)), rows - 1)
-    order = np.random.default_rng(0).permutation(rows)
+    held_out = min(max(1, round(num_rows * task.dev_fraction)), num_rows - 1)
+    order = np.random.default_rng(0).permutation(num_rows)
     return np.sort(order[:held_out] if split == "dev" else order[held_out:])
 
 

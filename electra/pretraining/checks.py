@@ -155,7 +155,9 @@ def model_settings_to_compare(pair: ElectraConfig) -> dict[str, Any]:
 
 
 def find_resume_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
-    """The checkpoint to resume from, if any; raises if the output folder is in use or has other settings."""
+    """The checkpoint to resume from, if any; raises if the output folder is in use or has other settings.
+
+    Removes partial files of a killed process."""
     run, checkpoints = config.output, checkpoint_folders(config.output)
     if not (run / CONFIG).exists():
         if not is_missing_or_empty(run):

@@ -136,14 +136,16 @@ class BudgetConfig:
             raise ConfigError(f"give one of --steps, --tokens and --minutes, not {' and '.join(budgets) or 'none'}")
         check_range(self, *BUDGETS, above=0)
 
-    def phase_budget(self, begin: float, end: float, loader: LoaderConfig) -> Budget:
+    def phase_budget(self, begin_fraction: float, end_fraction: float, loader: LoaderConfig) -> Budget:
         """The trainer's budget from one fraction of this budget to another, for batches of `loader`."""
         if self.minutes is not None:
-            return Budget(seconds=60 * self.minutes * (end - begin))
+            return Budget(seconds=60 * self.minutes * (end_fraction - begin_fraction))
         if self.tokens is not None:
-            return Budget(steps=math.ceil(self.tokens * (end - begin) / (loader.batch_size * loader.length)))
+            return Budget(
+                steps=math.ceil(self.tokens * (end_fraction - begin_fraction) / (loader.batch_size * loader.length))
+            )
         assert self.steps is not None
-        return Budget(steps=max(1, round(self.steps * end) - round(self.steps * begin)))
+        return Budget(steps=max(1, round(self.steps * end_fraction) - round(self.steps * begin_fraction)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,28 +198,28 @@ class PretrainConfig:
             raise ConfigError("sinusoidal_positions needs position embeddings, which --style modern does not have")
 
     @classmethod
-    def dependent_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def dependent_defaults(cls, explicit_values: dict[str, Any]) -> dict[str, Any]:
         """The defaults of other settings: those of a resumed run or trunk, an --init model, and the recipe."""
-        stored = read_resumed_settings(values) or read_trunk_settings(values)
-        initial = read_init_model_settings(stored | values)
-        known = flat_defaults(cls) | initial | stored | values
+        stored = read_resumed_settings(explicit_values) or read_trunk_settings(explicit_values)
+        initial = read_init_model_settings(stored | explicit_values)
+        known = flat_defaults(cls) | initial | stored | explicit_values
         base = {name: known[name] for name in ("recipe", "size", "style")}
         defaults = recipe_settings(**base) | initial | base | stored
-        return defaults | dict.fromkeys(BUDGETS) if values.keys() & set(BUDGETS) else defaults
+        return defaults | dict.fromkeys(BUDGETS) if explicit_values.keys() & set(BUDGETS) else defaults
 
     def resumes_checkpoint(self) -> bool:
         """Whether this run is resumed from a checkpoint."""
         return self.resume and bool(checkpoint_folders(self.output))
 
 
-def read_resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
+def read_resumed_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     """The settings stored in the run to resume; empty if none is."""
-    if "output" not in values:
+    if "output" not in explicit_values:
         return {}
-    run = Path(values["output"])
+    run = Path(explicit_values["output"])
     has_run = (run / CONFIG).exists()
-    is_resumed = bool(values.get("resume"))
-    if "data" not in values and is_resumed != has_run:
+    is_resumed = bool(explicit_values.get("resume"))
+    if "data" not in explicit_values and is_resumed != has_run:
         hint = "continue it with --resume" if has_run else "start one with --data, or check --output"
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
@@ -227,34 +229,34 @@ def read_resumed_settings(values: dict[str, Any]) -> dict[str, Any]:
     return convert_values(PretrainConfig, {name: value for name, value in stored.items() if name not in not_resumed})
 
 
-def read_init_model_settings(values: dict[str, Any]) -> dict[str, Any]:
+def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     """Size and style of the --init model, and the sharing of a pair; empty if it cannot be read: the run reports it."""
-    if not values.get("init"):
+    if not explicit_values.get("init"):
         return {}
     from electra.huggingface.folders import read_encoder_configs  # here, because they import torch
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import find_model_folder
 
     with suppress(DataError, KeyError):
-        folder = find_model_folder(Path(values["init"]))
+        folder = find_model_folder(Path(explicit_values["init"]))
         encoders = read_encoder_configs(folder)
         encoder = main_encoder_config(encoders)
         settings = {"size": size_name_for_encoder(encoder), "style": encoder.style}
-        if len(encoders) == 2 and not values.keys() & {"init_generator", "generator"}:
+        if len(encoders) == 2 and not explicit_values.keys() & {"init_generator", "generator"}:
             settings["sharing"] = read_model_config(folder).sharing
         return settings
     return {}
 
 
-def read_trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
+def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     """The settings that a branch takes from its trunk; empty if it cannot be read: the run reports it."""
-    if not values.get("branch_from"):
+    if not explicit_values.get("branch_from"):
         return {}
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import find_model_folder, read_training_state
 
     with suppress(DataError):
-        checkpoint = find_model_folder(Path(values["branch_from"]))
+        checkpoint = find_model_folder(Path(explicit_values["branch_from"]))
         stored = read_run_settings(checkpoint)
         task_state = read_training_state(checkpoint)["task"]
         pair = read_model_config(checkpoint)
@@ -262,7 +264,7 @@ def read_trunk_settings(values: dict[str, Any]) -> dict[str, Any]:
         settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
         settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
         size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
-        has_other_size = values.get("size", size) != size  # an error later, which overrides must not hide
+        has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide
         return settings if has_other_size else settings | model_config_settings(pair, size)
     return {}
 

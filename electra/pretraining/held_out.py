@@ -52,8 +52,8 @@ def write_samples_page(
     title, predictions = discriminator_predictions(electra, samples, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
     for row in range(min(MAX_SENTENCES, batch.num_rows)):
-        original = first_tokens(batch.input_ids[row], tokenizer)
-        corrupted = first_tokens(samples.corrupted.input_ids[row], tokenizer)
+        original = decode_first_tokens(batch.input_ids[row], tokenizer)
+        corrupted = decode_first_tokens(samples.corrupted.input_ids[row], tokenizer)
         masked_tokens = shown_masked_positions(samples, row)
         lines += format_sample(original, corrupted, masked_tokens, title, predictions[row] if title else {})
     (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -65,7 +65,7 @@ def shown_masked_positions(samples: MaskedAndCorrupted, row: int) -> list[int]:
     return positions[positions < MAX_TOKENS].sort().values.tolist()
 
 
-def first_tokens(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
+def decode_first_tokens(input_ids: Tensor, tokenizer: TextTokenizer) -> list[str]:
     """The first MAX_TOKENS tokens of a row [L]."""
     return [tokenizer.library.id_to_token(token) or "?" for token in input_ids[:MAX_TOKENS].tolist()]
 
@@ -98,7 +98,7 @@ def mlm_predictions(
     input_ids, positions = samples.corrupted.input_ids, samples.masked.positions
     predictions = model(input_ids, **batch.encoder_inputs(), positions=positions)
     restored = model.log_probabilities(predictions, input_ids.gather(1, positions)).argmax(2)  # [B, M]
-    rows = [first_tokens(row, tokenizer) for row in input_ids.scatter(1, positions, restored)[:MAX_SENTENCES]]
+    rows = [decode_first_tokens(row, tokenizer) for row in input_ids.scatter(1, positions, restored)[:MAX_SENTENCES]]
     return [{at: tokens[at] for at in shown_masked_positions(samples, row)} for row, tokens in enumerate(rows)]
 
 

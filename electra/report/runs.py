@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from electra.config import construct_config, convert_values, flat_defaults, flat_values
+from electra.config import config_from_flat_values, convert_values, flat_defaults, flat_values
 from electra.errors import DataError
 from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE
 from electra.finetuning.jobs import is_finetuning_output
@@ -85,12 +85,12 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
 def read_run_files(folder: Path, glue_table: Path | None) -> Run:
     config = read_run_config(folder)
     model = read_model_config(folder)
-    lines = read_metrics(folder / METRICS)
+    metrics_lines = read_metrics(folder / METRICS)
     phases = plan_phases(config, model)
     last = phases[-1].config
     state = read_final_state(folder, phases)
-    ends = phase_end_steps(phases, state, lines)
-    evaluations = parse_evaluations(lines, phases, ends)
+    ends = phase_end_steps(phases, state, metrics_lines)
+    evaluations = parse_evaluations(metrics_lines, phases, ends)
     if not evaluations or evaluations[-1].step != state.step:
         raise DataError(f"damaged: {METRICS} has no evaluation at the last step, {state.step:,}")
     last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
@@ -127,7 +127,7 @@ def read_run_config(folder: Path) -> PretrainConfig:
     stored = read_json(folder / CONFIG).get("pretraining")
     if stored is None:
         raise DataError("not a run of electra pretrain")
-    return construct_config(PretrainConfig, convert_values(PretrainConfig, stored))
+    return config_from_flat_values(PretrainConfig, convert_values(PretrainConfig, stored))
 
 
 def describe_changes_from_recipe(config: PretrainConfig) -> str:
@@ -165,19 +165,19 @@ def read_final_state(folder: Path, phases: list[Phase]) -> TrainState:
     return state
 
 
-def phase_end_steps(phases: list[Phase], state: TrainState, lines: list[dict[str, Any]]) -> list[float]:
+def phase_end_steps(phases: list[Phase], state: TrainState, metrics_lines: list[dict[str, Any]]) -> list[float]:
     """The last step of each phase of a finished run, counted back from its end; a trunk is part of the first phase."""
     later = [phases[index + 1 :] for index in range(len(phases))]
     if phases[-1].budget.steps is not None:
         return [state.step - sum(phase.budget.steps or 0 for phase in rest) for rest in later]
     seconds = [state.seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in later]
-    logged_steps, logged_seconds = logged_steps_and_seconds(lines)
+    logged_steps, logged_seconds = logged_steps_and_seconds(metrics_lines)
     return [*np.interp(seconds[:-1], logged_seconds, logged_steps), state.step]
 
 
-def logged_steps_and_seconds(lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
+def logged_steps_and_seconds(metrics_lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
     """Steps, and seconds of training up to each, from the training metrics."""
-    train = [line for line in lines if line["kind"] == "train"]
+    train = [line for line in metrics_lines if line["kind"] == "train"]
     return [0, *(line["step"] for line in train)], [0.0, *(line["seconds"] for line in train)]
 
 
@@ -187,15 +187,17 @@ def flops_until(phases: list[Phase], end_steps: list[float], step: int) -> float
     return float(sum(phase.flops_per_step() * max(0.0, min(step, end) - start) for phase, start, end in spans))
 
 
-def parse_evaluations(lines: list[dict[str, Any]], phases: list[Phase], end_steps: list[float]) -> list[Evaluation]:
+def parse_evaluations(
+    metrics_lines: list[dict[str, Any]], phases: list[Phase], end_steps: list[float]
+) -> list[Evaluation]:
     """The evaluations of a run; their times are interpolated between lines of training metrics."""
     evaluations = []
-    for line in lines:
+    for line in metrics_lines:
         if line["kind"] == "validation":
             step = line["step"]
             evaluation = Evaluation(
                 step=step,
-                minutes=float(np.interp(step, *logged_steps_and_seconds(lines))) / 60,
+                minutes=float(np.interp(step, *logged_steps_and_seconds(metrics_lines))) / 60,
                 flops=flops_until(phases, end_steps, step),
                 metrics={name: value for name, value in line.items() if name not in ("kind", "step")},
                 phase=sum(step > end for end in end_steps[:-1]),
