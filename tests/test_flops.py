@@ -14,7 +14,7 @@ from electra.config import build_config
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
-from electra.model.flops import TRAINING_FACTOR, part_costs, total_flops, total_parameters, training_flops_per_row
+from electra.model.flops import TRAINING_FACTOR, component_costs, total_flops, total_parameters, training_flops_per_row
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.report.config import FlopsConfig
@@ -45,7 +45,7 @@ def test_flops_of_a_training_step_equal_torchs_count(pair):
         if electra.discriminator is not None:
             output = output + electra.discriminator(input_ids).sum()
         output.backward()
-    forward = sum(map(total_flops, part_costs(pair, length, masked).values()))
+    forward = sum(map(total_flops, component_costs(pair, length, masked).values()))
     assert TRAINING_FACTOR * rows * forward == counter.get_total_flops()
 
 
@@ -89,7 +89,7 @@ def test_parameters_of_all_items_are_those_of_the_model(size, style):
     pair = ModelConfig(size=size, style=style, sharing="none").electra_config()
     with torch.device("meta"):
         electra = Electra(pair)
-    for part, items in part_costs(pair, 128, 19).items():
+    for part, items in component_costs(pair, 128, 19).items():
         assert total_parameters(items) == sum(parameter.numel() for parameter in getattr(electra, part).parameters())
 
 
@@ -98,7 +98,7 @@ def test_mlm_head_predicts_masked_tokens_and_with_a_copy_gate_all_tokens(head, p
     pair = ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none", head=head)
     with torch.device("meta"):
         model = Electra(pair).discriminator
-    items = part_costs(pair, length=16, num_masked=5)["discriminator"]
+    items = component_costs(pair, length=16, num_masked=5)["discriminator"]
     assert total_parameters(items) == sum(parameter.numel() for parameter in model.parameters())
     assert [item.flops for item in items if item.name == "vocabulary logits"] == [2 * 16 * 60 * predicted]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from electra.config import build_config
 from electra.data import loader
-from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens, prefetch, validation_batches
+from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens, prefetch_in_thread, validation_batches
 from electra.data.packing import LoaderConfig, Permutation, count_documents_in_spans, split_documents_into_rows
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
@@ -309,7 +309,7 @@ def test_an_exception_while_prefetching_is_raised_by_the_consumer():
         yield 1
         raise OSError("disk failure")
 
-    fetched = prefetch(items())
+    fetched = prefetch_in_thread(items())
     assert next(fetched) == 1
     with pytest.raises(OSError, match="disk failure"):
         next(fetched)

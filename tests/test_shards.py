@@ -34,7 +34,7 @@ def test_a_shard_holds_concatenated_documents_that_end_with_sep(folder):
     assert [ends.tolist() for ends in shards.document_ends_by_shard("train")] == [[4], [6], [2]]
     assert shards.tokens_by_shard("train")[0].dtype == np.uint16
     assert [info.unknown for info in shards.index.shards] == [0, 2, 0]
-    assert shards.index.most_frequent_uncovered_words(5) == {"[": 1, "]": 1}
+    assert shards.index.most_frequent_words_with_unk(5) == {"[": 1, "]": 1}
     assert shards.index.totals_by_split("tokens") == {"train": 12, "validation": 0}
 
 

@@ -43,7 +43,7 @@ def find_text_files(source: str) -> list[TextFile]:
     details = ""
     expected = f"a corpus is a file, a folder or a glob of {describe_formats(FORMATS)}, or hub:NAME"
     if path.is_dir():
-        candidates = list(walk_files(path))
+        candidates = list(walk_visible_files(path))
         files = [file for candidate in candidates if (file := as_text_file(candidate))]
         details = f" ({len(candidates):,} files of other types)" if candidates else " (the folder is empty)"
     elif path.exists():
@@ -61,7 +61,7 @@ def describe_formats(formats: tuple[str, ...]) -> str:
     return f"{', '.join(formats)}, optionally with {', '.join(COMPRESSIONS)}"
 
 
-def walk_files(folder: Path) -> Iterator[Path]:
+def walk_visible_files(folder: Path) -> Iterator[Path]:
     """All files of a folder and its subfolders, except hidden ones."""
     for parent, folders, names in os.walk(folder, onerror=raise_unreadable_folder):
         folders[:] = (name for name in folders if not name.startswith("."))  # os.walk then skips the others
@@ -98,7 +98,7 @@ def require_text_file(path: Path, formats: tuple[str, ...] = FORMATS, descriptio
 
 def warn_skipped_files(source: str) -> None:
     """Print to standard error which files of a folder are not read, if any."""
-    paths = walk_files(Path(source)) if Path(source).is_dir() else ()
+    paths = walk_visible_files(Path(source)) if Path(source).is_dir() else ()
     counts = Counter(
         "".join(format_and_compression(path)) or "without suffix" for path in paths if not as_text_file(path)
     )

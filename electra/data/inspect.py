@@ -101,7 +101,7 @@ def inspect(config: InspectConfig) -> InspectResult:
         replaced=index.total_over_shards("replaced"),
         cut=index.total_over_shards("cut"),
         unknown_fraction=index.total_over_shards("unknown") / sum(index.totals_by_split("tokens").values()),
-        uncovered=index.most_frequent_uncovered_words(config.words),
+        uncovered=index.most_frequent_words_with_unk(config.words),
         length_histogram=length_histogram(lengths),
         median_length=float(np.median(lengths)),
         rows=decode_first_rows(shards, config.rows, config.length),

@@ -221,7 +221,7 @@ class BatchLoader:
 
     def __iter__(self) -> Generator[Batch, None, None]:
         """Batches from `self.position` on, which advances with each batch taken."""
-        for position, tokens, spans in prefetch(self.read_token_chunks(self.position)):
+        for position, tokens, spans in prefetch_in_thread(self.read_token_chunks(self.position)):
             for batch in self.build_batches(position, tokens, spans):
                 self.position = self.position_after(self.position, steps=1)
                 yield batch
@@ -313,7 +313,7 @@ def build_segment_pair_rows(token_ids: Tensor, spans: RowSpans, vocabulary: Voca
     return {"input_ids": input_ids, "attention_mask": attention_mask, "segment_ids": segment_ids}
 
 
-def prefetch(items: Iterable[Item], depth: int = 3) -> Iterator[Item]:
+def prefetch_in_thread(items: Iterable[Item], depth: int = 3) -> Iterator[Item]:
     """The items of an endless iterable, produced by a thread up to `depth` ahead; its exceptions are raised here."""
     iterator = iter(items)
     pool = ThreadPoolExecutor(max_workers=1)

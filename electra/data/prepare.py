@@ -38,7 +38,7 @@ from electra.data.shards import (
     SPLITS,
     TOKENIZER,
     UNFINISHED,
-    Index,
+    ShardIndex,
     ShardInfo,
     Shards,
     Split,
@@ -166,7 +166,7 @@ def shard(config: ShardConfig) -> ShardResult:
                 return summarize(config, old_index, 0, monotonic() - start_time)
             new = write_missing_shards(config, chain([first], texts), finished, tokenizer, corpus)
             shards = sorted([*finished.values(), *new], key=lambda shard: shard.name)
-            index = Index(settings=settings, command=config.command_line(), shards=shards)
+            index = ShardIndex(settings=settings, command=config.command_line(), shards=shards)
             check_and_write_index(config, old_index, index)
             return summarize(config, index, len(new), monotonic() - start_time)
 
@@ -197,7 +197,7 @@ def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokeniz
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.hub_name_or_file_sizes()}
 
 
-def prepare_output_folder(output: Path, settings: dict[str, Any]) -> Index | None:
+def prepare_output_folder(output: Path, settings: dict[str, Any]) -> ShardIndex | None:
     """The index of a previous run, if it finished; raises unless the folder is empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
     is_started = (output / UNFINISHED).exists()
@@ -235,7 +235,7 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
         ) from None
 
 
-def find_finished_shards(output: Path, index: Index | None) -> dict[str, ShardInfo]:
+def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
     """The complete shards of a folder by name."""
     if index is None:
         return {path.name: read_shard_info(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
@@ -306,7 +306,7 @@ def encode_documents_by_split(
     return encoded
 
 
-def check_and_write_index(config: ShardConfig, old_index: Index | None, index: Index) -> None:
+def check_and_write_index(config: ShardConfig, old_index: ShardIndex | None, index: ShardIndex) -> None:
     """Write the index last; raises if shards that were made again are not what they were."""
     if old_index is not None and old_index.shards != index.shards:
         changed = [new.name for old, new in zip(old_index.shards, index.shards, strict=False) if old != new]
@@ -319,7 +319,7 @@ def check_and_write_index(config: ShardConfig, old_index: Index | None, index: I
     (config.output / UNFINISHED).unlink(missing_ok=True)
 
 
-def summarize(config: ShardConfig, index: Index, new_shards: int, seconds: float) -> ShardResult:
+def summarize(config: ShardConfig, index: ShardIndex, new_shards: int, seconds: float) -> ShardResult:
     return ShardResult(
         output=str(config.output),
         shards=len(index.shards),

@@ -53,7 +53,7 @@ class ShardInfo:
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """The content of a folder of shards and how it was made."""
 
     settings: dict[str, Any]
@@ -68,7 +68,7 @@ class Index:
         """The sum of a field over all shards."""
         return sum(getattr(shard, field) for shard in self.shards)
 
-    def most_frequent_uncovered_words(self, limit: int) -> dict[str, int]:
+    def most_frequent_words_with_unk(self, limit: int) -> dict[str, int]:
         """The most frequent words that contain [UNK], with their counts."""
         words: Counter[str] = Counter()
         for shard in self.shards:
@@ -120,7 +120,7 @@ class Shards:
     """A complete folder of shards, open for reading."""
 
     folder: Path
-    index: Index
+    index: ShardIndex
 
     @cached_property
     def tokenizer(self) -> TextTokenizer:
@@ -193,9 +193,9 @@ def explain_missing_shards(path: Path) -> str:
     return f"no shards in {path}" if path.exists() else f"the folder {path} does not exist"
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path) -> ShardIndex:
     try:
-        return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index)
+        return msgspec.json.decode((folder / INDEX).read_bytes(), type=ShardIndex)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{folder / INDEX} is damaged ({error}); remove {folder} and make the shards again") from None
 

@@ -15,7 +15,7 @@ class ExportConfig:
     ElectraForSequenceClassification or ModernBertForSequenceClassification."""
 
     model: Path
-    """Model folder, run (its newest checkpoint), or output of electra finetune (its best seed)."""
+    """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""
     output: Path
     """Folder to write; it must not exist yet."""
     to: Literal["huggingface"] = "huggingface"

@@ -263,7 +263,7 @@ class ModelConfig:
     LayerNorm; in the modern style the token table); all (the whole encoder, both of one size); disentangled (the
     discriminator adds its own tables to the generator's, which get no gradient from it)."""
     layers: int | None = None
-    """Layers of both encoders."""
+    """Layers of the discriminator, and of the generator by default."""
     width: int | None = None
     """Hidden size of the discriminator."""
     heads: int | None = None

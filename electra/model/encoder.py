@@ -79,7 +79,7 @@ class TokenEmbeddings(nn.Module):
         return (module for module in self.children() if isinstance(module, nn.Embedding))
 
 
-class Embeddings(TokenEmbeddings):
+class ClassicEmbeddings(TokenEmbeddings):
     """Token, position and segment embeddings with LayerNorm and dropout (classic style)."""
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -303,7 +303,7 @@ class Encoder(nn.Module):
         self.config = config
         is_modern = config.is_modern()
         has_projection = config.embedding_width != config.width
-        self.embeddings = TokenEmbeddings(config) if is_modern else Embeddings(config)
+        self.embeddings = TokenEmbeddings(config) if is_modern else ClassicEmbeddings(config)
         self.project = create_linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
         self.embedding_norm = EmbeddingNorm(config) if is_modern else nn.Identity()
         self.layers = nn.ModuleList(

@@ -1,12 +1,12 @@
-"""Parameters and floating-point operations of a model, item by item.
+"""Parameters and floating-point operations of a model, component by component.
 
-`part_costs` counts matrix products only, a multiplication and an addition as two operations; embedding lookups are
+`component_costs` counts matrix products only, a multiplication and an addition as two operations; embedding lookups are
 free. A training step costs three forward passes: the backward pass computes the gradients of inputs and of weights.
 
-`published_part_costs` counts as the authors of the paper did, to compare with their table. They also count elementwise
-operations (biases, dropout, GELU, norms, softmax), count embedding lookups as products with one-hot vectors, let every
-generator predict 5 of 32 tokens and compute the last layer's states of all tokens, and count the backward pass like a
-forward pass.
+`published_component_costs` counts as the authors of the paper did, to compare with their table. They also count
+elementwise operations (biases, dropout, GELU, norms, softmax), count embedding lookups as products with one-hot
+vectors, let every generator predict 5 of 32 tokens and compute the last layer's states of all tokens, and count the
+backward pass like a forward pass.
 """
 
 from collections.abc import Iterable
@@ -22,24 +22,24 @@ BIAS = RESIDUAL = SCALE = 1
 
 
 @dataclass(frozen=True)
-class PartCost:
-    """Parameters of one part of a model, and operations of its forward pass over one row."""
+class ComponentCost:
+    """Parameters of one component of a model, such as a projection, and operations of its forward pass over one row."""
 
     name: str
     parameters: int
     flops: int
 
 
-def linear_cost(name: str, inputs: int, outputs: int, tokens: int, has_bias: bool) -> PartCost:
-    return PartCost(name, inputs * outputs + has_bias * outputs, 2 * inputs * outputs * tokens)
+def linear_cost(name: str, inputs: int, outputs: int, tokens: int, has_bias: bool) -> ComponentCost:
+    return ComponentCost(name, inputs * outputs + has_bias * outputs, 2 * inputs * outputs * tokens)
 
 
-def norm_cost(name: str, width: int, has_bias: bool) -> PartCost:
-    return PartCost(name, width + has_bias * width, 0)
+def norm_cost(name: str, width: int, has_bias: bool) -> ComponentCost:
+    return ComponentCost(name, width + has_bias * width, 0)
 
 
-def encoder_costs(config: EncoderConfig, length: int, last_layer_tokens: int) -> list[PartCost]:
-    """The encoder's items over a row of `length` tokens; the last layer computes states of `last_layer_tokens` only.
+def encoder_costs(config: EncoderConfig, length: int, last_layer_tokens: int) -> list[ComponentCost]:
+    """The costs of an encoder over a row of `length` tokens; the last layer computes `last_layer_tokens` states only.
 
     Local attention is counted like global attention, as some kernels compute it."""
     E, D, F = config.embedding_width, config.width, config.feedforward
@@ -52,14 +52,14 @@ def encoder_costs(config: EncoderConfig, length: int, last_layer_tokens: int) ->
     norm = norm_cost("embeddings norm", D if is_modern else E, has_bias)
     layers = [
         linear_cost("query, key, value", D, 3 * D, tokens, has_bias),
-        PartCost("attention", 0, 2 * 2 * tokens * length * D),  # scores, weighted sum
+        ComponentCost("attention", 0, 2 * 2 * tokens * length * D),  # scores, weighted sum
         linear_cost("attention output", D, D, outputs, has_bias),
         linear_cost("feed-forward up", D, 2 * F if is_modern else F, outputs, has_bias),
         linear_cost("feed-forward down", F, D, outputs, has_bias),
         norm_cost("feed-forward norm", D, has_bias),
     ]
     return [
-        PartCost("embeddings", tables * E, 0),
+        ComponentCost("embeddings", tables * E, 0),
         *([*project, norm] if is_modern else [norm, *project]),
         *(replace(item, parameters=config.layers * item.parameters) for item in layers),
         norm_cost("attention norm", (config.layers - is_modern) * D, has_bias),  # the first modern layer has none
@@ -67,23 +67,23 @@ def encoder_costs(config: EncoderConfig, length: int, last_layer_tokens: int) ->
     ]
 
 
-def mlm_costs(config: EncoderConfig, length: int, num_masked: int, last_layer_tokens: int) -> list[PartCost]:
-    """The items of a masked language model with predictions at `num_masked` positions and a tied output table."""
+def mlm_costs(config: EncoderConfig, length: int, num_masked: int, last_layer_tokens: int) -> list[ComponentCost]:
+    """The costs of a masked language model with predictions at `num_masked` positions and a tied output table."""
     E, D, V = config.embedding_width, config.width, config.vocab_size
     has_bias = not config.is_modern()
     head_width = D if config.is_modern() else E
-    tied_projection = [PartCost("hidden to embeddings", 0, 2 * D * E * num_masked)] if head_width != E else []
+    tied_projection = [ComponentCost("hidden to embeddings", 0, 2 * D * E * num_masked)] if head_width != E else []
     return [
         *encoder_costs(config, length, last_layer_tokens),
         linear_cost("head", D, head_width, num_masked, has_bias),
         norm_cost("head norm", head_width, has_bias),
         *tied_projection,
-        PartCost("vocabulary logits", V, 2 * E * V * num_masked),
+        ComponentCost("vocabulary logits", V, 2 * E * V * num_masked),
     ]
 
 
-def rtd_costs(config: EncoderConfig, length: int) -> list[PartCost]:
-    """The items of a discriminator with a replaced token detection head."""
+def rtd_costs(config: EncoderConfig, length: int) -> list[ComponentCost]:
+    """The costs of a discriminator with a replaced token detection head."""
     D, has_bias = config.width, not config.is_modern()
     return [
         *encoder_costs(config, length, last_layer_tokens=length),
@@ -93,50 +93,50 @@ def rtd_costs(config: EncoderConfig, length: int) -> list[PartCost]:
     ]
 
 
-def part_costs(
+def component_costs(
     config: ElectraConfig, length: int, num_masked: int, last_layer_tokens: int | None = None
-) -> dict[str, list[PartCost]]:
-    """The items of generator and discriminator over a row, shared parameters in both.
+) -> dict[str, list[ComponentCost]]:
+    """The costs by part, generator and discriminator, over a row; shared parameters are in both.
 
     The last layer of a masked language model computes states of `last_layer_tokens`, by default of the masked ones."""
-    items = {}
+    costs = {}
     outputs = last_layer_tokens or num_masked
     if config.generator:
-        items["generator"] = mlm_costs(config.generator, length, num_masked, outputs)
+        costs["generator"] = mlm_costs(config.generator, length, num_masked, outputs)
     if (size := config.discriminator) is not None:
         if config.head == "rtd":
-            items["discriminator"] = rtd_costs(size, length)
+            costs["discriminator"] = rtd_costs(size, length)
         elif config.head == "mlm":
-            items["discriminator"] = mlm_costs(size, length, num_masked, outputs)
+            costs["discriminator"] = mlm_costs(size, length, num_masked, outputs)
         elif config.head == "copy_mlm":
             gate = linear_cost("copy gate", size.width, 1, length, has_bias=True)
-            items["discriminator"] = [*mlm_costs(size, length, length, length), gate]
+            costs["discriminator"] = [*mlm_costs(size, length, length, length), gate]
         else:
             raise ValueError(f"the costs of the head {config.head!r} are not known")
-    return items
+    return costs
 
 
-def total_flops(items: Iterable[PartCost]) -> int:
-    return sum(item.flops for item in items)
+def total_flops(costs: Iterable[ComponentCost]) -> int:
+    return sum(cost.flops for cost in costs)
 
 
-def total_parameters(items: Iterable[PartCost]) -> int:
-    return sum(item.parameters for item in items)
+def total_parameters(costs: Iterable[ComponentCost]) -> int:
+    return sum(cost.parameters for cost in costs)
 
 
 def training_flops_per_row(
     config: ElectraConfig, length: int, num_masked: int, is_generator_frozen: bool = False
 ) -> int:
     """Operations of a training step over one row; a frozen generator has a forward pass only."""
-    forward = {part: total_flops(items) for part, items in part_costs(config, length, num_masked).items()}
+    forward = {part: total_flops(costs) for part, costs in component_costs(config, length, num_masked).items()}
     return sum(
         (1 if is_generator_frozen and part == "generator" else TRAINING_FACTOR) * flops
         for part, flops in forward.items()
     )
 
 
-def published_part_costs(config: ElectraConfig, length: int) -> dict[str, list[PartCost]]:
-    """The items of a pair over a row of `length` tokens, counted as the authors did."""
+def published_component_costs(config: ElectraConfig, length: int) -> dict[str, list[ComponentCost]]:
+    """The costs of a pair by part over a row of `length` tokens, counted as the authors did."""
     num_masked = max(1, length * 5 // 32)  # 20 of 128 and 80 of 512 as in BERT, also where a quarter is masked
     added: dict[str, dict[str, int]] = {}
     if config.generator:
@@ -146,13 +146,13 @@ def published_part_costs(config: ElectraConfig, length: int) -> dict[str, list[P
         head = {"head": length * (BIAS + GELU) * config.discriminator.width, "classifier": 0}
         added["discriminator"] = published_encoder_extra_flops(config.discriminator, length) | head
     return {
-        part: [replace(item, flops=item.flops + added[part][item.name]) for item in items]
-        for part, items in part_costs(config, length, num_masked, last_layer_tokens=length).items()
+        part: [replace(cost, flops=cost.flops + added[part][cost.name]) for cost in costs]
+        for part, costs in component_costs(config, length, num_masked, last_layer_tokens=length).items()
     }
 
 
 def published_encoder_extra_flops(config: EncoderConfig, length: int) -> dict[str, int]:
-    """What the authors count in addition to an encoder's matrix products, by item."""
+    """What the authors count in addition to an encoder's matrix products, by component."""
     E, D, F = config.embedding_width, config.width, config.feedforward
     entries = config.vocab_size + length + config.segments  # lengths of the one-hot vectors
     embeddings = {
@@ -174,7 +174,7 @@ def published_encoder_extra_flops(config: EncoderConfig, length: int) -> dict[st
 
 
 def published_mlm_extra_flops(config: EncoderConfig, num_masked: int) -> dict[str, int]:
-    """What the authors count in addition to the matrix products of an MLM head, by item."""
+    """What the authors count in addition to the matrix products of an MLM head, by component."""
     E, V = config.embedding_width, config.vocab_size
     loss = 2 * V  # product with the one-hot label
     head = {"head": (BIAS + GELU) * E, "head norm": NORM * E, "vocabulary logits": SOFTMAX * V + loss}

@@ -27,7 +27,7 @@ from electra.model.config import (
     with_scaled_init_std,
 )
 from electra.model.electra import Electra, MaskedLanguageModel
-from electra.model.encoder import Embeddings, Encoder, TokenEmbeddings
+from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder
@@ -224,7 +224,7 @@ def set_unigram_output_bias(model: Electra, frequencies: Tensor) -> None:
 def set_sinusoidal_positions(model: nn.Module) -> None:
     """Set position embeddings to sinusoids with the root mean square of the default initialisation."""
     for module in model.modules():
-        if not isinstance(module, Encoder) or not isinstance(module.embeddings, Embeddings):
+        if not isinstance(module, Encoder) or not isinstance(module.embeddings, ClassicEmbeddings):
             continue
         if module.embeddings.base is None:  # differences from a base start at zero
             table = module.embeddings.position.weight
@@ -249,5 +249,5 @@ def has_trained_segments(electra: Electra) -> bool:
 def copy_first_segment_embedding(model: nn.Module) -> None:
     """Copy segment A's embedding to B's: packed rows have no B, but fine-tuning on pairs uses both."""
     for module in model.modules():
-        if isinstance(module, Embeddings):
+        if isinstance(module, ClassicEmbeddings):
             module.segment.weight.copy_(module.segment.weight[:1].expand_as(module.segment.weight))

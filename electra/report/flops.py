@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from electra.model.config import ElectraConfig
 from electra.model.flops import (
     PUBLISHED_TRAINING_FACTOR,
-    PartCost,
-    part_costs,
-    published_part_costs,
+    ComponentCost,
+    component_costs,
+    published_component_costs,
     total_flops,
     total_parameters,
     training_flops_per_row,
@@ -23,7 +23,7 @@ from electra.report.config import FlopsConfig
 class FlopCount:
     """Parameters and FLOPs: of each part in a forward pass over one row, and in total."""
 
-    parts: dict[str, list[PartCost]]
+    parts: dict[str, list[ComponentCost]]
     parameters: int  # shared ones counted once
     workload: str  # what `total_flops` is for
     training_flops_per_row: int | None  # None for inference
@@ -78,14 +78,16 @@ def count_flops(config: FlopsConfig) -> FlopCount:
     )
 
 
-def count_items_and_training_flops(model: ElectraConfig, config: FlopsConfig) -> tuple[dict[str, list[PartCost]], int]:
+def count_items_and_training_flops(
+    model: ElectraConfig, config: FlopsConfig
+) -> tuple[dict[str, list[ComponentCost]], int]:
     """The items of each part, and the FLOPs of a training step per row."""
     if config.as_published:
-        items = published_part_costs(model, config.length)
+        items = published_component_costs(model, config.length)
         return items, PUBLISHED_TRAINING_FACTOR * sum(map(total_flops, items.values()))
     masking = MaskingConfig(mask_fraction=config.mask_fraction, mask_count=config.mask_count)
     sizes = model, config.length, max_masked(config.length, masking)
-    return part_costs(*sizes), training_flops_per_row(
+    return component_costs(*sizes), training_flops_per_row(
         *sizes, is_generator_frozen=OBJECTIVES[config.objective].is_generator_frozen
     )
 
