@@ -136,10 +136,10 @@ def layer_case(sizes: Sizes) -> Case:
         heads = [each.transpose(1, 2) for each in qkv.unbind(2)]
         mixed = functional.scaled_dot_product_attention(*heads, dropout_p=dropout).transpose(1, 2).flatten(2)
         attended = functional.dropout(functional.linear(mixed, *weights[2:4]), dropout)
-        between = functional.layer_norm(hidden + attended, (D,), *weights[4:6], EPSILON)
+        between = functional.layer_norm(hidden + attended, (D,), weights[4], weights[5], EPSILON)
         wide = functional.gelu(functional.linear(between, *weights[6:8]))
         narrow = functional.dropout(functional.linear(wide, *weights[8:10]), dropout)
-        return functional.layer_norm(between + narrow, (D,), *weights[10:], EPSILON)
+        return functional.layer_norm(between + narrow, (D,), weights[10], weights[11], EPSILON)
 
     return Case("classic layer", kernel, pytorch, (random_input(sizes.rows, sizes.length, D), *parameters))
 

@@ -232,6 +232,7 @@ def run_probe(jobs: list[ProbeJob], workers: int | None, output: Path) -> dict[K
         broken = None
         try:
             for job, record in run_here_or_in_workers(pending, workers):
+                assert isinstance(job, ProbeJob)
                 if record is not None:
                     append_record(output, record)
                     finished.add(job.key)
