@@ -61,7 +61,7 @@ from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.finetuning.jobs import estimated_cost, find_model_to_finetune, run_here_or_in_workers
 from electra.finetuning.metrics import Metrics
 from electra.finetuning.tasks import GLUE_TASKS, Task, get_glue_task, read_split_rows
-from electra.objectives.evaluation import auc
+from electra.objectives.evaluation import roc_auc
 from electra.runfolder import dump_json
 from electra.training.config import Device, HardwareConfig
 
@@ -145,7 +145,7 @@ def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArr
     metrics = task.compute_metrics(output_type.predict(logits, task), labels)
     metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
     if task.labels:
-        metrics["auc"] = auc(logits[:, 1] - logits[:, 0], targets == 1)
+        metrics["auc"] = roc_auc(logits[:, 1] - logits[:, 0], targets == 1)
     return metrics
 
 
