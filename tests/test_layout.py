@@ -9,6 +9,7 @@ import pytest
 import electra
 
 ROOT = Path(electra.__file__).parent
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PACKAGES = [
     "data",
     "kernels",
@@ -103,3 +104,23 @@ def test_modules_have_at_most_450_lines():
 
 def test_modules_and_packages_have_a_docstring():
     assert [module for module, source in SOURCES.items() if not ast.get_docstring(ast.parse(source))] == []
+
+
+@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_names_that_benchmarks_import_exist(script):
+    """Most scripts need a GPU and minutes, so few of them run in tests."""
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("electra"):
+            assert {alias.name for alias in node.names} <= names_defined(node.module), node.module
+
+
+def names_defined(module: str) -> set[str]:
+    """Names that can be imported from a module, without importing it: some need Triton."""
+    names = {name.removeprefix(f"{module}.") for name in SOURCES if name.startswith(f"{module}.")}
+    for node in ast.parse(SOURCES[module]).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign() | ast.AnnAssign():
+                names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return names
