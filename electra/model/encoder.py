@@ -110,7 +110,7 @@ def create_disentangled_embeddings(base: TokenEmbeddings, config: EncoderConfig)
     return embeddings
 
 
-class EmbeddingNorm(nn.Module):
+class ModernEmbeddingNorm(nn.Module):
     """LayerNorm and dropout of the projected embeddings (modern style); its output stays in fp32."""
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -305,7 +305,7 @@ class Encoder(nn.Module):
         has_projection = config.embedding_width != config.width
         self.embeddings = TokenEmbeddings(config) if is_modern else ClassicEmbeddings(config)
         self.project = create_linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
-        self.embedding_norm = EmbeddingNorm(config) if is_modern else nn.Identity()
+        self.embedding_norm = ModernEmbeddingNorm(config) if is_modern else nn.Identity()
         self.layers = nn.ModuleList(
             ModernLayer(config, is_first=number == 0) if is_modern else ClassicLayer(config)
             for number in range(config.layers)

@@ -62,7 +62,7 @@ class ObjectiveConfig:
     correct_sample_label: CorrectSampleLabel = "original"
     """The discriminator's label for a sample that equals the original token; the paper's is original."""
     entropy_bonus: float = 0.0
-    """adversarial: weight of the generator's entropy, in nats, in its reward."""
+    """adversarial: weight of the generator's entropy, in nats, which is added to its objective."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
