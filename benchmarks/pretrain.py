@@ -50,12 +50,11 @@ from electra.model.config import SIZES, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops_per_row
 from electra.objectives.masking import max_masked
-from electra.pretraining.command import plan_and_check_phases
+from electra.pretraining.command import build_trainer, plan_and_check_phases
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.initialize import pair_config
 from electra.pretraining.task import PretrainingTask
 from electra.training.logging import RunningAverages
-from electra.training.trainer import Trainer
 
 MODES = {"eager": "off", "compiled": "on"}  # --compile of `electra pretrain`
 PEERS = {"eager": eager_losses, "compiled": static_losses}
@@ -160,16 +159,7 @@ def build_electra(shape: Shape, environment: Environment, mode: str, **settings:
     torch.manual_seed(config.seed)
     [phase] = plan_and_check_phases(config, environment.shards)
     task = PretrainingTask(phase, environment.shards, environment.device)
-    trainer = Trainer(
-        task,
-        config.optimizer,
-        config.trainer,
-        phase.stage_budget,
-        config.output,
-        seed=config.seed,
-        cuda_graphs=task.captures_graph,
-        stop_at=phase.stage_end,
-    )
+    trainer = build_trainer(task)
     trainer.run_step = trainer.build_graphed_step() if task.captures_graph else trainer.compute_step
 
     def step() -> None:

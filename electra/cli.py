@@ -175,7 +175,7 @@ def build_parser(config_class: type, program: str = "electra", values: dict[str,
 
     def command() -> None: ...
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by cyclopts
     app = App(name=program, help=format_help(config_class), help_format="plaintext", help_flags=(), version_flags=())
     app.default(command)
     return app

@@ -102,7 +102,7 @@ def test_published_means_are_those_of_the_paper():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_kills_do_not_change_the_table(glue_config, tmp_path):
     settings = {"tasks": ("rte", "cola"), "epochs": 4}
     whole, broken = glue(glue_config("whole", **settings)), glue_config("broken", **settings)

@@ -67,7 +67,7 @@ def send_signal(output, number: int, to_worker: bool) -> threading.Thread:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_jobs_that_were_killed_and_stopped_in_parallel_give_the_same_table(glue_config, tmp_path, capsys, monkeypatch):
     """A worker is killed, then the command is stopped: no hang, no orphan processes, nothing lost."""
     fork = multiprocessing.get_context("fork")  # starts faster than "spawn", which CUDA needs

@@ -126,7 +126,7 @@ def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
     draw = random.Random(0)
     (tmp_path / "text").mkdir()

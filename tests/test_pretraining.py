@@ -222,7 +222,7 @@ def test_invalid_settings_are_reported(run_config, settings, message):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_a_run_killed_twenty_times_ends_with_the_same_bytes(run_config):
     settings = {"steps": 300, "evaluate_every": 50, "dropout": 0.1, "log_every": 50}
     unbroken, broken = (

@@ -163,8 +163,7 @@ def test_results_are_kept_and_failing_jobs_are_reported(run, probe, tmp_path):
         run(*flags, setting=("small", "epochs=2"))
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_a_process_that_can_no_longer_use_the_gpu_is_replaced(run, probe, monkeypatch):
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(jobs_module.multiprocessing, "get_context", lambda method: fork)

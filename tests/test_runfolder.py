@@ -79,7 +79,7 @@ def sleep_in(folder: Path) -> None:
         time.sleep(60)
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_a_killed_process_releases_its_lock(tmp_path):
     assert killed(sleep_in, tmp_path / "run", after=0.3)
     assert (tmp_path / "run" / LOCK).exists()

@@ -157,7 +157,7 @@ def short_attention_backward_kernel(
             grad_v = tl.dot(tl.trans((weights * factor).to(v.dtype)), grad, grad_v)
             grad_weights = tl.dot(grad, tl.trans(v)) * factor
         else:
-            grad_v = tl.dot(tl.trans(weights.to(v.dtype)), grad, grad_v)  # before grad_weights: fewer registers at once
+            grad_v = tl.dot(tl.trans(weights.to(v.dtype)), grad, grad_v)  # before grad_weights: fewer registers in use
             grad_weights = tl.dot(grad, tl.trans(v))
         mean = tl.sum(weights * grad_weights, 1) * scale
         grad_scores = (weights * (grad_weights * scale - mean[:, None])).to(v.dtype)

@@ -90,17 +90,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
 
 def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: InitialWeights | None) -> TrainResult:
     """Train one phase from a checkpoint of it or of the previous phase, a trunk, initial weights, or from scratch."""
-    phase, config = task.phase, task.config
-    trainer = Trainer(
-        task,
-        config.optimizer,
-        config.trainer,
-        phase.stage_budget,
-        config.output,
-        seed=config.seed,
-        cuda_graphs=task.captures_graph,
-        stop_at=phase.stage_end,
-    )
+    config, trainer = task.config, build_trainer(task)
     if checkpoint is not None:
         restore_from_checkpoint(checkpoint, trainer, task)
     elif config.init.branch_from is not None:
@@ -112,6 +102,21 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
     if task.is_compiled and not trainer.is_finished():
         print("compiling the first step takes about a minute, less with a warm cache", file=sys.stderr, flush=True)
     return trainer.train()
+
+
+def build_trainer(task: PretrainingTask) -> Trainer:
+    """The trainer of a task's phase."""
+    config, phase = task.config, task.phase
+    return Trainer(
+        task,
+        config.optimizer,
+        config.trainer,
+        phase.stage_budget,
+        config.output,
+        seed=config.seed,
+        cuda_graphs=task.captures_graph,
+        stop_at=phase.stage_end,
+    )
 
 
 def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> None:

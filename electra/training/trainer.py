@@ -313,7 +313,7 @@ class Trainer:
             scale = (norm / max_norm).clamp(min=1)
             for optimizer in self.optimizers:  # fused optimizers divide by the scale, and skip the step on the device
                 optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # missing in torch's types
-                optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]  # likewise
                 optimizer.step()
         elif is_finite:
             nn.utils.clip_grads_with_norm_(self.task.model.parameters(), max_norm, norm)
