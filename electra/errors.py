@@ -8,6 +8,7 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
@@ -28,6 +29,26 @@ class DataError(ValueError):
 
 class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
+
+
+DIVERGED = 10
+"""A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
+
+
+def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advice: str) -> None:
+    """Raise a TrainingError if the last loss of a training is not finite (also None) or above `DIVERGED`."""
+    is_finite = loss is not None and math.isfinite(loss)
+    if not is_finite or loss > DIVERGED * uniform_loss:
+        value = f"{loss:,.1f}, and {uniform_loss:.2f} for uniform predictions" if is_finite else "not finite"
+        raise TrainingError(
+            f"training diverged: {name} is {value}; {advice}; try a lower --learning-rate or a longer --warmup"
+        )
+
+
+def check_finite(outputs: Any, model: object) -> None:
+    """Raise a DataError if outputs of a model, a tensor or an array, are not finite."""
+    if not math.isfinite(abs(outputs).max()):
+        raise DataError(f"the outputs of {model} are not finite: its training diverged, or its weights are damaged")
 
 
 def check_range(
