@@ -21,10 +21,15 @@ SAMPLES = "samples.md"
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """`config.evaluation_rows` rows, evenly spread over the validation split."""
     loader = held_out_loader_config(config)
-    whole_word_masking = config.masking.whole_word_masking
-    batches = list(validation_batches(shards, loader, whole_word_masking=whole_word_masking, device=device))
-    count = min(len(batches), max_held_out_rows(config) // loader.batch_size)
-    return [batches[index * len(batches) // count] for index in range(count)]
+    return list(
+        validation_batches(
+            shards,
+            loader,
+            max_batches=max_held_out_rows(config) // loader.batch_size,
+            whole_word_masking=config.masking.whole_word_masking,
+            device=device,
+        )
+    )
 
 
 def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
