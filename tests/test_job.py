@@ -46,7 +46,7 @@ def test_each_kind_of_task_is_learned(make_job, kind, has_pairs):
 def test_a_diverged_job_is_not_finished(make_job, learning_rate):
     job = make_job(rows=40, epochs=1, batch_size=16, learning_rate=learning_rate)
     for _ in range(2):  # also when the command is repeated
-        with pytest.raises(TrainingError, match="training diverged: the (training|dev) loss is"):
+        with pytest.raises(TrainingError, match=r"training diverged: the (training|dev) loss is"):
             job.run()
     assert not job.is_finished()
 

@@ -73,7 +73,7 @@ def test_a_model_of_nan_predicts_nothing(finetuned, tmp_path):
     shutil.copytree(finetuned.output / "seed-1" / "model", tmp_path / "model")
     weights = read_tensors(tmp_path / "model" / WEIGHTS)
     write_tensors(tmp_path / "model" / WEIGHTS, weights | {"head.bias": torch.full((3,), math.nan)})
-    with pytest.raises(DataError, match="the outputs of .*model are not finite"):
+    with pytest.raises(DataError, match=r"the outputs of .*model are not finite"):
         predict_file(tmp_path / "model", finetuned.dev, tmp_path / "predictions.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(DataError, match="are not finite"):
