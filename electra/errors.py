@@ -31,20 +31,6 @@ class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
 
 
-DIVERGED = 10
-"""A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
-
-
-def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advice: str) -> None:
-    """Raise a TrainingError if the last loss of a training is not finite (also None) or above `DIVERGED`."""
-    is_finite = loss is not None and math.isfinite(loss)
-    if not is_finite or loss > DIVERGED * uniform_loss:
-        value = f"{loss:,.1f}, and {uniform_loss:.2f} for uniform predictions" if is_finite else "not finite"
-        raise TrainingError(
-            f"training diverged: {name} is {value}; {advice}; try a lower --learning-rate or a longer --warmup"
-        )
-
-
 def check_finite(outputs: Any, model: object) -> None:
     """Raise a DataError if outputs of a model, a tensor or an array, are not finite."""
     if not math.isfinite(abs(outputs).max()):

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra.errors import check_not_diverged
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
 from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
@@ -36,7 +35,7 @@ from electra.runfolder import (
 from electra.training.config import Budget, HardwareConfig
 from electra.training.hardware import choose_device, choose_dtype
 from electra.training.logging import METRICS as METRICS_FILE
-from electra.training.logging import read_metrics
+from electra.training.logging import check_not_diverged, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"

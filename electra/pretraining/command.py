@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from electra.data.shards import Shards, open_shards
-from electra.errors import check_not_diverged
 from electra.plotting import plot_pretraining_curves
 from electra.pretraining.checks import (
     check_branch_matches_trunk,
@@ -32,7 +31,7 @@ from electra.pretraining.task import PretrainingTask
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_json
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device, should_compile
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS, check_not_diverged, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
 
