@@ -30,17 +30,16 @@ CORRUPTED_ROWS_PER_BATCH = 128
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """`config.evaluation_rows` rows, evenly spread over the validation split."""
-    loader, rows = held_out_loader_config(config), max_held_out_rows(config)
-    return spread_over_validation_split(shards, loader, rows, device, config.masking.whole_word_masking)
-
-
-def spread_over_validation_split(
-    shards: Shards, loader: LoaderConfig, rows: int, device: torch.device, whole_word_masking: bool = False
-) -> list[Batch]:
-    """Batches with at most `rows` rows in total, evenly spread over the validation split."""
-    batches = list(validation_batches(shards, loader, whole_word_masking=whole_word_masking, device=device))
-    count = min(len(batches), max(1, rows // loader.batch_size))
-    return [batches[index * len(batches) // count] for index in range(count)]
+    loader = held_out_loader_config(config)
+    return list(
+        validation_batches(
+            shards,
+            loader,
+            max_batches=max_held_out_rows(config) // loader.batch_size,
+            whole_word_masking=config.masking.whole_word_masking,
+            device=device,
+        )
+    )
 
 
 def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
@@ -213,7 +212,9 @@ def corrupt_held_out_rows(
     loader = LoaderConfig(length=config.length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows))
     context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     originals, corrupted = [], []
-    for batch in spread_over_validation_split(shards, loader, config.rows, device):
+    for batch in validation_batches(
+        shards, loader, max_batches=max(1, config.rows // loader.batch_size), device=device
+    ):
         masked = context.mask(batch)
         sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
         originals.append(batch.input_ids)

@@ -198,10 +198,14 @@ def load_previous_phase_weights(model: Electra, checkpoint: Path, init: InitConf
 
 
 def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
-    """Relative frequencies of the first tokens of the training text, special tokens excluded: [V]."""
+    """Relative frequencies of tokens in the training text, special tokens excluded: [V].
+
+    Of a long text they are those of the first tokens of every shard, about UNIGRAM_TOKENS in total.
+    """
     counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
+    fraction = min(1, UNIGRAM_TOKENS / max(1, shards.index.totals_by_split("tokens")["train"]))
     for tokens in shards.tokens_by_shard("train"):
-        counts += np.bincount(tokens[: max(0, UNIGRAM_TOKENS - counts.sum())], minlength=len(counts))
+        counts += np.bincount(tokens[: round(fraction * len(tokens))], minlength=len(counts))
     counts[list(shards.tokenizer.vocabulary.unmaskable_ids())] = 0
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 

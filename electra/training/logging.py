@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
+from electra.errors import ConfigError
 from electra.runfolder import dump_json, write_file
 
 METRICS = "metrics.jsonl"
@@ -48,13 +49,13 @@ class RunningAverages:
 
 
 class MetricsLogger:
-    """Appends metrics to metrics.jsonl and TensorBoard; removes what a killed run wrote there after `last_step`."""
+    """Appends metrics to metrics.jsonl and, if asked, TensorBoard; removes what was written after `last_step`."""
 
-    def __init__(self, run: Path, last_step: int) -> None:
+    def __init__(self, run: Path, last_step: int, tensorboard: bool = False) -> None:
         self.path = run / METRICS
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.tensorboard = open_tensorboard(run, last_step)
+        self.tensorboard = open_tensorboard(run, last_step) if tensorboard else None
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Append a line; `kind` is train or validation."""
@@ -81,11 +82,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def open_tensorboard(run: Path, last_step: int) -> Any:
-    """A TensorBoard writer in the run folder, or None if TensorBoard is not installed."""
+    """A TensorBoard writer in the run folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        return None
+        raise ConfigError("--tensorboard needs TensorBoard: pip install tensorboard") from None
     return SummaryWriter(str(run / "tensorboard"), purge_step=last_step + 1)
 
 
