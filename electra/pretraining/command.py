@@ -97,7 +97,7 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
         weights.load_into(task.model)
-    if config.init.model is not None:
+    if checkpoint is not None or config.init.model is not None or config.init.branch_from is not None:
         task.trains_segments |= has_trained_segments(task.model)
     if task.is_compiled and not trainer.is_finished():
         print("compiling the first step takes about a minute, less with a warm cache", file=sys.stderr, flush=True)
