@@ -25,7 +25,7 @@ from cyclopts.exceptions import (
 )
 
 from electra import __version__
-from electra.commands import COMMANDS, Command, exit_on_interrupt
+from electra.commands import COMMANDS, Command
 from electra.config import (
     Config,
     Setting,
@@ -40,6 +40,7 @@ from electra.config import (
 )
 from electra.errors import ConfigError, DataError, TrainingError, suggest
 from electra.runfolder import dump_json
+from electra.signals import clean_up_on_stop_signals, exit_on_stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
-        run_command(arguments)
+        with clean_up_on_stop_signals():
+            run_command(arguments)
     except (ConfigError, DataError, TrainingError) as error:
         exit_with_error(str(error), arguments)
     except BrokenPipeError:  # the reader of the output (head, less) was closed
@@ -90,11 +92,11 @@ def run_command(arguments: list[str]) -> None:
         print(f"electra {__version__}")
         return
     command = find_command(arguments[0])
-    with exit_on_interrupt():
+    with exit_on_stop_signals():
         config_class = command.load_config_class()
     with name_flags_in_errors(config_class):
         config: Any = parse_config(f"electra {arguments[0]}", config_class, arguments[1:])
-        with exit_on_interrupt():
+        with exit_on_stop_signals():
             function = command.load_function()
         result = function(config)
     if result is not None:
@@ -249,7 +251,7 @@ def read_config_file(path: Path, config_class: type) -> dict[str, Any]:
         raise ConfigError(f"{path} does not exist; --config takes a JSON, YAML or TOML file with settings")
     try:
         values = CONFIG_PARSERS.get(path.suffix, json.loads)(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also of UTF-8
+    except (ValueError, RecursionError) as error:  # also of UTF-8, or nested too deeply
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; a table of settings is needed")

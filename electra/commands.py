@@ -4,19 +4,12 @@ A command is a config dataclass, whose fields are its flags, and a function that
 `str` and, with `--json`, as the JSON of its fields.
 """
 
-import contextlib
 import importlib
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from electra.config import build_config
-
-INTERRUPTED = "electra: interrupted"
-EXIT_INTERRUPTED = 128 + signal.SIGINT  # the shell's convention
 
 
 @dataclass(frozen=True)
@@ -49,6 +42,11 @@ COMMANDS = {
     "inspect": Command("data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),
     "pretrain": Command(
         "pretraining.config:PretrainConfig", "pretraining.command:pretrain", "pre-train a generator and a discriminator"
+    ),
+    "corrupt": Command(
+        "pretraining.config:CorruptConfig",
+        "pretraining.held_out:write_corrupted_rows",
+        "corrupt held-out rows once, to compare runs on",
     ),
     "finetune": Command(
         "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
@@ -83,20 +81,3 @@ def make_command_function(name: str) -> Callable[..., Any]:
     function.__name__ = name
     function.__doc__ = f"{command.help.capitalize()}; `electra {name} --help` lists the settings."
     return function
-
-
-@contextlib.contextmanager
-def exit_on_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process while libraries are imported: a KeyboardInterrupt inside them may become any error."""
-
-    def interrupt(number: int, frame: object) -> None:
-        print(INTERRUPTED, file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not ignored, as in background jobs
-        signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -41,11 +41,12 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
 
     device = hardware.choose_device("auto")
     precision = hardware.choose_dtype("auto", device)
+    memory = hardware.device_memory_bytes(device)
     can_compile = hardware.can_compile(device)
     uses = {
         "device": device.type,
         "precision": str(precision).removeprefix("torch."),
-        "memory": f"{hardware.device_memory_bytes(device) / 1e9:.0f} GB",
+        "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
         "threads": str(torch.get_num_threads()),
         "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",

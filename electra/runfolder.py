@@ -192,7 +192,7 @@ def convert_stored(value: Any, kind: type[Stored], path: Path) -> Stored:
     which may not be what was stored."""
     with report_damage(path):
         stored: Any = msgspec.convert(value, kind)
-        if is_dataclass(stored) and (field := find_other_field(value, asdict(stored))):
+        if is_dataclass(kind) and (field := find_other_field(value, asdict(stored))):
             raise msgspec.ValidationError(f"Missing or unknown field - at `${field}`")
     return stored
 

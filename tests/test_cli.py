@@ -4,8 +4,10 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from electra.export.config import ExportConfig, ImportConfig
 from electra.model.storage import save_model
 from electra.pretraining.config import PretrainConfig
 from electra.report.config import FlopsConfig, ReportConfig
+from electra.runfolder import lock_folder, open_atomic
 from electra.serve.config import DetectConfig
 
 
@@ -85,6 +88,8 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --layers many", "--layers is 'many'; it must be an integer"),
         ("flops --layers 2.5", "--layers is '2.5'; it must be an integer"),
         ("flops --layers=", "--layers is ''; it must be an integer"),
+        ("flops --layers -----", "--layers needs a value: "),
+        ("flops -----", "unknown flag -----; --help lists the flags"),
         ("flops --steps 1e4", "--steps is '1e4'; it must be an integer, such as 10000"),
         ("flops --steps 10,000", "--steps is '10,000'; it must be an integer"),
         ("flops --mask-fraction 0,2", "--mask-fraction is '0,2'; it must be a number"),
@@ -126,6 +131,32 @@ def test_an_error_is_one_sentence_with_exit_code_2(capsys, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([""], "unknown command ''"),
+        (["flops", ""], "unexpected argument ''"),
+        (["flops", "--layers", ""], "--layers is ''; it must be an integer"),
+        (["flops", "--size", ""], "--size is ''; it must be one of tiny"),
+    ],
+)
+def test_an_error_about_an_empty_argument_is_a_sentence(capsys, arguments, message):
+    code, _, err = run_command(capsys, *arguments)
+    assert code == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"), [("json", "[" * 9999), ("toml", "a = " + "[" * 9999), ("yaml", "[" * 9999)]
+)
+def test_a_config_file_that_is_nested_too_deeply_is_an_error(capsys, tmp_path, suffix, text):
+    file = tmp_path / f"deep.{suffix}"
+    file.write_text(text)
+    code, _, err = run_command(capsys, "flops", "--config", str(file))
+    assert code == 2
+    assert f"cannot read {file}" in err
+
+
 def test_with_json_an_error_is_also_json_on_stdout(capsys):
     code, out, err = run_command(capsys, "flops", "--size", "huge", "--json")
     message = "--size is 'huge'; it must be one of tiny, small, base, large"
@@ -151,6 +182,54 @@ def test_flags_are_parsed_without_importing_torch():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_nothing_that_only_linux_has_is_needed_to_start():
+    """macOS has no os.sched_getaffinity; Windows also lacks fcntl, resource, os.sysconf, os.fork and SIGHUP."""
+    program = """
+import importlib, os, pathlib, signal, sys
+import torch, torch.utils.tensorboard, transformers
+for module in ("fcntl", "resource"):
+    sys.modules[module] = None
+for name in ("sched_getaffinity", "sysconf", "fork"):
+    delattr(os, name)
+del signal.SIGHUP
+import electra.cli
+for command in electra.cli.COMMANDS.values():
+    command.load_config_class(), command.load_function()
+from electra.data.prepare import count_usable_cores
+from electra.data.shards import raise_open_file_limit
+from electra.doctor import DoctorConfig, diagnose
+raise_open_file_limit(10**6)
+print(count_usable_cores(), diagnose(DoctorConfig()))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "memory         unknown" in ended.stdout
+
+
+def test_commands_work_outside_of_the_main_thread(capsys):
+    """Python allows signal handlers in the main thread only."""
+    thread = threading.Thread(target=main, args=(["flops", "--json"],))
+    thread.start()
+    thread.join()
+    assert json.loads(capsys.readouterr().out)["parameters"] > 0
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_stop_signal_cleans_up(capfd, monkeypatch, tmp_path, name):
+    def stopped(config: FlopsConfig) -> None:
+        with open_atomic(tmp_path / "file"), lock_folder(tmp_path / "folder"):
+            os.kill(os.getpid(), signal.Signals[name])
+
+    monkeypatch.setattr("electra.report.flops.count_flops", stopped)
+    before = signal.getsignal(signal.Signals[name])
+    with pytest.raises(SystemExit) as exit:
+        main(["flops"])
+    assert exit.value.code == 128 + signal.Signals[name]
+    assert capfd.readouterr().err == f"electra: stopped by {name}\n"
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.Signals[name]) == before
+
+
 @pytest.mark.parametrize("library", ["cyclopts", "torch"])
 def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
     """Libraries that are interrupted while they are imported often raise something other than KeyboardInterrupt."""
@@ -168,7 +247,7 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
     assert (ended.returncode, ended.stderr) == (130, "electra: interrupted\n")
 
 
-def test_an_interrupted_command_is_one_line(capsys, monkeypatch):
+def test_an_interrupted_command_is_one_line(capfd, monkeypatch):
     def interrupted(config: FlopsConfig) -> None:
         raise KeyboardInterrupt
 
@@ -177,7 +256,7 @@ def test_an_interrupted_command_is_one_line(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit:
         electra.__main__.main()
     assert exit.value.code == 130
-    assert capsys.readouterr().err == "electra: interrupted\n"
+    assert capfd.readouterr().err == "electra: interrupted\n"
 
 
 def test_a_terminal_without_unicode_shows_what_it_can(monkeypatch):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import shutil
 
@@ -19,6 +20,7 @@ from electra.export.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
 from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor, evaluate, predict
+from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 
 SENTENCE = "the big cat sat on the red mat ."
 
@@ -65,6 +67,17 @@ def test_prediction_needs_no_labels_but_evaluation_does(finetuned, tmp_path):
     assert row.split("\t")[1] == "cat"
     with pytest.raises(DataError, match="has no label column 'label'"):
         evaluate_file(finetuned.output, tmp_path / "new.csv")
+
+
+def test_a_model_of_nan_predicts_nothing(finetuned, tmp_path):
+    shutil.copytree(finetuned.output / "seed-1" / "model", tmp_path / "model")
+    weights = read_tensors(tmp_path / "model" / WEIGHTS)
+    write_tensors(tmp_path / "model" / WEIGHTS, weights | {"head.bias": torch.full((3,), math.nan)})
+    with pytest.raises(DataError, match=r"the outputs of .*model are not finite"):
+        predict_file(tmp_path / "model", finetuned.dev, tmp_path / "predictions.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(DataError, match="are not finite"):
+        evaluate_file(tmp_path / "model", finetuned.dev)
 
 
 def test_a_model_without_its_tokenizer_is_rejected(finetuned, tmp_path):

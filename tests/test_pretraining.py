@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,21 @@ def test_a_run_writes_settings_metrics_curves_samples_and_checkpoints(finished_r
     assert record["pretraining"]["steps"] == 20
     assert {"command", "environment", "model", "data"} <= set(record)
     assert (finished_run / "curves.png").exists()
-    assert list((finished_run / "tensorboard").glob("events*"))
+    assert not (finished_run / "tensorboard").exists()
+
+
+def test_tensorboard_events_are_written_if_asked_for(finished_copy):
+    config = replace(finished_copy, trainer=replace(finished_copy.trainer, tensorboard=True))
+    pretrain(config)
+    assert list((config.output / "tensorboard").glob("events*"))
+
+
+def test_a_run_leaves_no_thread(finished_copy):
+    """A thread that still uses torch while Python exits may abort the process."""
+    shutil.rmtree(checkpoint_folders(finished_copy.output)[-1])
+    before = threading.enumerate()
+    pretrain(finished_copy)
+    assert threading.enumerate() == before
 
 
 @pytest.mark.parametrize("objective", ["rtd", "mlm", "replace-mlm"])
@@ -248,9 +263,14 @@ def test_a_run_that_ends_with_a_non_finite_loss_fails(shards, tmp_path, monkeypa
             main(command.split())
         captured = capsys.readouterr()
         assert "finished" not in captured.out
-        assert re.search(r"step 4: .*held-out loss is not finite; .*/step-000000004; try", captured.err)
+        assert re.search(r"diverged: held-out loss is not finite; .*/step-000000004; try", captured.err)
     load_model(find_model_folder(tmp_path / "run"))
     assert (tmp_path / "run/curves.png").exists()
+
+
+def test_a_run_with_a_finite_loss_far_above_chance_fails(run_config):
+    with pytest.raises(TrainingError, match=r"diverged: held-out mlm_loss is .*, and 3.09 for uniform predictions"):
+        pretrain(run_config(learning_rate=50.0))
 
 
 def test_a_run_is_not_mixed_with_another(finished_copy):

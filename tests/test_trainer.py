@@ -220,9 +220,9 @@ def test_a_training_stops_after_consecutive_nonfinite_steps(make_trainer):
         trainer.train()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_a_checkpoint_and_stops(make_trainer, monkeypatch, capfd, number):
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number)
     step = Trainer.step
 
     def step_then_signal(self):
@@ -236,7 +236,7 @@ def test_a_signal_saves_a_checkpoint_and_stops(make_trainer, monkeypatch, capfd,
     assert result.checkpoint.endswith("step-000000007")
     assert "stopping after this step" in capfd.readouterr().err
     assert f"stopped by {signal.Signals(number).name}, continue with --resume" in str(result)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
+    assert signal.getsignal(number) == handler
 
 
 def test_resuming_a_finished_training_changes_nothing(make_trainer):

@@ -254,7 +254,7 @@ def write_missing_shards(
     new: list[ShardInfo] = []
     encode = partial(encode_shard, config, tokenizer.fingerprint)
     missing = (text for text in texts if shard_file_name(text.number) not in finished)
-    workers = config.workers or len(os.sched_getaffinity(0))
+    workers = config.workers or count_usable_cores()
     start_time = monotonic()
     with create_progress_bar() as bar:
         task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
@@ -350,6 +350,11 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
             raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def count_usable_cores() -> int:
+    """The cores this process may use, where the system reports it; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def init_worker() -> None:

@@ -7,7 +7,6 @@ and `ends` (the end of each document). index.json is written last: if it exists,
 from __future__ import annotations
 
 import json
-import resource
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -261,6 +260,10 @@ class TokenRing:
 
 def raise_open_file_limit(num_shards: int) -> None:
     """Raise this process's limit of open files if needed: each memory-mapped shard holds one."""
+    try:
+        import resource
+    except ImportError:  # Windows, where the limit does not count mapped files
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * num_shards + 256
     if soft != resource.RLIM_INFINITY and soft < needed:

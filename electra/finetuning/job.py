@@ -1,5 +1,6 @@
 """One fine-tuning run: a pre-trained encoder, a task and a seed give a model and its metrics."""
 
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from electra.runfolder import (
 from electra.training.config import Budget, HardwareConfig
 from electra.training.hardware import choose_device, choose_dtype
 from electra.training.logging import METRICS as METRICS_FILE
-from electra.training.logging import read_metrics
+from electra.training.logging import check_not_diverged, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -257,12 +258,14 @@ def train_job(job: Job, quiet: bool) -> None:
 def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
     """Write logits, model and plots and, last, the result, which marks a job as finished."""
     task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
+    metrics = read_metrics(folder / METRICS_FILE)
+    check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
-    plot_metric_curves(folder, read_metrics(folder / METRICS_FILE), curve_panels(task))
+    plot_metric_curves(folder, metrics, curve_panels(task))
     if task.kind == "classification":
         predicted = finetuning.output_type.predict(logits["dev"], task)
         counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
@@ -281,6 +284,15 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         truncated={split: int(features.truncated) for split, features in splits.items()},
     )
     write_json(folder / RESULT, asdict(result))
+
+
+def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]]) -> None:
+    """Raise a TrainingError if the last training loss or the last evaluation shows that the training diverged."""
+    last = {line["kind"]: line["loss"] for line in metrics}
+    uniform_loss = finetuning.output_type.uniform_loss(finetuning.task)
+    advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
+    check_not_diverged("the training loss", last["train"], uniform_loss, advice)
+    check_not_diverged("the dev loss", last["validation"], math.inf, advice)
 
 
 def curve_panels(task: Task) -> MetricPanels:

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
 from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_missing_or_empty, read_json, write_json
+from electra.signals import clean_up_on_stop_signals
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
@@ -154,7 +154,7 @@ def run_here_or_in_workers(jobs: list[Job], workers: int | None) -> Iterator[tup
     if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):
         yield from ((job, job.run()) for job in jobs)
         return
-    with exit_on_sigterm(), start_mps() if uses_gpu else nullcontext(False) as has_mps:
+    with clean_up_on_stop_signals(), start_mps() if uses_gpu else nullcontext(False) as has_mps:
         count = min(workers or default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):
@@ -165,16 +165,6 @@ def run_here_or_in_workers(jobs: list[Job], workers: int | None) -> Iterator[tup
 def default_gpu_workers(has_mps: bool) -> int:
     """Two without MPS: one can load and evaluate while the other trains."""
     return min(MAX_WORKERS, max(2, torch.cuda.mem_get_info()[0] // MEMORY_PER_WORKER)) if has_mps else 2
-
-
-@contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, so that the workers are stopped as after Ctrl-C."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -88,6 +89,7 @@ class OutputType:
     """Loss, predictions and output activation of one kind of task."""
 
     loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
 
@@ -95,6 +97,7 @@ class OutputType:
 OUTPUT_TYPES: dict[TaskKind, OutputType] = {
     "classification": OutputType(
         loss=lambda logits, targets: functional.cross_entropy(logits, targets, reduction="none"),
+        uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda logits, task: logits.argmax(1),
         activation=lambda logits: torch.from_numpy(logits).softmax(1).numpy(),
     ),
@@ -102,11 +105,13 @@ OUTPUT_TYPES: dict[TaskKind, OutputType] = {
         loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
             logits, targets, reduction="none"
         ).mean(1),
+        uniform_loss=lambda task: math.log(2),
         predict=lambda logits, task: (logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
     ),
     "regression": OutputType(
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
+        uniform_loss=lambda task: 1.0,
         predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
         activation=lambda logits: logits,
     ),

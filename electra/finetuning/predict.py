@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
@@ -106,7 +106,11 @@ class Predictor:
         features = make_features(self.task, examples, self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            return compute_logits(self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id)
+            logits = compute_logits(
+                self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
+            )
+        check_finite(logits, self.folders[0])
+        return logits
 
     def mean_logits(self, *inputs: Tensor) -> Tensor:
         """The models' mean logits [B, num_labels] of a batch."""

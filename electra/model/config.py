@@ -93,6 +93,10 @@ class EncoderConfig:
                 f"use --length {self.positions}, or pre-train a model with --positions {length}"
             )
 
+    def with_dropout(self, dropout: float | None) -> EncoderConfig:
+        """The encoder with another dropout; None keeps its own."""
+        return self if dropout is None else replace(self, dropout=dropout, attention_dropout=dropout)
+
     def has_global_attention(self, layer: int) -> bool:
         """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
@@ -143,6 +147,14 @@ class ElectraConfig:
         """The encoders by part: generator, discriminator, or the one it has."""
         parts = {"generator": self.generator, "discriminator": self.discriminator}
         return {part: encoder for part, encoder in parts.items() if encoder is not None}
+
+    def with_dropout(self, dropout: float | None) -> ElectraConfig:
+        """The pair with another dropout; None keeps its own."""
+        return replace(
+            self,
+            generator=self.generator and self.generator.with_dropout(dropout),
+            discriminator=self.discriminator and self.discriminator.with_dropout(dropout),
+        )
 
 
 def convert_settings(settings: dict[str, Any], config_class: type[Config]) -> Config:

@@ -149,10 +149,11 @@ class RunEstimate:
     flops: float
     minutes: float
     memory_bytes: int
-    available_bytes: int
+    available_bytes: int | None
     device: str
 
     def __str__(self) -> str:
+        available = f"{self.available_bytes / 1e9:.0f}" if self.available_bytes else "unknown"
         lines = [
             *self.summary,
             f"parameters  {self.parameters:,}",
@@ -160,11 +161,11 @@ class RunEstimate:
             f"tokens      {self.tokens:,} ({self.epochs:.2f} epochs)",
             f"FLOPs       {self.flops:.3g}",
             f"time        about {format_duration(self.minutes)} on this {self.device}",
-            f"memory      about {self.memory_bytes / 1e9:.1f} of {self.available_bytes / 1e9:.0f} GB",
+            f"memory      about {self.memory_bytes / 1e9:.1f} of {available} GB",
         ]
         if self.device == "cpu" and self.minutes > 24 * 60:
             lines.append("this is slow on a CPU; try --size tiny, fewer --steps, or --minutes")
-        if self.memory_bytes > self.available_bytes:
+        if self.available_bytes and self.memory_bytes > self.available_bytes:
             lines.append("this may exceed the memory; try --micro-batches or --activation-checkpointing")
         return "\n".join(lines)
 

@@ -68,9 +68,11 @@ class TrainerConfig:
     """Number of last checkpoints to keep, besides the one with the lowest held-out loss."""
     max_nonfinite_steps: int = 20
     """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
+    tensorboard: bool = False
+    """Also write the metrics as TensorBoard events, into the folder tensorboard of the run."""
 
     def __post_init__(self) -> None:
-        check_range(self, *(field.name for field in fields(self)), at_least=1)
+        check_range(self, *(field.name for field in fields(self) if field.type is int), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,10 +79,12 @@ def measure_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * width**3 / best
 
 
-def device_memory_bytes(device: torch.device) -> int:
-    """Memory of the device in bytes."""
+def device_memory_bytes(device: torch.device) -> int | None:
+    """Memory of the device in bytes; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

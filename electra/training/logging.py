@@ -1,6 +1,7 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar with losses, speed and remaining time."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
+from electra.errors import ConfigError, TrainingError
 from electra.runfolder import dump_json, write_file
 
 METRICS = "metrics.jsonl"
+DIVERGED = 10
+"""A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
 
 
 class RunningAverages:
@@ -48,13 +52,13 @@ class RunningAverages:
 
 
 class MetricsLogger:
-    """Appends metrics to metrics.jsonl and TensorBoard; removes what a killed run wrote there after `last_step`."""
+    """Appends metrics to metrics.jsonl and, if asked, TensorBoard; removes what was written after `last_step`."""
 
-    def __init__(self, run: Path, last_step: int) -> None:
+    def __init__(self, run: Path, last_step: int, tensorboard: bool = False) -> None:
         self.path = run / METRICS
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
-        self.tensorboard = open_tensorboard(run, last_step)
+        self.tensorboard = open_tensorboard(run, last_step) if tensorboard else None
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Append a line; `kind` is train or validation."""
@@ -81,11 +85,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def open_tensorboard(run: Path, last_step: int) -> Any:
-    """A TensorBoard writer in the run folder, or None if TensorBoard is not installed."""
+    """A TensorBoard writer in the run folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        return None
+        raise ConfigError("--tensorboard needs TensorBoard: pip install tensorboard") from None
     return SummaryWriter(str(run / "tensorboard"), purge_step=last_step + 1)
 
 
@@ -117,3 +121,13 @@ class ProgressBar(Progress):
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, soft_wrap=True)
+
+
+def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advice: str) -> None:
+    """Raise a TrainingError if the last loss of a training is not finite (also None) or above `DIVERGED`."""
+    is_finite = loss is not None and math.isfinite(loss)
+    if not is_finite or loss > DIVERGED * uniform_loss:
+        value = f"{loss:,.1f}, and {uniform_loss:.2f} for uniform predictions" if is_finite else "not finite"
+        raise TrainingError(
+            f"training diverged: {name} is {value}; {advice}; try a lower --learning-rate or a longer --warmup"
+        )

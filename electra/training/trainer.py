@@ -18,6 +18,7 @@ from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import GraphedStep
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import checkpoint_folders
+from electra.signals import STOP_SIGNALS, handle_signals
 from electra.training.checkpoint import (
     checkpoint_name,
     load_checkpoint,
@@ -168,8 +169,8 @@ class Trainer:
         self.state = TrainState(step, tokens, seconds, start_step=step, start_seconds=seconds)
 
     def train(self) -> TrainResult:
-        """Train until the budget is used up or SIGTERM or SIGINT arrives, and save a checkpoint."""
-        self.logger = MetricsLogger(self.folder, self.state.step)
+        """Train until the budget is used up or SIGTERM, SIGHUP or SIGINT arrives, and save a checkpoint."""
+        self.logger = MetricsLogger(self.folder, self.state.step, self.config.tensorboard)
         self.saved_at = self.state.seconds
         self.run_step = self.build_graphed_step() if self.cuda_graphs else self.compute_step
         with collect_stop_signals(self.quiet) as signals, ProgressBar(self.quiet) as self.bar:
@@ -412,7 +413,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def collect_stop_signals(quiet: bool = False) -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT in a list; a second SIGINT raises KeyboardInterrupt."""
+    """Collect SIGTERM, SIGHUP and SIGINT in a list; a second SIGINT raises KeyboardInterrupt."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -422,9 +423,5 @@ def collect_stop_signals(quiet: bool = False) -> Iterator[list[int]]:
         if not quiet:  # print is not reentrant
             os.write(sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n")
 
-    handlers = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with handle_signals(handle, *STOP_SIGNALS):
         yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -1,0 +1,56 @@
+"""Signals that stop a command."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NoReturn
+
+STOP_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
+    if hasattr(signal, name)  # Windows has no SIGHUP
+)
+
+
+@contextmanager
+def handle_signals(handler: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
+    """Handle signals in this block, except ignored ones (nohup); Python allows it in the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers if is_main}
+    before = {number: previous for number, previous in before.items() if previous not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def clean_up_on_stop_signals() -> AbstractContextManager[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, so that partial files and locks are removed as after Ctrl-C."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        write_stop_message(number)
+        sys.exit(128 + number)
+
+    return handle_signals(stop, *(number for number in STOP_SIGNALS if number != signal.SIGINT))
+
+
+def exit_on_stop_signals() -> AbstractContextManager[None]:
+    """Let signals end the process while libraries are imported: an exception inside them may become any other."""
+
+    def stop(number: int, frame: object) -> NoReturn:
+        write_stop_message(number)
+        os._exit(128 + number)  # the shell's convention
+
+    return handle_signals(stop, *STOP_SIGNALS)
+
+
+def write_stop_message(number: int) -> None:
+    """Without `print`, which may be what was interrupted."""
+    reason = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+    os.write(2, f"electra: {reason}\n".encode())
