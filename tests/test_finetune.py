@@ -65,7 +65,8 @@ def run(flags: str, capsys) -> str:
 def test_a_fine_tuning_that_is_stopped_before_it_trains_leaves_no_lock(
     encoder_folder, tmp_path, monkeypatch, capsys, number
 ):
-    (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n")
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\nthe cat,a\nthe dog,b\n")
     monkeypatch.setattr(FinetuningTask, "load_features", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit, match=str(128 + number)):
         main(

@@ -22,11 +22,11 @@ from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part_config_and_tensors
-from electra.model.config import EncoderConfig, Pooling, check_fields, convert_settings
+from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer_files, read_tensors, write_tensors
 from electra.pretraining.phases import read_longest_row_length
-from electra.runfolder import CONFIG, read_json, write_json
+from electra.runfolder import CONFIG, convert_stored, read_json, write_json
 from electra.training.checkpoint import find_model_folder
 
 
@@ -201,12 +201,7 @@ def read_finetuned_config(folder: Path) -> FinetunedConfig:
     settings = read_json(folder / CONFIG)
     if not is_finetuned_config(settings):
         raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
-    try:
-        check_fields(settings, FinetunedConfig)
-        parts = {"encoder": EncoderConfig.from_dict(settings["encoder"]), "task": Task.from_dict(settings["task"])}
-        return convert_settings(settings | parts, FinetunedConfig)
-    except ConfigError as error:
-        raise DataError(f"{folder / CONFIG}: {error}") from None
+    return convert_stored(settings, FinetunedConfig, folder / CONFIG)
 
 
 def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
