@@ -205,9 +205,7 @@ def test_an_edit_that_keeps_the_size_of_a_file_is_noticed(text, is_finished):
     if not is_finished:
         unfinish(text.parent / "shards", missing=("00001.safetensors", "00005.safetensors"))
     (text / "2.txt").write_text((text / "2.txt").read_text().replace("two", "six"))
-    with pytest.raises(
-        DataError, match=r"text of .* was changed after 00002.safetensors .* start over: rm -r "
-    ):
+    with pytest.raises(DataError, match=r"text of .* was changed after 00002.safetensors .* start over: rm -r "):
         shard(config(text))
     (text / "2.txt").write_text((text / "2.txt").read_text().replace("six", "two"))
     assert shard(config(text)).new_shards == (0 if is_finished else 1)  # 00001 was made before the error
