@@ -241,9 +241,9 @@ def damaged_file_error(path: Path, reason: str) -> DataError:
     return DataError(f"{path} is damaged or of another kind ({reason}); {advice}")
 
 
-def join_first_names(names: list[str]) -> str:
-    """Join the first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def join_first_names(names: list[str], count: int = 3) -> str:
+    """Join the first names, and the number of the others."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count:,} more" if len(names) > count else "")
 
 
 def file_checksum(path: Path) -> str:
