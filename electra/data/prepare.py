@@ -116,6 +116,7 @@ class ShardResult:
     new_shards: int  # shards made by this run; the others existed
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
+    without_text: int  # rows whose text field is null or missing
 
     def __str__(self) -> str:
         notes = [
@@ -129,6 +130,7 @@ class ShardResult:
             notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
         notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
+        notes += [f"{self.without_text:,} rows without text skipped"] if self.without_text else []
         return "; ".join(notes)
 
 
@@ -382,6 +384,7 @@ def summarize(config: ShardConfig, index: ShardIndex, new_shards: int, seconds: 
         new_shards=new_shards,
         replaced=index.total_over_shards("replaced"),
         cut=index.total_over_shards("cut"),
+        without_text=index.total_over_shards("without_text"),
     )
 
 
