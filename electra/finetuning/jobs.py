@@ -33,7 +33,7 @@ from electra.finetuning.model import OUTPUT_TYPES, is_finetuned_config
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
-from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_missing_or_empty, read_json, write_json
+from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_missing_or_empty, read_json, write_stored
 from electra.signals import clean_up_on_stop_signals
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import HardwareConfig
@@ -83,7 +83,7 @@ def check_and_write_settings(folder: Path, settings: dict[str, Any]) -> None:
         for part, values in settings.items():
             check_same_settings(folder, before.get(part, {}), values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG, settings)
+    write_stored(folder / CONFIG, settings)
 
 
 def is_finetuning_output(folder: Path) -> bool:
