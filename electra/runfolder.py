@@ -16,7 +16,7 @@ import shlex
 import shutil
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,28 +120,38 @@ def make_folder_removed_if_empty(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create a folder and keep other processes out of it; the lock ends with this process, however it ends."""
-    path = folder / LOCK
-    with make_folder_removed_if_empty(folder):
-        lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"{read_lock_holder(path)} is using {folder}; wait for it, stop it (Ctrl-C or kill; training saves a "
-                "checkpoint first), or choose another --output"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            yield
-            return
-        try:
-            path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
-            lock.release()
+    """Create a folder and keep other processes out of it."""
+    with make_folder_removed_if_empty(folder), hold_lock(folder / LOCK, folder):
+        yield
+
+
+def lock_file(path: Path) -> AbstractContextManager[None]:
+    """Keep other processes from writing a file."""
+    return hold_lock(path.with_name(f"{path.name}.lock{PARTIAL}"), path)
+
+
+@contextmanager
+def hold_lock(path: Path, locked: Path) -> Iterator[None]:
+    """Hold the lock `path` of the file or folder `locked`; it ends with this process, however it ends."""
+    lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{read_lock_holder(path)} is using {locked}; wait for it, stop it (Ctrl-C or kill; training saves a "
+            "checkpoint first), or choose another --output"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    try:
+        path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
+        lock.release()
 
 
 def read_lock_holder(lock: Path) -> str:

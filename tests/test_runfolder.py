@@ -15,8 +15,6 @@ from filelock import FileLock
 from kills import killed
 
 from electra.errors import ConfigError, DataError, check_range
-from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.job import Job
 from electra.pretraining.command import pretrain
 from electra.runfolder import (
     LOCK,
@@ -35,7 +33,6 @@ from electra.runfolder import (
     write_file,
     write_json,
 )
-from electra.training.config import HardwareConfig
 
 
 def test_a_second_process_is_refused_and_changes_nothing(run_config):
@@ -48,15 +45,6 @@ def test_a_second_process_is_refused_and_changes_nothing(run_config):
     ):
         pretrain(config)
     assert draft.exists()
-
-
-def test_each_fine_tuning_seed_is_locked(encoder_folder, tmp_path):
-    (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n" * 10)
-    task = TaskConfig(train=tmp_path / "rows.csv").make_task()
-    tuning, folder = TuningConfig(length=16), tmp_path / "seed-1"
-    job = Job(model=encoder_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
-    with lock_folder(job.folder), pytest.raises(ConfigError, match=r"is using .*seed-1"):
-        job.run()
 
 
 def test_a_lock_holds_across_processes_and_names_its_holder(tmp_path):

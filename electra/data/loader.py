@@ -134,7 +134,7 @@ class DeviceTokens:
             )
         self.tokens = torch.empty(len(ring), dtype=SIGNED_DTYPES[ring.dtype], device=device)
         for part, start, end in zip(ring.parts, ring.starts, ring.ends, strict=True):
-            self.tokens[start:end] = torch.from_numpy(np.array(part)).view(self.tokens.dtype)
+            self.tokens[start:end] = torch.from_numpy(np.array(part.read())).view(self.tokens.dtype)
 
     def read_rows(self, starts: NDArray, width: int) -> Tensor:
         """[R, width] the tokens from each start on, for `to_int64_ids`."""

@@ -28,9 +28,8 @@ from electra.runfolder import (
     checkpoint_folders,
     convert_stored,
     create_folder_atomically,
-    lock_folder,
+    make_folder_removed_if_empty,
     read_json,
-    remove_partial_files,
     write_checksums,
     write_stored,
 )
@@ -87,7 +86,7 @@ class Job:
 
         After SIGTERM or SIGINT, saves a checkpoint and exits."""
         if not self.is_finished():
-            with lock_folder(self.folder):
+            with make_folder_removed_if_empty(self.folder):
                 train_job(self, quiet)
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         return read_job_result(self.folder / RESULT)
@@ -244,7 +243,6 @@ def train_job(job: Job, quiet: bool) -> None:
     """Train from the last checkpoint or from the start, and write the result."""
     task = FinetuningTask(job)
     trainer = build_trainer(task, quiet)
-    remove_partial_files(job.folder)
     if not quiet:
         print(*task.describe_run(), sep="\n", file=sys.stderr, flush=True)
     if checkpoints := checkpoint_folders(job.folder):

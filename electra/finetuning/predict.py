@@ -24,7 +24,7 @@ from electra.finetuning.model import OUTPUT_TYPES, load_finetuned_model
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors, stream_examples
 from electra.model.storage import load_model_tokenizer
-from electra.runfolder import open_atomic
+from electra.runfolder import lock_file, open_atomic
 from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -171,7 +171,7 @@ def open_row_writer(path: Path) -> Iterator[RowWriter]:
         raise ConfigError(f"is {path}; its name must end in {', '.join(WRITERS)}", field="output")
     if not path.parent.is_dir():
         raise ConfigError(f"is {path}, but there is no folder {path.parent}", field="output")
-    with open_atomic(path, encoding="utf-8", errors="replace", newline="") as file:
+    with lock_file(path), open_atomic(path, encoding="utf-8", errors="replace", newline="") as file:
         yield WRITERS[path.suffix](file)
 
 

@@ -134,7 +134,7 @@ def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: Pretrainin
 
 def check_final_losses(metrics: list[dict[str, Any]], vocab_size: int, checkpoint: str) -> None:
     """Raise a TrainingError if the last evaluation of a finished run shows that it diverged."""
-    evaluation = next((line for line in reversed(metrics) if line["kind"] == "validation"), {})
+    evaluation: dict[str, Any] = next((line for line in reversed(metrics) if line["kind"] == "validation"), {})
     token_loss = math.log(vocab_size)
     uniform = {"mlm_loss": token_loss, "replace_mlm_loss": token_loss, "rtd_loss": math.log(2), "loss": math.inf}
     for name, uniform_loss in uniform.items():

@@ -204,8 +204,8 @@ def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
     """
     counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
     fraction = min(1, UNIGRAM_TOKENS / max(1, shards.index.totals_by_split("tokens")["train"]))
-    for tokens in shards.tokens_by_shard("train"):
-        counts += np.bincount(tokens[: round(fraction * len(tokens))], minlength=len(counts))
+    for tokens in shards.tokens_by_shard("train", fraction):
+        counts += np.bincount(tokens, minlength=len(counts))
     counts[list(shards.tokenizer.vocabulary.unmaskable_ids())] = 0
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 

@@ -125,8 +125,9 @@ class ProgressBar(Progress):
 
 def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advice: str) -> None:
     """Raise a TrainingError if the last loss of a training is not finite (also None) or above `DIVERGED`."""
-    is_finite = loss is not None and math.isfinite(loss)
-    if not is_finite or loss > DIVERGED * uniform_loss:
+    loss = math.nan if loss is None else loss
+    if not math.isfinite(loss) or loss > DIVERGED * uniform_loss:
+        is_finite = math.isfinite(loss)
         value = f"{loss:,.1f}, and {uniform_loss:.2f} for uniform predictions" if is_finite else "not finite"
         raise TrainingError(
             f"training diverged: {name} is {value}; {advice}; try a lower --learning-rate or a longer --warmup"
