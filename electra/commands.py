@@ -43,6 +43,11 @@ COMMANDS = {
     "pretrain": Command(
         "pretraining.config:PretrainConfig", "pretraining.command:pretrain", "pre-train a generator and a discriminator"
     ),
+    "corrupt": Command(
+        "pretraining.config:CorruptConfig",
+        "pretraining.held_out:write_corrupted_rows",
+        "corrupt held-out rows once, to compare runs on",
+    ),
     "finetune": Command(
         "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
     ),

@@ -8,6 +8,7 @@ A message states what was passed, what is allowed and what to do. It may name se
 - A message about several settings writes them as flags in its text: "give --steps or --minutes, not both".
 """
 
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
@@ -28,6 +29,12 @@ class DataError(ValueError):
 
 class TrainingError(ValueError):
     """A run that cannot continue: at which step, why, and what was saved."""
+
+
+def check_finite(outputs: Any, model: object) -> None:
+    """Raise a DataError if outputs of a model, a tensor or an array, are not finite."""
+    if not math.isfinite(abs(outputs).max()):
+        raise DataError(f"the outputs of {model} are not finite: its training diverged, or its weights are damaged")
 
 
 def check_range(

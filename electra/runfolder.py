@@ -16,10 +16,12 @@ import shlex
 import shutil
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from electra.errors import ConfigError, DataError
@@ -32,6 +34,9 @@ CHECKSUM = "sha256:"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
 CONFIG = "config.json"  # of a run and of a model
 CHECKPOINTS = "checkpoints"
+MAX_JSON_BYTES = 2**28
+
+Stored = TypeVar("Stored")
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -107,28 +112,38 @@ def make_folder_removed_if_empty(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create a folder and keep other processes out of it; the lock ends with this process, however it ends."""
-    path = folder / LOCK
-    with make_folder_removed_if_empty(folder):
-        lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ConfigError(
-                f"{read_lock_holder(path)} is using {folder}; wait for it, stop it (Ctrl-C or kill; training saves a "
-                "checkpoint first), or choose another --output"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            yield
-            return
-        try:
-            path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
-            lock.release()
+    """Create a folder and keep other processes out of it."""
+    with make_folder_removed_if_empty(folder), hold_lock(folder / LOCK, folder):
+        yield
+
+
+def lock_file(path: Path) -> AbstractContextManager[None]:
+    """Keep other processes from writing a file."""
+    return hold_lock(path.with_name(f"{path.name}.lock{PARTIAL}"), path)
+
+
+@contextmanager
+def hold_lock(path: Path, locked: Path) -> Iterator[None]:
+    """Hold the lock `path` of the file or folder `locked`; it ends with this process, however it ends."""
+    lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"{read_lock_holder(path)} is using {locked}; wait for it, stop it (Ctrl-C or kill; training saves a "
+            "checkpoint first), or choose another --output"
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    try:
+        path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
+        lock.release()
 
 
 def read_lock_holder(lock: Path) -> str:
@@ -156,7 +171,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Read a JSON object; raises a DataError that names the file if it is missing or damaged."""
     if not path.parent.is_dir():
         is_file = path.parent.exists()
         raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
@@ -164,13 +179,66 @@ def read_json(path: Path) -> dict[str, Any]:
         inside = sorted(other.parent.name for other in path.parent.glob(f"*/{path.name}"))
         hint = f"; did you mean one of its folders: {join_first_names(inside)}?" if inside else ""
         raise DataError(f"{path.parent} has no {path.name}{hint}")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in `content`, which was read from `path`."""
+    with report_damage(path):
+        return msgspec.json.decode(content, type=dict[str, Any])
+
+
+def read_stored(path: Path, kind: type[Stored]) -> Stored:
+    """Read a JSON file that holds the fields of a dataclass, and their types; the dataclass checks their bounds.
+
+    Raises a DataError that names the file, what is wrong and what to do."""
+    return convert_stored(read_json(path), kind, path)
+
+
+def convert_stored(value: Any, kind: type[Stored], path: Path) -> Stored:
+    """A dataclass from the JSON `value`, which was read from `path`; no field may be missing, even one with a default,
+    which may not be what was stored."""
+    with report_damage(path):
+        stored: Any = msgspec.convert(value, kind)
+        if is_dataclass(kind) and (field := find_other_field(value, asdict(stored))):
+            raise msgspec.ValidationError(f"Missing or unknown field - at `${field}`")
+    return stored
+
+
+def find_other_field(value: Any, expected: Any) -> str | None:
+    """The path of a field that only one of two JSON values has."""
+    if isinstance(value, list) and isinstance(expected, list | tuple):
+        value, expected = dict(enumerate(value)), dict(enumerate(expected))
+    if not isinstance(value, dict) or not isinstance(expected, dict):
+        return None
+    for name in [*value, *expected]:
+        if name not in value or name not in expected:
+            return f".{name}"
+        if inner := find_other_field(value[name], expected[name]):
+            return f".{name}{inner}"
+    return None
+
+
+@contextmanager
+def report_damage(path: Path) -> Iterator[None]:
+    """Turn all that JSON of another form can cause into a DataError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a {type(value).__name__}; expected a JSON object")
-    return value
+        yield
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).replace("`$.", "`")
+        raise damaged_file_error(path, reason) from None
+
+
+def damaged_file_error(path: Path, reason: str) -> DataError:
+    """The error of a file that is not as it was written, with what to do."""
+    folder = path.parent
+    advice = "copy or create it again"
+    if folder.parent.name == CHECKPOINTS:
+        earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
+        advice = f"remove {folder} to use {earlier[-1]}" if earlier else "there is no earlier checkpoint"
+    return DataError(f"{path} is damaged or of another kind ({reason}); {advice}")
 
 
 def join_first_names(names: list[str]) -> str:

@@ -1,6 +1,8 @@
 """`electra finetune`: from files to metrics; mistakes are reported in one sentence."""
 
 import json
+import os
+import signal
 
 import pytest
 from synthetic import write_rows
@@ -9,6 +11,7 @@ from electra.cli import main
 from electra.config import build_config
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
+from electra.finetuning.job import FinetuningTask
 
 
 def test_seeds_are_evaluated_alone_and_as_an_ensemble(finetuned):
@@ -56,6 +59,20 @@ def run(flags: str, capsys) -> str:
     with pytest.raises(SystemExit, match="2"):
         main(["finetune", *flags.split()])
     return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_fine_tuning_that_is_stopped_before_it_trains_leaves_no_lock(
+    encoder_folder, tmp_path, monkeypatch, capsys, number
+):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\nthe cat,a\nthe dog,b\n")
+    monkeypatch.setattr(FinetuningTask, "load_features", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        main(
+            f"finetune --model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out --length 32".split()
+        )
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["config.json"]
 
 
 @pytest.mark.parametrize(

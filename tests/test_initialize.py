@@ -11,6 +11,8 @@ from conftest import WIDE
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from electra.cli import main
+from electra.config import build_config
+from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.export.command import ExportConfig, export
@@ -19,9 +21,10 @@ from electra.huggingface.folders import read_huggingface_model
 from electra.model.config import ElectraConfig, size_name_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
+from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import recipe_settings
-from electra.pretraining.initialize import read_initial_weights, sinusoidal_table
+from electra.pretraining.initialize import read_initial_weights, sinusoidal_table, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import find_model_folder
@@ -396,3 +399,14 @@ def test_sinusoidal_positions_have_the_scale_of_the_default_initialisation(run_c
         table, std = embeddings.position.weight.detach(), encoder.config.init_std
         torch.testing.assert_close(table / std / 2**0.5, sinusoidal_table(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)
+
+
+def test_unigram_frequencies_are_sampled_from_all_shards(tmp_path, monkeypatch):
+    for number, word in enumerate("ab"):
+        (tmp_path / f"{number}.txt").write_text(f"{word} " * 9)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]) + "\n")
+    paths = {"corpus": f"{tmp_path}/?.txt", "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "shards"}
+    shard(build_config(ShardConfig, **paths, shard_megabytes=1e-5, validation_fraction=0, workers=1))
+    monkeypatch.setattr(initialize_module, "UNIGRAM_TOKENS", 10)  # half of the text
+    frequencies = unigram_frequencies(open_shards(tmp_path / "shards"), torch.device("cpu"))
+    assert frequencies.tolist() == [0, 0, 0, 0, 0, 0.5, 0.5]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from synthetic import write_rows
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, TrainingError
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.model.config import BASE, LARGE, SMALL
@@ -40,6 +40,15 @@ def make_job(encoder_folder, tmp_path):
 )
 def test_each_kind_of_task_is_learned(make_job, kind, has_pairs):
     assert make_job(kind, has_pairs=has_pairs, **QUICK).run().main_metric > 0.95
+
+
+@pytest.mark.parametrize("learning_rate", [50.0, 1e30])
+def test_a_diverged_job_is_not_finished(make_job, learning_rate):
+    job = make_job(rows=40, epochs=1, batch_size=16, learning_rate=learning_rate)
+    for _ in range(2):  # also when the command is repeated
+        with pytest.raises(TrainingError, match=r"training diverged: the (training|dev) loss is"):
+            job.run()
+    assert not job.is_finished()
 
 
 def test_ten_updates_equal_a_plain_loop(make_job):

@@ -32,7 +32,7 @@ from electra.finetuning.jobs import (
 )
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.model.storage import write_tensors
-from electra.runfolder import write_json
+from electra.runfolder import lock_folder, write_json
 from electra.training.config import HardwareConfig
 
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
@@ -129,10 +129,31 @@ def test_a_folder_with_other_content_is_not_changed(custom_config, tmp_path):
     assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
-def test_partial_files_of_a_killed_process_are_ignored(custom_config, tmp_path):
+def test_files_of_a_killed_process_are_removed(custom_config, tmp_path):
+    """Before it wrote its settings; and, when all is finished, in the folders of seeds and tokens."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json.electra-partial").write_text("{")
-    assert finetune(custom_config()).rows == {"train": 18, "dev": 2}
+    strays = ["electra.lock", "config.json.electra-partial"]
+    for _ in range(2):
+        for name in strays:
+            (tmp_path / "out" / name).write_text("{")
+        assert finetune(custom_config()).rows == {"train": 18, "dev": 2}
+        assert not any((tmp_path / "out" / name).exists() for name in strays)
+        strays += ["seed-1/result.json.electra-partial", "tokens/x.safetensors-1.electra-partial"]
+
+
+def test_an_output_is_used_by_one_command_at_a_time(custom_config, glue_config, tmp_path):
+    for command, config in ((finetune, custom_config()), (glue, glue_config())):
+        with lock_folder(tmp_path / "out"), pytest.raises(ConfigError, match=r"is using .*out"):
+            command(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_of_another_tool_is_not_overwritten(glue_config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "table.md").write_text("mine")
+    with pytest.raises(DataError, match=r"holds a table.md and no fine-tuning"):
+        glue(glue_config())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["table.md"]
 
 
 def test_other_settings_and_data_are_rejected(custom_config, tmp_path):

@@ -284,6 +284,25 @@ def test_validation_rows_come_once_in_the_order_of_the_text(tmp_path):
     assert [token for row in rows for token in row[1:]] == tokens[: len(rows) * 8]
 
 
+def test_only_the_chosen_validation_batches_are_read_and_kept(tmp_path, monkeypatch):
+    shards = make_shards(tmp_path, [" ".join(WORDS[n : n + 9]) for n in range(200)], validation_fraction=0.3)
+    config, read_rows, num_read = LoaderConfig(length=9, batch_size=4), loader.MemoryMappedTokens.read_rows, 0
+
+    def count_rows(tokens, starts, width):
+        nonlocal num_read
+        num_read += len(starts)
+        return read_rows(tokens, starts, width)
+
+    every = list(validation_batches(shards, config))
+    monkeypatch.setattr(loader.MemoryMappedTokens, "read_rows", count_rows)
+    chosen = list(validation_batches(shards, config, max_batches=3))
+    assert num_read == 3 * 4 < len(every) * 4
+    assert [batch.step.item() for batch in chosen] == [index * len(every) // 3 for index in range(3)]
+    for batch in chosen:
+        assert torch.equal(batch.input_ids, every[batch.step.item()].input_ids)
+        assert batch.input_ids.untyped_storage().nbytes() == batch.input_ids.nbytes  # not a view of a larger tensor
+
+
 def test_shards_without_validation_text_are_an_error(shards):
     with pytest.raises(DataError, match="has no validation tokens"):
         next(validation_batches(shards, LoaderConfig()))

@@ -1,6 +1,7 @@
 """Sizes of the paper, overrides of single settings, and checks of encoder and pair configurations."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import MODERN, NARROW, WIDE
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import SHARING, Electra
+from electra.runfolder import convert_stored
 
 
 def count_parameters(model: ModelConfig, part: str) -> int:
@@ -115,6 +117,6 @@ def test_pairs_that_cannot_share_are_an_error(settings, message):
 
 @pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
 @pytest.mark.parametrize("sharing", SHARING)
-def test_from_dict_is_the_inverse_of_asdict(make_pair, sharing, size):
+def test_stored_configs_are_read_as_they_were(make_pair, sharing, size):
     config = make_pair(sharing, size=size).config
-    assert ElectraConfig.from_dict(asdict(config)) == config
+    assert convert_stored(asdict(config), ElectraConfig, Path("config.json")) == config

@@ -302,3 +302,24 @@ def test_modern_pairs_continue_with_every_objective(run_config):
         config = run_config(objective, **modern | sizes, objective=objective, init=first.output)
         assert pretrain(config).step == 2
         assert load_pretrained(config.output).encoder.config.style == "modern"
+
+
+def test_a_phase_may_set_dropout_and_packing(run_config, shards):
+    phases = ("fraction=0.5", "dropout=0.1,packing=segment-pairs")
+    config = run_config(phases=phases, steps=4, dropout=0.0)
+    first, second = plan_and_check_phases(config, open_shards(shards))
+    assert [phase.model.discriminator.dropout for phase in (first, second)] == [0.0, 0.1]
+    assert [phase.model.generator.attention_dropout for phase in (first, second)] == [0.0, 0.1]
+    pretrain(config)
+    weights = checkpoint_weights(config, 4)
+    table = next(value for name, value in weights.items() if name.endswith("segment.weight"))
+    assert not torch.equal(table[0], table[1])  # the second phase trained segment B
+    assert read_model_config(find_model_folder(config.output)).discriminator.dropout == 0.1
+
+
+def test_segment_embeddings_of_an_earlier_phase_are_kept(run_config):
+    config = run_config(phases=("packing=segment-pairs", "packing=packed"), steps=4)
+    pretrain(config)
+    weights = checkpoint_weights(config, 4)
+    table = next(value for name, value in weights.items() if name.endswith("segment.weight"))
+    assert not torch.equal(table[0], table[1])

@@ -2,8 +2,11 @@
 
 import csv
 import json
+import math
+import os
 import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -13,12 +16,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from electra.cli import main
 from electra.config import build_config
-from electra.errors import DataError
+from electra.errors import ConfigError, DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
 from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor, evaluate, predict
+from electra.model.storage import WEIGHTS, read_tensors, write_tensors
+from electra.runfolder import lock_file
 
 SENTENCE = "the big cat sat on the red mat ."
 
@@ -65,6 +70,35 @@ def test_prediction_needs_no_labels_but_evaluation_does(finetuned, tmp_path):
     assert row.split("\t")[1] == "cat"
     with pytest.raises(DataError, match="has no label column 'label'"):
         evaluate_file(finetuned.output, tmp_path / "new.csv")
+
+
+def test_a_model_of_nan_predicts_nothing(finetuned, tmp_path):
+    shutil.copytree(finetuned.output / "seed-1" / "model", tmp_path / "model")
+    weights = read_tensors(tmp_path / "model" / WEIGHTS)
+    write_tensors(tmp_path / "model" / WEIGHTS, weights | {"head.bias": torch.full((3,), math.nan)})
+    with pytest.raises(DataError, match=r"the outputs of .*model are not finite"):
+        predict_file(tmp_path / "model", finetuned.dev, tmp_path / "predictions.csv")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    with pytest.raises(DataError, match="are not finite"):
+        evaluate_file(tmp_path / "model", finetuned.dev)
+
+
+def test_two_predictions_do_not_write_one_file(finetuned, tmp_path):
+    output = tmp_path / "predictions.csv"
+    with lock_file(output), pytest.raises(ConfigError, match=r"is using .*predictions.csv"):
+        predict_file(finetuned.output, finetuned.dev, output)
+    for stray in ("predictions.csv.electra-partial", "predictions.csv.lock.electra-partial"):  # of a killed process
+        (tmp_path / stray).write_text("…")
+    predict_file(finetuned.output, finetuned.dev, output)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_prediction_leaves_nothing(finetuned, tmp_path, monkeypatch, number):
+    monkeypatch.setattr(Predictor, "compute_logits", lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        main(f"predict --model {finetuned.output} --input {finetuned.dev} --output {tmp_path}/predictions.csv".split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_without_its_tokenizer_is_rejected(finetuned, tmp_path):

@@ -18,7 +18,7 @@ from electra.data import corpus
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TokenizerConfig, train_tokenizer
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.runfolder import PARTIAL, lock_folder
 
 TOKENS = [
@@ -53,9 +53,9 @@ def config(text: Path, output: str = "shards", **settings) -> ShardConfig:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder; the index without the command, which names the folder."""
+    """Every file below a folder; the index without the command, which names the folder, and without its checksum."""
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    files["index.json"] = json.dumps(json.loads(files["index.json"]) | {"command": ""}).encode()
+    files["index.json"] = json.dumps(json.loads(files["index.json"]) | {"command": "", "checksum": 0}).encode()
     return files
 
 
@@ -184,9 +184,7 @@ def test_a_finished_run_makes_nothing_again(text):
 def test_other_settings_are_an_error_and_change_nothing(text, is_finished, change, message):
     shard(config(text))
     if not is_finished:
-        settings = json.loads((text.parent / "shards" / "index.json").read_text())["settings"]
-        (text.parent / "shards" / "unfinished.json").write_text(json.dumps(settings))
-        (text.parent / "shards" / "index.json").unlink()
+        unfinish(text.parent / "shards", missing=())
     before = {path: path.stat().st_mtime_ns for path in (text.parent / "shards").rglob("*")}
     with pytest.raises(ConfigError, match=f"{message}; .* start over: rm -r "):
         shard(config(text, **change))
@@ -198,6 +196,38 @@ def test_an_error_names_the_changed_file_of_the_corpus(text):
     (text / "9.txt").write_text("more")
     with pytest.raises(ConfigError, match=r"corpus 9.txt was absent and is now 4 bytes"):
         shard(config(text))
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_an_edit_that_keeps_the_size_of_a_file_is_noticed(text, is_finished):
+    """Otherwise a resumed run would mix shards of two texts."""
+    shard(config(text))
+    if not is_finished:
+        unfinish(text.parent / "shards", missing=("00001.safetensors", "00005.safetensors"))
+    (text / "2.txt").write_text((text / "2.txt").read_text().replace("two", "six"))
+    with pytest.raises(DataError, match=r"text of .* was changed after 00002.safetensors .* start over: rm -r "):
+        shard(config(text))
+    (text / "2.txt").write_text((text / "2.txt").read_text().replace("six", "two"))
+    assert shard(config(text)).new_shards == (0 if is_finished else 1)  # 00001 was made before the error
+
+
+def unfinish(output: Path, missing: tuple[str, ...]) -> None:
+    """Turn a finished run into one that was killed before it made some shards."""
+    settings = json.loads((output / "index.json").read_text())["settings"]
+    (output / "unfinished.json").write_text(json.dumps(settings))
+    for name in ("index.json", *missing):
+        (output / name).unlink()
+
+
+def test_a_damaged_shard_of_an_unfinished_run_is_made_again(text):
+    shard(config(text, "whole"))
+    shard(config(text))
+    unfinish(text.parent / "shards", missing=("00001.safetensors",))
+    damaged = text.parent / "shards" / "00003.safetensors"
+    content_before = damaged.read_bytes()
+    damaged.write_bytes(content_before[:-9] + b"\xff" + content_before[-8:])
+    assert shard(config(text)).new_shards == 2
+    assert content(text.parent / "shards") == content(text.parent / "whole")
 
 
 def test_another_tokenizer_is_an_error(text):
@@ -217,8 +247,11 @@ def test_a_failure_before_the_first_shard_leaves_no_files(text, capsys):
 
 
 def test_a_run_killed_before_its_first_shard_may_be_replaced(text):
-    (text.parent / "shards").mkdir()
-    (text.parent / "shards" / "unfinished.json").write_text('{"tokenizer": "another"}')
+    shard(config(text))
+    settings = json.loads((text.parent / "shards" / "index.json").read_text())["settings"]
+    for path in (text.parent / "shards").glob("*.*"):
+        path.unlink()
+    (text.parent / "shards" / "unfinished.json").write_text(json.dumps(settings | {"tokenizer": "another"}))
     assert shard(config(text, strict=True)).new_shards == FILES
 
 

@@ -263,9 +263,14 @@ def test_a_run_that_ends_with_a_non_finite_loss_fails(shards, tmp_path, monkeypa
             main(command.split())
         captured = capsys.readouterr()
         assert "finished" not in captured.out
-        assert re.search(r"step 4: .*held-out loss is not finite; .*/step-000000004; try", captured.err)
+        assert re.search(r"diverged: held-out loss is not finite; .*/step-000000004; try", captured.err)
     load_model(find_model_folder(tmp_path / "run"))
     assert (tmp_path / "run/curves.png").exists()
+
+
+def test_a_run_with_a_finite_loss_far_above_chance_fails(run_config):
+    with pytest.raises(TrainingError, match=r"diverged: held-out mlm_loss is .*, and 3.09 for uniform predictions"):
+        pretrain(run_config(learning_rate=50.0))
 
 
 def test_a_run_is_not_mixed_with_another(finished_copy):

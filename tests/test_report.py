@@ -304,7 +304,7 @@ def with_bytes(run: Path) -> None:
         (with_cut_metrics, "damaged: metrics.jsonl has no evaluation at the last step, 20"),
         (with_strange_metrics, "config.json, metrics.jsonl or state.json is damaged"),
         (with_bytes, "can't decode byte"),
-        (with_cut_config, "config.json is not valid JSON"),
+        (with_cut_config, "config.json is damaged"),
         (with_other_state, "config.json, metrics.jsonl or state.json is damaged: KeyError('trainer')"),
         (with_wrong_settings, "steps is 'many'"),
         (shutil.rmtree, "no such folder"),

@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
 from kills import killed
 
-from electra.errors import ConfigError, DataError
-from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.job import Job
+from electra.errors import ConfigError, DataError, check_range
 from electra.pretraining.command import pretrain
 from electra.runfolder import (
     LOCK,
@@ -28,10 +28,11 @@ from electra.runfolder import (
     lock_folder,
     open_atomic,
     read_json,
+    read_stored,
     remove_partial_files,
     write_file,
+    write_json,
 )
-from electra.training.config import HardwareConfig
 
 
 def test_a_second_process_is_refused_and_changes_nothing(run_config):
@@ -44,15 +45,6 @@ def test_a_second_process_is_refused_and_changes_nothing(run_config):
     ):
         pretrain(config)
     assert draft.exists()
-
-
-def test_each_fine_tuning_seed_is_locked(encoder_folder, tmp_path):
-    (tmp_path / "rows.csv").write_text("text,label\nthe cat,a\nthe dog,b\n" * 10)
-    task = TaskConfig(train=tmp_path / "rows.csv").make_task()
-    tuning, folder = TuningConfig(length=16), tmp_path / "seed-1"
-    job = Job(model=encoder_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)
-    with lock_folder(job.folder), pytest.raises(ConfigError, match=r"is using .*seed-1"):
-        job.run()
 
 
 def test_a_lock_holds_across_processes_and_names_its_holder(tmp_path):
@@ -128,9 +120,68 @@ def test_only_partial_files_of_our_own_are_removed(tmp_path):
 def test_json_has_no_nan(tmp_path):
     text = dump_json({"loss": float("nan"), "list": [1.0, float("inf")], "path": Path("x")})
     assert json.loads(text) == {"loss": None, "list": [1.0, None], "path": "x"}
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(DataError, match="expected a JSON object"):
-        read_json(tmp_path / "list.json")
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A dataclass as stored in a file."""
+
+    count: int
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_range(self, "count", at_least=0, at_most=2**40)
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A dataclass with another in it."""
+
+    inner: Inner
+    rest: dict[str, Any]
+    score: float | None
+
+
+def test_a_dataclass_is_read_as_it_was_stored(tmp_path):
+    value = Outer(Inner(3, ("a", "b")), {"x": [1, {"y": None}]}, 0.5)
+    write_json(tmp_path / "value.json", asdict(value))
+    assert read_stored(tmp_path / "value.json", Outer) == value
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "truncated"),
+        (b"[]", "Expected `object`, got `array`"),
+        (b"null", "Expected `object`, got `null`"),
+        (b'{"inner": ', "truncated"),
+        (b'{"inner": "\xff"}', "can't decode"),
+        (b'{"inner": NaN}', "malformed"),
+        (b'{"rest": ' + b"[" * 100_000, "too deeply nested"),
+        (b'{"inner": {"count": 1, "names": []}, "score": null}', "missing required field `rest`"),
+        (b'{"inner": {"count": 1}, "rest": {}, "score": null}', "unknown field - at `inner.names`"),
+        (b'{"inner": {"count": 1, "names": []}, "rest": {}, "score": null, "x": 1}', "unknown field - at `x`"),
+        (b'{"inner": {"count": true, "names": []}, "rest": {}, "score": 1}', "Expected `int`, got `bool`"),
+        (b'{"inner": {"count": 1' + b"0" * 30 + b', "names": []}, "rest": {}, "score": 1}', "at most 1099511627776"),
+        (b'{"inner": {"count": 1, "names": []}, "rest": {}, "score": 1e999}', "out of range"),
+    ],
+)
+def test_a_file_of_another_form_is_one_error_that_names_it(tmp_path, content, reason):
+    (tmp_path / "value.json").write_bytes(content)
+    with pytest.raises(DataError, match=rf"value.json is damaged or of another kind \(.*{reason}.*\); copy or create"):
+        read_stored(tmp_path / "value.json", Outer)
+
+
+def test_endless_and_huge_files_are_not_read(tmp_path):
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "fifo.json")
+    for name in ("zero.json", "fifo.json"):
+        with pytest.raises(DataError, match=f"has no {name}"):
+            read_json(tmp_path / name)
+    with (tmp_path / "huge.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match="more than any such file has"):
+        read_json(tmp_path / "huge.json")
 
 
 def test_changed_settings_are_listed(tmp_path):

@@ -72,6 +72,15 @@ def test_fill_returns_the_most_likely_tokens_for_each_mask(model):
         assert list(mask.tokens.values()) == sorted(mask.tokens.values(), reverse=True)
 
 
+@pytest.mark.parametrize("call", ["detect", "fill", "embed"])
+def test_outputs_that_are_not_finite_are_no_answer(run, call):
+    model = electra.load(run)
+    for parameter in model.electra.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.raises(DataError, match="are not finite"):
+        getattr(model, call)("the [MASK] sat")
+
+
 def test_fill_needs_a_mask_within_the_positions(model):
     with pytest.raises(ConfigError, match=r"the \[MASK\] is after the first 512 tokens"):
         model.fill("cat " * 1000 + "[MASK]")

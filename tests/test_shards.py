@@ -1,6 +1,7 @@
 """Shards: the format on disk, and errors for folders that are missing, unfinished or damaged."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 
 from electra import cli
 from electra.config import build_config
+from electra.data import shards as shards_module
 from electra.data.prepare import ShardConfig, shard
-from electra.data.shards import TokenRing, open_shards
+from electra.data.shards import ShardArray, ShardFile, TokenRing, open_shards, serialize_shard
 from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
 from electra.errors import DataError
 
@@ -50,7 +52,7 @@ def test_the_token_ring_continues_over_shards_and_wraps_around(folder):
 
 def damage(file: Path, kind: str) -> None:
     data = bytearray(file.read_bytes())
-    data[-1] ^= 1
+    data[-8 - 2 if kind == "flipped token" else -1] ^= 1  # the last 8 bytes are checksums
     file.unlink() if kind == "missing" else file.write_bytes(data[:-5] if kind == "truncated" else data)
 
 
@@ -64,16 +66,79 @@ def test_damage_is_detected_and_only_the_damaged_shard_is_made_again(folder, kin
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(moved), "--verify"])
     error = capsys.readouterr().err
-    assert "00001.safetensors; make only these again with: electra shard" in error
+    assert "00001.safetensors; make only what is damaged again with: electra shard" in error
     cli.main(shlex.split(error.partition("again with: electra ")[2]))  # names the present folder
     assert "made 1 of 3 shards" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in moved.glob("*.safetensors")} == content
 
 
+def test_every_flipped_bit_is_noticed_when_its_block_is_read(folder):
+    def read_all() -> list:
+        shards = open_shards(folder)
+        return [*map(np.ndarray.tolist, shards.tokens_by_shard("train") + shards.document_ends_by_shard("train"))]
+
+    before = read_all()
+    for file in folder.glob("*.*"):
+        content = bytearray(file.read_bytes())
+        for position in range(0, len(content), 13):
+            content[position] ^= 1 << position % 8
+            file.write_bytes(content)
+            with pytest.raises(DataError, match="damaged"):
+                read_all()
+            content[position] ^= 1 << position % 8
+        file.write_bytes(content)
+    assert read_all() == before
+
+
+def test_only_the_blocks_that_are_read_are_verified(folder):
+    damage(folder / "00001.safetensors", "flipped token")
+    ring = TokenRing(open_shards(folder), "train")
+    rows = np.zeros((1, 4), ring.dtype)
+    ring.read_rows_into(np.array([0]), out=rows)  # all of 00000
+    with pytest.raises(DataError, match=r"00001.safetensors is damaged; make only what is damaged again with: electra"):
+        ring.read_rows_into(np.array([5]), out=rows)
+    with pytest.raises(DataError, match=r"00001.safetensors is damaged"):
+        ring.read_across_shards(3, 2)
+
+
+def test_blocks_are_found_for_rows_of_any_width(monkeypatch):
+    monkeypatch.setattr(shards_module, "BLOCK_BYTES", 8)
+    tokens = np.arange(50, dtype=np.uint16)
+    info = {"text_bytes": 0, "text_checksum": 0, "replaced": 0, "cut": 0, "unknown": 0, "uncovered": {}}
+    content = serialize_shard({"train": [tokens.tobytes()], "validation": []}, info, tokens.dtype)
+    for position in range(50):
+        damaged = bytearray(content)
+        damaged[content.index(tokens.tobytes()) + 2 * position] ^= 1
+        for width in (1, 3, 20):
+            array = ShardArray(ShardFile(bytes(damaged), Path("00000.safetensors")), "train.tokens")
+            for start in range(51 - width):
+                first = (array.offset + 2 * start) // 8
+                last = (array.offset + 2 * (start + width) - 1) // 8
+                if first <= (array.offset + 2 * position) // 8 <= last:
+                    with pytest.raises(DataError, match="damaged"):
+                        array.read(start, start + width)
+                else:
+                    assert array.read(start, start + width).tolist() == list(range(start, start + width))
+
+
+def test_exchanged_shards_are_noticed(folder):
+    sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    first, *_, last = [name for name in sizes if list(sizes.values()).count(sizes[name]) > 1] or [*sizes]
+    shutil.copy(folder / first, folder / last)
+    with pytest.raises(DataError, match=f"{last} is damaged|damaged shards in .*{last}"):
+        open_shards(folder).tokens_by_shard("train")
+
+
+def test_another_tokenizer_in_the_folder_is_noticed(folder):
+    build_wordpiece_tokenizer([*TOKENS[:-1], "##q"], lowercase=True).save(folder / "tokenizer")
+    with pytest.raises(DataError, match="not the tokenizer that the shards were made with; make only what is damaged"):
+        assert open_shards(folder).tokenizer
+
+
 @pytest.mark.parametrize("content", ["{", '{"settings": {}}', '{"settings": {}, "command": 1, "shards": []}'])
 def test_a_damaged_index_is_named(folder, content):
     (folder / "index.json").write_text(content)
-    with pytest.raises(DataError, match=r"index.json is damaged .* make the shards again"):
+    with pytest.raises(DataError, match=r"index.json is damaged or not an index of shards .* make the shards again"):
         open_shards(folder)
 
 

@@ -96,9 +96,9 @@ def test_damaged_weights_are_an_error(folder, damage, message):
     [
         ({"layers": 3}, "lacks discriminator.encoder.layers.2"),
         ({"feedforward": 41}, r"down.weight has shape \(24, 40\), but config.json requires \(24, 41\)"),
-        ({"colour": "blue"}, "discriminator: EncoderConfig has no setting colour"),
-        ({"layers": 2.0}, r"discriminator: Expected `int`, got `float` - at `\$.layers`"),
-        ({"norm_epsilon": "tiny"}, r"Expected `float`, got `str` - at `\$.norm_epsilon`"),
+        ({"colour": "blue"}, "unknown field - at `discriminator.colour`"),
+        ({"layers": 2.0}, "Expected `int`, got `float` - at `discriminator.layers`"),
+        ({"norm_epsilon": "tiny"}, "Expected `float`, got `str` - at `discriminator.norm_epsilon`"),
     ],
 )
 def test_settings_that_are_invalid_or_do_not_fit_the_weights_are_an_error(folder, settings, message):
@@ -114,7 +114,7 @@ def test_missing_setting_is_an_error(folder, name):
     config = json.loads((folder / "config.json").read_text())
     del config["model"]["generator"][name]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=f"config.json: generator: EncoderConfig lacks {name}"):
+    with pytest.raises(DataError, match=name):
         load_model(folder)
 
 
@@ -126,15 +126,15 @@ def pair_json(**settings) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "config.json is not valid JSON"),
+        ("{", "config.json is damaged or of another kind .* copy or create it again"),
         ("{}", "config.json has no model"),
-        ('{"model": null}', "expected the settings of ElectraConfig, not None"),
-        ('{"model": []}', r"expected the settings of ElectraConfig, not \[\]"),
-        ('{"model": "x"}', "expected the settings of ElectraConfig, not 'x'"),
-        ('{"model": {"generator": null}}', "ElectraConfig lacks discriminator, has_baseline, head, sharing"),
-        (pair_json(generator=0), "generator: expected .* not 0"),
-        (pair_json(generator={}), "generator: EncoderConfig lacks attention_dropout, "),
-        (pair_json(sharing=[]), r"at `\$.sharing`"),
+        ('{"model": null}', "Expected `object`, got `null`"),
+        ('{"model": {"generator": null}}', "missing required field `discriminator`"),
+        (pair_json(), "neither a generator nor a discriminator"),
+        (pair_json(generator=0), "Expected `object | null`, got `int` - at `generator`"),
+        (pair_json(generator={}), "Missing or unknown field - at `generator.style`"),
+        (pair_json(generator={"layers": 10**30}), "it must be at least 1 and at most .* - at `generator`"),
+        (pair_json(sharing=[]), "at `sharing`"),
     ],
 )
 def test_config_without_a_model_is_an_error(folder, text, message):

@@ -92,7 +92,7 @@ def test_the_stored_pooling_is_checked(saved):
     settings = json.loads((folder / "config.json").read_text())
     assert settings["pooling"] == "cls"
     (folder / "config.json").write_text(json.dumps(settings | {"pooling": "max"}))
-    with pytest.raises(DataError, match=r"config.json: .*'max'"):
+    with pytest.raises(DataError, match=r"config.json .*'max'"):
         load_finetuned_model(folder)
 
 

@@ -20,6 +20,7 @@ from electra.finetuning.tasks import (
     stream_examples,
     with_data_source,
 )
+from electra.runfolder import convert_stored
 
 NLI_HEADER = "index\tpromptID\tsentence1\tsentence2\tlabel1\tgold_label\n"
 FILES = {
@@ -154,17 +155,21 @@ def test_missing_tasks_files_and_splits_are_named(glue):
 
 @pytest.mark.parametrize("name", GLUE_TASKS)
 def test_tasks_round_trip_through_json(name):
-    assert Task.from_dict(json.loads(json.dumps(asdict(GLUE_TASKS[name])))) == GLUE_TASKS[name]
+    stored = json.loads(json.dumps(asdict(GLUE_TASKS[name])))
+    assert convert_stored(stored, Task, Path("config.json")) == GLUE_TASKS[name]
 
 
-def test_stored_tasks_are_checked():
-    stored = asdict(GLUE_TASKS["cola"])
-    with pytest.raises(ConfigError, match="'tagging'"):
-        Task.from_dict(stored | {"kind": "tagging"})
-    with pytest.raises(ConfigError, match="unknown metric bleu; choose from accuracy"):
-        Task.from_dict(stored | {"metrics": ["bleu"]})
-    with pytest.raises(ConfigError, match="no setting colour"):
-        Task.from_dict(stored | {"colour": 1})
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "tagging"}, "'tagging'"),
+        ({"metrics": ["bleu"]}, "unknown metric bleu; choose from accuracy"),
+        ({"colour": 1}, "unknown field - at `colour`"),
+    ],
+)
+def test_stored_tasks_are_checked(change, message):
+    with pytest.raises(DataError, match=message):
+        convert_stored(asdict(GLUE_TASKS["cola"]) | change, Task, Path("config.json"))
 
 
 def test_scores_are_normalised_by_their_scale():

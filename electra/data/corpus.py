@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from electra.data.files import TextFile, find_text_files, import_optional, open_parquet, open_streams
@@ -80,6 +81,10 @@ class Corpus:
     def file_sizes(self) -> list[int]:
         """Bytes on disk of each file; empty for hub data."""
         return [file.path.stat().st_size for file in self.files]
+
+    def is_newer_than(self, path: Path) -> bool:
+        """Whether a file of the corpus was changed after `path`; False for hub data."""
+        return any(file.path.stat().st_mtime > path.stat().st_mtime for file in self.files)
 
     def hub_name_or_file_sizes(self) -> dict[str, str] | str:
         """The hub name, or the size of each file by its path below their common folder; to notice a changed corpus."""

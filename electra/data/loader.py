@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -135,7 +134,7 @@ class DeviceTokens:
             )
         self.tokens = torch.empty(len(ring), dtype=SIGNED_DTYPES[ring.dtype], device=device)
         for part, start, end in zip(ring.parts, ring.starts, ring.ends, strict=True):
-            self.tokens[start:end] = torch.from_numpy(np.array(part)).view(self.tokens.dtype)
+            self.tokens[start:end] = torch.from_numpy(np.array(part.read())).view(self.tokens.dtype)
 
     def read_rows(self, starts: NDArray, width: int) -> Tensor:
         """[R, width] the tokens from each start on, for `to_int64_ids`."""
@@ -225,6 +224,12 @@ class BatchLoader:
             for batch in self.build_batches(position, tokens, spans):
                 self.position = self.position_after(self.position, steps=1)
                 yield batch
+
+    def read_batch(self, step: int) -> Batch:
+        """The batch of a step, alone in its memory: batches of `__iter__` are views of tensors of several steps."""
+        position = self.position_after(LoaderPosition(), step)
+        spans, width = self.next_row_spans(position, steps=1)
+        return next(self.build_batches(position, self.tokens.read_rows(spans.starts, width), spans))
 
     def read_token_chunks(self, position: LoaderPosition) -> Iterator[tuple[LoaderPosition, Tensor, RowSpans]]:
         """The tokens of several steps at a time, endlessly."""
@@ -328,9 +333,18 @@ def prefetch_in_thread(items: Iterable[Item], depth: int = 3) -> Iterator[Item]:
 
 
 def validation_batches(
-    shards: Shards, config: LoaderConfig, *, whole_word_masking: bool = False, device: torch.device | str = "cpu"
+    shards: Shards,
+    config: LoaderConfig,
+    *,
+    max_batches: int | None = None,
+    whole_word_masking: bool = False,
+    device: torch.device | str = "cpu",
 ) -> Iterator[Batch]:
-    """One pass over the validation split in the order of the text: full batches only, but at least one."""
+    """Batches of the validation split in the order of the text: full ones only, but at least one.
+
+    With `max_batches` they are evenly spread over the split, and no others are read.
+    """
     loader = BatchLoader(shards, config, split="validation", whole_word_masking=whole_word_masking, device=device)
     steps = max(1, loader.epoch(0).num_rows // config.batch_size)
-    return islice(loader, steps)
+    count = min(steps, max_batches or steps)
+    return (loader.read_batch(index * steps // count) for index in range(count))

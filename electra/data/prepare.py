@@ -10,14 +10,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shlex
-import shutil
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
@@ -25,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
+from zlib import crc32
 
 import numpy as np
 from rich.console import Console
@@ -35,29 +35,31 @@ from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, in_valid
 from electra.data.files import warn_skipped_files
 from electra.data.shards import (
     INDEX,
+    SHARD_NAME,
     SPLITS,
     TOKENIZER,
     UNFINISHED,
+    ShardFile,
     ShardIndex,
     ShardInfo,
     Shards,
     Split,
     most_frequent_words,
+    open_shard_file,
     read_index,
-    read_shard_info,
     serialize_shard,
     shard_file_name,
 )
-from electra.data.tokenizer import TextTokenizer, load_tokenizer
+from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from electra.data.wordpiece import LibraryEncoder, create_encoder
 from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
+    PARTIAL,
     check_same_settings,
     is_missing_or_empty,
     lock_folder,
     read_json,
-    remove_partial_files,
     write_file,
     write_json,
 )
@@ -138,6 +140,14 @@ class ShardText:
     blocks: list[Block]
     position: int  # bytes of the corpus on disk up to its end
 
+    def checksum(self) -> int:
+        """CRC-32 of the text."""
+        checksum = 0
+        for block in self.blocks:
+            for part in [block.data] if isinstance(block.data, bytes) else block.data:
+                checksum = crc32(part, crc32(b"\0", checksum))
+        return checksum
+
 
 @dataclass(frozen=True)
 class EncodedShard:
@@ -162,7 +172,7 @@ def shard(config: ShardConfig) -> ShardResult:
         with clean_up_on_failure(config.output):
             finished = find_finished_shards(config.output, old_index)
             tokenizer.save(config.output / TOKENIZER)
-            if old_index is not None and len(finished) == len(old_index.shards):
+            if old_index and len(finished) == len(old_index.shards) and not corpus.is_newer_than(config.output / INDEX):
                 return summarize(config, old_index, 0, monotonic() - start_time)
             new = write_missing_shards(config, chain([first], texts), finished, tokenizer, corpus)
             shards = sorted([*finished.values(), *new], key=lambda shard: shard.name)
@@ -200,17 +210,22 @@ def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokeniz
 def prepare_output_folder(output: Path, settings: dict[str, Any]) -> ShardIndex | None:
     """The index of a previous run, if it finished; raises unless the folder is empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
-    is_started = (output / UNFINISHED).exists()
+    unfinished = read_json(output / UNFINISHED) if (output / UNFINISHED).exists() else {}
+    is_started = unfinished.keys() == settings.keys()  # otherwise the file is not of electra shard
     if index is not None:
         check_same_settings(output, index.settings, settings)
-        (output / UNFINISHED).unlink(missing_ok=True)
-    elif is_started and any(output.glob("*.safetensors")):
-        check_same_settings(output, read_json(output / UNFINISHED), settings)
+    elif is_started and shard_files(output):
+        check_same_settings(output, unfinished, settings)
     elif is_started or is_missing_or_empty(output):  # a run without any finished shard may be replaced
         write_json(output / UNFINISHED, settings)
     else:
         raise ConfigError(f"{output} contains other files; choose a new or empty folder for --output")
-    remove_partial_files(output)
+    if index is not None and is_started:
+        (output / UNFINISHED).unlink()
+    for path in [*output.glob(f"*{PARTIAL}"), *(output / TOKENIZER).glob(f"*{PARTIAL}")]:
+        name = path.name.removesuffix(PARTIAL)
+        if SHARD_NAME.fullmatch(name) or name in (INDEX, UNFINISHED, *TOKENIZER_FILES):
+            path.unlink()
     return index
 
 
@@ -222,10 +237,12 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
     except BaseException as error:
         if (output / INDEX).exists():
             raise
-        num_shards = len(list(output.glob("*.safetensors")))
+        num_shards = len(shard_files(output))
         if not num_shards:
-            shutil.rmtree(output / TOKENIZER, ignore_errors=True)
-            (output / UNFINISHED).unlink(missing_ok=True)
+            for path in (output / UNFINISHED, *(output / TOKENIZER / name for name in TOKENIZER_FILES)):
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # missing, or with other files
+                (output / TOKENIZER).rmdir()
         if not num_shards or not isinstance(error, DataError | OSError):
             raise
         message = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
@@ -236,11 +253,41 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
 
 
 def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
-    """The complete shards of a folder by name."""
-    if index is None:
-        return {path.name: read_shard_info(path.name, path.read_bytes()) for path in output.glob("*.safetensors")}
-    damaged = Shards(output, index).find_damaged_shards()
-    return {shard.name: shard for shard in index.shards if shard.name not in damaged}
+    """The undamaged shards of a folder by name."""
+    if index is not None:
+        damaged = Shards(output, index).find_damaged_shards()
+        return {shard.name: shard for shard in index.shards if shard.name not in damaged}
+    finished = {}
+    for path in shard_files(output):
+        with suppress(DataError):  # damaged: made again
+            file = open_shard_file(path)
+            file.verify_all()
+            finished[path.name] = file.read_info()
+    return finished
+
+
+def shard_files(output: Path) -> list[Path]:
+    """The files of a folder that are named as shards."""
+    return [path for path in output.glob("*.safetensors") if SHARD_NAME.fullmatch(path.name)]
+
+
+def missing_texts(
+    config: ShardConfig, texts: Iterable[ShardText], finished: dict[str, ShardInfo]
+) -> Iterator[ShardText]:
+    """The texts without a finished shard; raises if a finished shard was made from another text."""
+    others = dict(finished)
+    for text in texts:
+        shard = others.pop(shard_file_name(text.number), None)
+        if shard is None:
+            yield text
+        elif shard.text_checksum != text.checksum():
+            others[shard.name] = shard
+            break
+    if others:
+        raise DataError(
+            f"the text of {config.source.corpus} was changed after {min(others)} was made from it; choose another "
+            f"--output, or start over: rm -r {shlex.quote(str(config.output))}"
+        )
 
 
 def write_missing_shards(
@@ -253,12 +300,11 @@ def write_missing_shards(
     """Encode and write every shard that is not finished."""
     new: list[ShardInfo] = []
     encode = partial(encode_shard, config, tokenizer.fingerprint)
-    missing = (text for text in texts if shard_file_name(text.number) not in finished)
     workers = config.workers or count_usable_cores()
     start_time = monotonic()
     with create_progress_bar() as bar:
         task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
-        for encoded in map_in_order(encode, missing, workers):
+        for encoded in map_in_order(encode, missing_texts(config, texts, finished), workers):
             write_file(config.output / encoded.info.name, encoded.content)
             new.append(encoded.info)
             description = describe_progress(new, monotonic() - start_time)
@@ -284,12 +330,14 @@ def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> Enco
     encoded = [ids for split in SPLITS for ids in documents[split]]
     info = {
         "text_bytes": sum(map(len, text.blocks)),
+        "text_checksum": text.checksum(),
         "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
         "uncovered": most_frequent_words(encoder.uncovered, MAX_UNCOVERED_WORDS),
         **asdict(stats),
     }
     content = serialize_shard(documents, info, dtype)
-    return EncodedShard(read_shard_info(shard_file_name(text.number), content), content, text.position)
+    file = ShardFile(content, Path(shard_file_name(text.number)))
+    return EncodedShard(file.read_info(), content, text.position)
 
 
 def encode_documents_by_split(

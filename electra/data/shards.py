@@ -1,20 +1,23 @@
 """Shards: the tokens of a corpus on disk, memory-mapped, with an index.
 
 A shard is a safetensors file with two arrays per split: `tokens` (the documents, concatenated, each ending with [SEP])
-and `ends` (the end of each document). index.json is written last: if it exists, all shards are complete.
+and `ends` (the end of each document). The last array, `checksums`, holds CRC-32s as bytes: of the header, then of each
+block of the other arrays, which are compared when a block is first read. index.json is written last: if it exists, all
+shards are complete.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from hashlib import sha256
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -24,7 +27,7 @@ from safetensors.numpy import save
 
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import DataError
-from electra.runfolder import CHECKSUM, file_checksum
+from electra.runfolder import CHECKSUM, join_first_names
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -32,7 +35,12 @@ INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 """The settings of an `electra shard` run; removed when its index is written."""
 TOKENIZER = "tokenizer"
-DTYPES = {"U16": np.uint16, "U32": np.uint32}
+DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
+CHECKSUMS = "checksums"
+CHECKSUM_FIELD = b',\n "checksum": '
+BLOCK_BYTES = 1 << 14
+"""Bytes that one checksum covers: a row of a batch lies in one or two blocks."""
+SHARD_NAME = re.compile(r"\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -41,14 +49,21 @@ class ShardInfo:
 
     name: str
     bytes: int
-    sha256: str
+    checksum: int  # CRC-32 of the checksums in the file
     documents: dict[str, int]  # by split
     tokens: dict[str, int]  # by split, [SEP] included
     text_bytes: int
+    text_checksum: int  # CRC-32
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
     unknown: int  # number of [UNK] tokens
     uncovered: dict[str, int]  # most frequent words that contain [UNK], with their counts
+
+    def __post_init__(self) -> None:
+        if not SHARD_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} is not the name of a shard")
+        if not set(SPLITS) == set(self.documents) == set(self.tokens):
+            raise ValueError(f"documents and tokens are not counts by split: {', '.join(SPLITS)}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,10 @@ class ShardIndex:
     settings: dict[str, Any]
     command: str  # the command line that makes these shards
     shards: list[ShardInfo]
+
+    def __post_init__(self) -> None:
+        if "--output" not in shlex.split(self.command):
+            raise ValueError("command is not one of electra shard")
 
     def totals_by_split(self, field: Literal["documents", "tokens"]) -> dict[str, int]:
         """Number of documents or tokens by split."""
@@ -75,8 +94,15 @@ class ShardIndex:
         return most_frequent_words(words, limit)
 
     def to_json(self) -> bytes:
+        """The content of index.json, which ends with its own checksum."""
         totals = {"documents": self.totals_by_split("documents"), "tokens": self.totals_by_split("tokens")}
-        return json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False).encode() + b"\n"
+        content = json.dumps({"totals": totals, **asdict(self)}, indent=1, ensure_ascii=False).encode()
+        return append_checksum(content.removesuffix(b"\n}"))
+
+
+def append_checksum(fields: bytes) -> bytes:
+    """The end of a JSON object whose other fields are given, with the checksum of these."""
+    return fields + CHECKSUM_FIELD + b"%d\n}\n" % crc32(fields)
 
 
 def most_frequent_words(words: Counter[str], limit: int) -> dict[str, int]:
@@ -90,28 +116,116 @@ def shard_file_name(number: int) -> str:
 
 def serialize_shard(documents: dict[Split, list[bytes]], info: dict[str, Any], dtype: np.dtype) -> bytes:
     """The content of a shard file from the encoded documents of each split; `info` are fields of `ShardInfo`."""
-    arrays = {}
+    arrays: dict[str, NDArray] = {}
     for split, encoded in documents.items():
         arrays[f"{split}.tokens"] = np.frombuffer(b"".join(encoded), dtype)
         arrays[f"{split}.ends"] = np.cumsum([len(ids) // dtype.itemsize for ids in encoded], dtype=np.uint32)
-    return save(arrays, {"facts": json.dumps(info)})
+    size = sum(array.nbytes for array in arrays.values())
+    arrays[CHECKSUMS] = np.zeros(4 + 4 * -(-size // BLOCK_BYTES), np.uint8)  # safetensors writes uint8 last
+    content = bytearray(save(arrays, {"facts": json.dumps(info)}))
+    start = len(content) - len(arrays[CHECKSUMS]) - size
+    header, data = memoryview(content)[:start], memoryview(content)[start : start + size]
+    blocks = [header, *(data[at : at + BLOCK_BYTES] for at in range(0, size, BLOCK_BYTES))]
+    memoryview(content)[start + size :] = np.array([crc32(block) for block in blocks], np.uint32).tobytes()
+    return bytes(content)
 
 
-def read_shard_info(name: str, content: bytes) -> ShardInfo:
-    """The index entry of a shard file with this content."""
-    header, _ = read_safetensors_header(content)
-    counts: dict[str, Any] = {
-        count: {split: header[f"{split}.{array}"]["shape"][0] for split in SPLITS}
-        for count, array in (("documents", "ends"), ("tokens", "tokens"))
-    }
-    facts = json.loads(header["__metadata__"]["facts"])
-    return ShardInfo(name=name, bytes=len(content), sha256=sha256(content).hexdigest(), **counts, **facts)
+class ArrayEntry(msgspec.Struct):
+    """An array in the header of a safetensors file."""
+
+    dtype: Literal["U8", "U16", "U32"]
+    shape: tuple[int]
+    data_offsets: tuple[int, int]
 
 
-def read_safetensors_header(content: bytes | mmap) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file and the offset of its data."""
-    offset = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:offset]), offset
+class ShardFile:
+    """A shard, memory-mapped; a block is compared with its checksum when it is first read.
+
+    `advice`, with which errors end, tells how to make a damaged shard again.
+    """
+
+    def __init__(self, content: bytes | mmap, path: Path, advice: str = ""):
+        self.content, self.path, self.advice = content, path, advice
+        start = 8 + int.from_bytes(content[:8], "little")
+        try:
+            header = msgspec.json.decode(content[8:start], type=dict[str, msgspec.Raw])
+            self.facts = msgspec.json.decode(header.pop("__metadata__"), type=dict[str, str])["facts"]
+            entries = {key: msgspec.json.decode(entry, type=ArrayEntry) for key, entry in header.items()}
+            self.offsets = {key: entry.data_offsets[0] for key, entry in entries.items()}
+            self.arrays = {
+                key: np.frombuffer(content, DTYPES[entry.dtype], entry.shape[0], start + self.offsets[key])
+                for key, entry in entries.items()
+            }
+            self.data = np.frombuffer(content, np.uint8, self.offsets[CHECKSUMS], start)
+            header_checksum, *self.checksums = self.arrays[CHECKSUMS].view(np.uint32).tolist()
+        except (ValueError, KeyError, msgspec.MsgspecError, RecursionError, OverflowError):
+            raise self.damage() from None
+        self.is_verified = np.zeros(len(self.checksums), bool)
+        if crc32(content[:start]) != header_checksum or len(self.checksums) != -(-len(self.data) // BLOCK_BYTES):
+            raise self.damage()
+
+    def damage(self) -> DataError:
+        return DataError(f"{self.path} is damaged{self.advice}")
+
+    def checksum(self) -> int:
+        """The checksum of its checksums."""
+        return crc32(self.arrays[CHECKSUMS].data)
+
+    def read_info(self) -> ShardInfo:
+        """The index entry of this shard."""
+        counts = {
+            count: {split: len(self.arrays[f"{split}.{array}"]) for split in SPLITS}
+            for count, array in (("documents", "ends"), ("tokens", "tokens"))
+        }
+        fixed = {"name": self.path.name, "bytes": len(self.content), "checksum": self.checksum()}
+        return msgspec.convert(fixed | counts | json.loads(self.facts), ShardInfo)
+
+    def verify(self, starts: NDArray, num_bytes: int) -> None:
+        """Raise if the `num_bytes` bytes of `data` from one of `starts` [R] on do not match their checksums."""
+        first, last = starts // BLOCK_BYTES, (starts + num_bytes - 1) // BLOCK_BYTES
+        blocks = np.minimum(first[:, None] + np.arange(1 + -(-num_bytes // BLOCK_BYTES)), last[:, None])
+        for block in np.unique(blocks[~self.is_verified[blocks]]).tolist():
+            if crc32(self.data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].data) != self.checksums[block]:
+                raise self.damage()
+            self.is_verified[block] = True
+
+    def verify_all(self) -> None:
+        """Raise if any part does not match its checksum."""
+        if len(self.data):
+            self.verify(np.zeros(1, np.int64), len(self.data))
+
+
+def open_shard_file(path: Path, advice: str = "") -> ShardFile:
+    """Map a shard into memory."""
+    try:
+        with open(path, "rb") as file:
+            return ShardFile(mmap(file.fileno(), 0, access=ACCESS_READ), path, advice)
+    except (OSError, ValueError) as error:  # missing or empty
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read ({error}){advice}") from None
+
+
+class ShardArray:
+    """An array of a shard."""
+
+    def __init__(self, file: ShardFile, key: str):
+        self.file, self.offset = file, file.offsets[key]
+        self.values = file.arrays[key]  # not verified
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def verify(self, starts: NDArray, count: int) -> None:
+        """Raise if one of the `count` values from one of `starts` [R] on is damaged."""
+        self.file.verify(self.offset + starts * self.values.itemsize, count * self.values.itemsize)
+
+    def read(self, start: int = 0, end: int | None = None) -> NDArray:
+        """A slice of its values, verified."""
+        values = self.values[start:end]
+        if len(values):
+            self.verify(np.array([start]), len(values))
+        return values
 
 
 @dataclass(frozen=True)
@@ -124,38 +238,59 @@ class Shards:
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer that the shards were made with."""
-        return load_tokenizer(self.folder / TOKENIZER)
+        tokenizer = load_tokenizer(self.folder / TOKENIZER)
+        if CHECKSUM + tokenizer.fingerprint != self.index.settings.get("tokenizer"):
+            raise DataError(
+                f"{self.folder / TOKENIZER} is not the tokenizer that the shards were made with{self.advice}"
+            )
+        return tokenizer
 
-    def tokens_by_shard(self, split: Split) -> list[NDArray]:
-        """The tokens of each shard, memory-mapped."""
-        return [self.memory_map_array(shard, f"{split}.tokens") for shard in self.index.shards]
+    @cached_property
+    def advice(self) -> str:
+        """The end of an error: the command that makes what is damaged again, in the present folder."""
+        words = shlex.split(self.index.command)
+        words[words.index("--output") + 1] = str(self.folder)
+        return f"; make only what is damaged again with: {shlex.join(words)}"
+
+    @cached_property
+    def files(self) -> list[ShardFile]:
+        """All shards, memory-mapped."""
+        raise_open_file_limit(len(self.index.shards))
+        return [self.open_file(shard) for shard in self.index.shards]
+
+    def open_file(self, shard: ShardInfo) -> ShardFile:
+        """A shard, memory-mapped; raises if it is missing or if its size or header is not the index's."""
+        file = open_shard_file(self.folder / shard.name, self.advice)
+        if (len(file.content), file.checksum()) != (shard.bytes, shard.checksum):
+            raise file.damage()
+        return file
+
+    def arrays(self, split: Split, name: Literal["tokens", "ends"]) -> list[ShardArray]:
+        """An array of each shard."""
+        return [ShardArray(file, f"{split}.{name}") for file in self.files]
+
+    def tokens_by_shard(self, split: Split, fraction: float = 1.0) -> list[NDArray]:
+        """The first `fraction` of the tokens of each shard, memory-mapped."""
+        return [array.read(0, round(fraction * len(array))) for array in self.arrays(split, "tokens")]
 
     def document_ends_by_shard(self, split: Split) -> list[NDArray]:
         """The end of each document in `tokens` of each shard, memory-mapped."""
-        return [self.memory_map_array(shard, f"{split}.ends") for shard in self.index.shards]
-
-    def memory_map_array(self, shard: ShardInfo, name: str) -> NDArray:
-        with open(self.folder / shard.name, "rb") as file:
-            mapped = mmap(file.fileno(), 0, access=ACCESS_READ)
-        try:
-            header, offset = read_safetensors_header(mapped)
-            [length], (start, _) = header[name]["shape"], header[name]["data_offsets"]
-            return np.frombuffer(mapped, DTYPES[header[name]["dtype"]], length, offset + start)
-        except (ValueError, KeyError):
-            raise damaged_shards_error(self, [shard.name]) from None
+        return [array.read() for array in self.arrays(split, "ends")]
 
     def find_damaged_shards(self) -> list[str]:
-        """The names of shards that are missing or whose checksum is not the index's."""
-        return [
-            shard.name
-            for shard in self.index.shards
-            if self.is_missing_or_truncated(shard) or file_checksum(self.folder / shard.name) != CHECKSUM + shard.sha256
-        ]
+        """The names of shards that are missing or damaged, all checksums verified."""
+        damaged = []
+        for shard in self.index.shards:
+            try:
+                self.open_file(shard).verify_all()
+            except DataError:
+                damaged.append(shard.name)
+        return damaged
 
     def is_missing_or_truncated(self, shard: ShardInfo) -> bool:
         """Whether a shard is missing or truncated."""
         path = self.folder / shard.name
-        return not path.exists() or path.stat().st_size != shard.bytes
+        return not path.is_file() or path.stat().st_size != shard.bytes
 
     def check_same_tokenizer(self, model_tokenizer: TextTokenizer) -> None:
         """Raise if a model's tokenizer is not the one that the shards were made with."""
@@ -174,7 +309,7 @@ def open_shards(folder: Path) -> Shards:
     """The shards in a folder; raises if they are missing, unfinished or truncated."""
     if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
         raise DataError(f"the shards in {folder} are unfinished; run the same electra shard command again to resume")
-    if not (folder / INDEX).exists():
+    if not (folder / INDEX).is_file():
         corpus = folder if folder.is_file() else "…"
         raise DataError(
             f"{explain_missing_shards(folder)}; make shards with: electra shard --corpus {corpus} --output shards/"
@@ -193,33 +328,33 @@ def explain_missing_shards(path: Path) -> str:
 
 
 def read_index(folder: Path) -> ShardIndex:
+    content = (folder / INDEX).read_bytes()
     try:
-        return msgspec.json.decode((folder / INDEX).read_bytes(), type=ShardIndex)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{folder / INDEX} is damaged ({error}); remove {folder} and make the shards again") from None
+        index = msgspec.json.decode(content, type=ShardIndex)
+        if content != append_checksum(content.rpartition(CHECKSUM_FIELD)[0]):
+            raise ValueError("it has other content than its checksum says")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{folder / INDEX} is damaged or not an index of shards ({error}); make the shards again in another folder"
+        ) from None
+    return index
 
 
 def damaged_shards_error(shards: Shards, names: list[str]) -> DataError:
-    """An error with the command that makes the damaged shards again, in their present folder."""
-    words = shlex.split(shards.index.command)
-    words[words.index("--output") + 1] = str(shards.folder)
-    return DataError(
-        f"damaged shards in {shards.folder}: {', '.join(names)}; make only these again with: {shlex.join(words)}"
-    )
+    return DataError(f"damaged shards in {shards.folder}: {join_first_names(names)}{shards.advice}")
 
 
 class TokenRing:
     """The tokens of a split over all shards, memory-mapped and read as a ring: the first follows the last."""
 
     def __init__(self, shards: Shards, split: Split):
-        raise_open_file_limit(len(shards.index.shards))
-        self.parts = [part for part in shards.tokens_by_shard(split) if len(part)]
+        self.parts = [part for part in shards.arrays(split, "tokens") if len(part)]
         if not self.parts:
             raise DataError(f"{shards.folder} has no {split} tokens; make shards with another --validation-fraction")
         sizes = [len(part) for part in self.parts]
         self.ends = np.cumsum(sizes)
         self.starts = self.ends - sizes
-        self.dtype = self.parts[0].dtype
+        self.dtype = self.parts[0].values.dtype
         self.window_views: dict[int, list[NDArray]] = {}  # by width
 
     def __len__(self) -> int:
@@ -236,12 +371,15 @@ class TokenRing:
         by_shard = inside[np.argsort(shard_of_row[inside], kind="stable")]
         numbers, firsts = np.unique(shard_of_row[by_shard], return_index=True)
         for number, rows in zip(numbers, np.split(by_shard, firsts[1:]), strict=False):  # no number if no row is inside
-            out[rows] = self.sliding_windows(width)[number][starts[rows] - self.starts[number]]
+            local = starts[rows] - self.starts[number]
+            self.parts[number].verify(local, width)
+            out[rows] = self.sliding_windows(width)[number][local]
 
     def sliding_windows(self, width: int) -> list[NDArray]:
         """For each shard, a view of all its windows of this width."""
         if width not in self.window_views:
-            padded = [part if len(part) >= width else np.zeros(width, part.dtype) for part in self.parts]
+            values = [part.values for part in self.parts]
+            padded = [part if len(part) >= width else np.zeros(width, part.dtype) for part in values]
             self.window_views[width] = [sliding_window_view(part, width) for part in padded]
         return self.window_views[width]
 
@@ -252,7 +390,7 @@ class TokenRing:
             start %= len(self)
             number = int(np.searchsorted(self.starts, start, side="right")) - 1
             local = start - int(self.starts[number])
-            pieces.append(self.parts[number][local : local + width])
+            pieces.append(self.parts[number].read(local, local + width))
             start += len(pieces[-1])
             width -= len(pieces[-1])
         return np.concatenate(pieces)

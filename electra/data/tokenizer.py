@@ -21,6 +21,12 @@ from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import create_folder_atomically, read_json, write_file, write_json
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+)
 CONTINUATION_PREFIX = "##"
 MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
 
@@ -84,10 +90,10 @@ class TextTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         special_tokens = {f"{role}_token": token for role, token in self.special_tokens}
         ids = self.library.get_vocab(with_added_tokens=True)
-        write_file(folder / "tokenizer.json", self.library.to_str(pretty=True) + "\n")
-        write_file(folder / "vocab.txt", "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)))
-        write_json(folder / "tokenizer_config.json", self.transformers_config() | special_tokens)
-        write_json(folder / "special_tokens_map.json", special_tokens)
+        write_file(folder / TOKENIZER_JSON, self.library.to_str(pretty=True) + "\n")
+        write_file(folder / VOCAB_TXT, "".join(f"{token}\n" for token in sorted(ids, key=ids.__getitem__)))
+        write_json(folder / SETTINGS, self.transformers_config() | special_tokens)
+        write_json(folder / SPECIAL_TOKENS_MAP, special_tokens)
 
     def transformers_config(self) -> dict[str, Any]:
         """The settings with which `transformers` builds an equal tokenizer."""
@@ -129,7 +135,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a vocab.txt, a tokenizer.json, or a folder with either; raises if a special token is missing."""
     if not path.exists():
         raise ConfigError(f"no tokenizer at {path}; expected a vocab.txt, a tokenizer.json or a folder with either")
-    candidates = [path / "tokenizer.json", path / "vocab.txt"] if path.is_dir() else [path]
+    candidates = [path / TOKENIZER_JSON, path / VOCAB_TXT] if path.is_dir() else [path]
     file = next((file for file in candidates if file.exists()), None)
     if file is None:
         raise DataError(f"neither tokenizer.json nor vocab.txt in {path}")
@@ -149,7 +155,7 @@ def load_tokenizer_json(file: Path) -> TextTokenizer:
         raise DataError(f"{file} is not a file of the tokenizers library ({error})") from None
     library.no_truncation()
     library.no_padding()
-    settings = read_json_beside(file, "tokenizer_config.json") | read_json_beside(file, "special_tokens_map.json")
+    settings = read_json_beside(file, SETTINGS) | read_json_beside(file, SPECIAL_TOKENS_MAP)
     special_tokens = []
     for role, default in SPECIAL_TOKENS.items():
         token = settings.get(f"{role}_token") or default
@@ -165,7 +171,7 @@ def load_vocab_txt(file: Path) -> TextTokenizer:
         raise DataError(f"{file} is not a vocabulary; expected one token per line in UTF-8") from None
     tokens = [line.rstrip("\r") for line in lines]
     tokens = tokens[:-1] if tokens[-1] == "" else tokens
-    settings = read_json_beside(file, "tokenizer_config.json")
+    settings = read_json_beside(file, SETTINGS)
     has_capitals = any(token != token.lower() for token in tokens if not token.startswith("["))
     return build_wordpiece_tokenizer(
         tokens,

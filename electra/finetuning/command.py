@@ -3,8 +3,16 @@
 from dataclasses import dataclass
 
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.jobs import best_model_folder, ensemble_metrics, medians_and_deviations, prepare_jobs, run_jobs
+from electra.finetuning.jobs import (
+    best_model_folder,
+    ensemble_metrics,
+    lock_output,
+    medians_and_deviations,
+    prepare_jobs,
+    run_jobs,
+)
 from electra.finetuning.metrics import Metrics
+from electra.finetuning.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,11 @@ class FinetuneResult:
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
     task = config.task.make_task()
+    with lock_output(config.output, [config.output]):
+        return finetune_task(task, config)
+
+
+def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
     jobs = prepare_jobs(
         model=config.model,
         task=task,

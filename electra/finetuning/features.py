@@ -18,6 +18,7 @@ from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError
 from electra.finetuning.tasks import Examples, Task
 from electra.model.storage import read_tensors, write_tensors
+from electra.runfolder import PARTIAL
 
 PAD_TO_MULTIPLE_OF = 32
 """Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
@@ -137,9 +138,12 @@ def load_or_make_features(
         return Features(**read_tensors(file))
     features = make_features(task, examples, tokenizer, max_length)
     cache_folder.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")  # parallel seeds may write the same file
-    write_tensors(temporary, vars(features))
-    temporary.replace(file)
+    partial = file.with_name(f"{file.name}-{os.getpid()}{PARTIAL}")  # parallel seeds may write the same file
+    try:
+        write_tensors(partial, vars(features))
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
     return features
 
 

@@ -15,6 +15,8 @@ from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
     ensemble_metrics,
+    is_finetuning_output,
+    lock_output,
     medians_and_deviations,
     prepare_jobs,
     read_mean_logits,
@@ -25,7 +27,7 @@ from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
 from electra.runfolder import read_json, write_file, write_json
 
-TABLE = "table.json"
+TABLE, TABLE_MARKDOWN = "table.json", "table.md"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
 LARGE_TASKS = ("sst2", "qqp", "mnli", "qnli")
 EXCLUDED_FROM_MEAN = "wnli"  # as in the paper: its dev rows contradict its training rows
@@ -136,7 +138,21 @@ def markdown_table(cells: list[list[str]]) -> str:
 
 def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune on every task with every seed, and tabulate the results."""
-    jobs_by_task = [prepare_task_jobs(task, config) for task in select_tasks(config)]
+    tasks = select_tasks(config)
+    check_own_table(config.output)
+    with lock_output(config.output, [config.output / task.name for task in tasks]):
+        return tabulate_tasks(tasks, config)
+
+
+def check_own_table(output: Path) -> None:
+    """Raise a DataError if the table of an output folder was not written by `glue`."""
+    tables = [name for name in (TABLE, TABLE_MARKDOWN) if (output / name).exists()]
+    if tables and not any(is_finetuning_output(folder) for folder in output.iterdir()):
+        raise DataError(f"{output} holds a {tables[0]} and no fine-tuning; choose another --output")
+
+
+def tabulate_tasks(tasks: list[Task], config: GlueConfig) -> GlueTable:
+    jobs_by_task = [prepare_task_jobs(task, config) for task in tasks]
     results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
     rows = [make_glue_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
     rows += read_earlier_rows(config.output, [row.task for row in rows])
@@ -147,7 +163,7 @@ def glue(config: GlueConfig) -> GlueTable:
     if config.submission is not None:
         notes.append(write_glue_submission(config.submission, jobs_by_task, config.jobs.ensemble))
     table = make_glue_table(config, rows, notes)
-    write_file(config.output / "table.md", f"{table}\n")
+    write_file(config.output / TABLE_MARKDOWN, f"{table}\n")
     write_json(config.output / TABLE, asdict(table))
     return table
 

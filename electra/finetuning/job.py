@@ -1,5 +1,6 @@
 """One fine-tuning run: a pre-trained encoder, a task and a seed give a model and its metrics."""
 
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,15 +27,14 @@ from electra.runfolder import (
     CHECKPOINTS,
     checkpoint_folders,
     create_folder_atomically,
-    lock_folder,
+    make_folder_removed_if_empty,
     read_json,
-    remove_partial_files,
     write_json,
 )
 from electra.training.config import Budget, HardwareConfig
 from electra.training.hardware import choose_device, choose_dtype
 from electra.training.logging import METRICS as METRICS_FILE
-from electra.training.logging import read_metrics
+from electra.training.logging import check_not_diverged, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -84,7 +84,7 @@ class Job:
 
         After SIGTERM or SIGINT, saves a checkpoint and exits."""
         if not self.is_finished():
-            with lock_folder(self.folder):
+            with make_folder_removed_if_empty(self.folder):
                 train_job(self, quiet)
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         return read_job_result(self.folder / RESULT)
@@ -241,7 +241,6 @@ def train_job(job: Job, quiet: bool) -> None:
     """Train from the last checkpoint or from the start, and write the result."""
     task = FinetuningTask(job)
     trainer = build_trainer(task, quiet)
-    remove_partial_files(job.folder)
     if not quiet:
         print(*task.describe_run(), sep="\n", file=sys.stderr, flush=True)
     if checkpoints := checkpoint_folders(job.folder):
@@ -257,12 +256,14 @@ def train_job(job: Job, quiet: bool) -> None:
 def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
     """Write logits, model and plots and, last, the result, which marks a job as finished."""
     task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
+    metrics = read_metrics(folder / METRICS_FILE)
+    check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
-    plot_metric_curves(folder, read_metrics(folder / METRICS_FILE), curve_panels(task))
+    plot_metric_curves(folder, metrics, curve_panels(task))
     if task.kind == "classification":
         predicted = finetuning.output_type.predict(logits["dev"], task)
         counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
@@ -281,6 +282,15 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         truncated={split: int(features.truncated) for split, features in splits.items()},
     )
     write_json(folder / RESULT, asdict(result))
+
+
+def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]]) -> None:
+    """Raise a TrainingError if the last training loss or the last evaluation shows that the training diverged."""
+    last = {line["kind"]: line["loss"] for line in metrics}
+    uniform_loss = finetuning.output_type.uniform_loss(finetuning.task)
+    advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
+    check_not_diverged("the training loss", last["train"], uniform_loss, advice)
+    check_not_diverged("the dev loss", last["validation"], math.inf, advice)
 
 
 def curve_panels(task: Task) -> MetricPanels:

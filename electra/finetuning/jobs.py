@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
@@ -33,7 +33,16 @@ from electra.finetuning.model import OUTPUT_TYPES, is_finetuned_config
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
-from electra.runfolder import CONFIG, check_same_settings, file_checksum, is_missing_or_empty, read_json, write_json
+from electra.runfolder import (
+    CONFIG,
+    check_same_settings,
+    file_checksum,
+    is_missing_or_empty,
+    lock_folder,
+    read_json,
+    remove_partial_files,
+    write_json,
+)
 from electra.signals import clean_up_on_stop_signals
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import HardwareConfig
@@ -51,6 +60,18 @@ MPS_PROBE = (  # exits with 0 if a process can use the GPU
     "import ctypes as c; d = c.CDLL('libcuda.so.1'); x = c.c_void_p(); "
     "raise SystemExit(d.cuInit(0) or d.cuDevicePrimaryCtxRetain(c.byref(x), 0))"
 )
+
+
+@contextmanager
+def lock_output(output: Path, task_folders: Iterable[Path]) -> Iterator[None]:
+    """Lock the output of a command, and remove what a killed process was writing in the folders of its tasks."""
+    for folder in task_folders:
+        if not is_missing_or_empty(folder) and not is_finetuning_output(folder):
+            raise DataError(f"{folder} is not empty and not the output of a fine-tuning; choose another --output")
+    with lock_folder(output):
+        for folder in task_folders:
+            remove_partial_files(folder)
+        yield
 
 
 def prepare_jobs(
@@ -76,8 +97,6 @@ def local_file_size(source: str) -> int:
 def check_and_write_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Store the settings of an output folder; raises if it was started with others."""
     settings = json.loads(json.dumps(settings))  # as read from the file
-    if not is_missing_or_empty(folder) and not is_finetuning_output(folder):
-        raise DataError(f"{folder} is not empty and not the output of a fine-tuning; choose another --output")
     if any(folder.glob("seed-*")):
         before = read_json(folder / CONFIG)
         for part, values in settings.items():

@@ -4,6 +4,7 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part_config_and_tensors
-from electra.model.config import EncoderConfig, Pooling, check_fields, convert_settings
+from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer_files, read_tensors, write_tensors
 from electra.pretraining.phases import read_longest_row_length
-from electra.runfolder import CONFIG, read_json, write_json
+from electra.runfolder import CONFIG, convert_stored, read_json, write_json
 from electra.training.checkpoint import find_model_folder
 
 
@@ -88,6 +89,7 @@ class OutputType:
     """Loss, predictions and output activation of one kind of task."""
 
     loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
 
@@ -95,6 +97,7 @@ class OutputType:
 OUTPUT_TYPES: dict[TaskKind, OutputType] = {
     "classification": OutputType(
         loss=lambda logits, targets: functional.cross_entropy(logits, targets, reduction="none"),
+        uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda logits, task: logits.argmax(1),
         activation=lambda logits: torch.from_numpy(logits).softmax(1).numpy(),
     ),
@@ -102,11 +105,13 @@ OUTPUT_TYPES: dict[TaskKind, OutputType] = {
         loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
             logits, targets, reduction="none"
         ).mean(1),
+        uniform_loss=lambda task: math.log(2),
         predict=lambda logits, task: (logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
     ),
     "regression": OutputType(
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
+        uniform_loss=lambda task: 1.0,
         predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
         activation=lambda logits: logits,
     ),
@@ -196,12 +201,7 @@ def read_finetuned_config(folder: Path) -> FinetunedConfig:
     settings = read_json(folder / CONFIG)
     if not is_finetuned_config(settings):
         raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
-    try:
-        check_fields(settings, FinetunedConfig)
-        parts = {"encoder": EncoderConfig.from_dict(settings["encoder"]), "task": Task.from_dict(settings["task"])}
-        return convert_settings(settings | parts, FinetunedConfig)
-    except ConfigError as error:
-        raise DataError(f"{folder / CONFIG}: {error}") from None
+    return convert_stored(settings, FinetunedConfig, folder / CONFIG)
 
 
 def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
@@ -24,7 +24,7 @@ from electra.finetuning.model import OUTPUT_TYPES, load_finetuned_model
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors, stream_examples
 from electra.model.storage import load_model_tokenizer
-from electra.runfolder import open_atomic
+from electra.runfolder import lock_file, open_atomic
 from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -106,7 +106,11 @@ class Predictor:
         features = make_features(self.task, examples, self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            return compute_logits(self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id)
+            logits = compute_logits(
+                self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
+            )
+        check_finite(logits, self.folders[0])
+        return logits
 
     def mean_logits(self, *inputs: Tensor) -> Tensor:
         """The models' mean logits [B, num_labels] of a batch."""
@@ -167,7 +171,7 @@ def open_row_writer(path: Path) -> Iterator[RowWriter]:
         raise ConfigError(f"is {path}; its name must end in {', '.join(WRITERS)}", field="output")
     if not path.parent.is_dir():
         raise ConfigError(f"is {path}, but there is no folder {path.parent}", field="output")
-    with open_atomic(path, encoding="utf-8", errors="replace", newline="") as file:
+    with lock_file(path), open_atomic(path, encoding="utf-8", errors="replace", newline="") as file:
         yield WRITERS[path.suffix](file)
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
 from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_task_kind, read_rows
-from electra.model.config import check_fields, convert_settings
 
 HUB = "hub:"
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
@@ -66,12 +65,6 @@ class Task:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.metrics if name not in METRICS]:
             raise ConfigError(f"unknown metric {', '.join(unknown)}; choose from {', '.join(METRICS)}")
-
-    @classmethod
-    def from_dict(cls, settings: Any) -> Task:
-        """The inverse of `dataclasses.asdict`, also after storage as JSON."""
-        check_fields(settings, cls)
-        return convert_settings(settings, cls)
 
     @property
     def num_labels(self) -> int:

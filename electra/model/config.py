@@ -19,6 +19,8 @@ Pooling = Literal["cls", "mean"]
 
 Config = TypeVar("Config")
 
+MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
+
 MODERN_FIELDS = ("global_attention_every", "local_attention", "global_theta", "local_theta")
 
 
@@ -62,7 +64,7 @@ class EncoderConfig:
     def __post_init__(self) -> None:
         check_choice(self, "style", get_args(Style))
         integers = [field.name for field in fields(self) if field.type == "int" and field.name != "pad_id"]
-        check_range(self, *integers, at_least=1)
+        check_range(self, *integers, at_least=1, at_most=MAX_SIZE)
         check_range(self, "dropout", "attention_dropout", at_least=0, below=1)
         check_range(self, "init_std", "norm_epsilon", above=0, below=1)
         check_range(self, "global_theta", "local_theta", above=1)
@@ -91,15 +93,13 @@ class EncoderConfig:
                 f"use --length {self.positions}, or pre-train a model with --positions {length}"
             )
 
+    def with_dropout(self, dropout: float | None) -> EncoderConfig:
+        """The encoder with another dropout; None keeps its own."""
+        return self if dropout is None else replace(self, dropout=dropout, attention_dropout=dropout)
+
     def has_global_attention(self, layer: int) -> bool:
         """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
-
-    @classmethod
-    def from_dict(cls, settings: Any) -> EncoderConfig:
-        """The inverse of `dataclasses.asdict`."""
-        check_fields(settings, cls)
-        return convert_settings(settings, cls)
 
 
 TABLE_FIELDS = ("style", "vocab_size", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
@@ -128,6 +128,8 @@ class ElectraConfig:
     def __post_init__(self) -> None:
         check_choice(self, "head", get_args(Head))
         check_choice(self, "sharing", get_args(Sharing))
+        if self.generator is None and self.discriminator is None:
+            raise ConfigError("a model with neither a generator nor a discriminator")
         if self.generator is None or self.discriminator is None:
             if self.sharing != "none":
                 raise ConfigError(f"is {self.sharing}, which needs a generator and a discriminator", field="sharing")
@@ -146,28 +148,13 @@ class ElectraConfig:
         parts = {"generator": self.generator, "discriminator": self.discriminator}
         return {part: encoder for part, encoder in parts.items() if encoder is not None}
 
-    @classmethod
-    def from_dict(cls, settings: Any) -> ElectraConfig:
-        """The inverse of `dataclasses.asdict`."""
-        check_fields(settings, cls)
-        parts: dict[str, EncoderConfig | None] = {}
-        for name in ("generator", "discriminator"):
-            try:
-                parts[name] = None if settings[name] is None else EncoderConfig.from_dict(settings[name])
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-        return convert_settings(settings | parts, cls)
-
-
-def check_fields(settings: Any, config_class: type) -> None:
-    """Check that stored settings are exactly the fields of `config_class`: a default might not be what was stored."""
-    if not isinstance(settings, dict):
-        raise ConfigError(f"expected the settings of {config_class.__name__}, not {settings!r}")
-    names = {field.name for field in fields(config_class)}
-    if missing := sorted(names - settings.keys()):
-        raise ConfigError(f"{config_class.__name__} lacks {', '.join(missing)}")
-    if unknown := sorted(settings.keys() - names):
-        raise ConfigError(f"{config_class.__name__} has no setting {', '.join(unknown)}")
+    def with_dropout(self, dropout: float | None) -> ElectraConfig:
+        """The pair with another dropout; None keeps its own."""
+        return replace(
+            self,
+            generator=self.generator and self.generator.with_dropout(dropout),
+            discriminator=self.discriminator and self.discriminator.with_dropout(dropout),
+        )
 
 
 def convert_settings(settings: dict[str, Any], config_class: type[Config]) -> Config:

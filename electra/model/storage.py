@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
-from electra.errors import ConfigError, DataError
+from electra.errors import DataError
 from electra.model.config import ElectraConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
-from electra.runfolder import CONFIG, create_folder_atomically, join_first_names, read_json, write_json
+from electra.runfolder import CONFIG, convert_stored, create_folder_atomically, join_first_names, read_json, write_json
 
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -97,10 +97,7 @@ def read_model_config(folder: Path) -> ElectraConfig:
         raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")
     if "model" not in settings:
         raise DataError(f"{folder / CONFIG} has no model; model folders are made by electra pretrain and import")
-    try:
-        return ElectraConfig.from_dict(settings["model"])
-    except ConfigError as error:
-        raise DataError(f"{folder / CONFIG}: {error}") from None
+    return convert_stored(settings["model"], ElectraConfig, folder / CONFIG)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -67,8 +67,10 @@ class DetectionMetrics:
             return {}
         logits, labels = np.concatenate(self.logits).astype(np.float64), np.concatenate(self.is_replaced)
         predicted = logits > 0
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            losses = np.logaddexp(0, np.where(labels, -logits, logits))
         return {
-            f"{prefix}_loss": float(np.mean(np.logaddexp(0, np.where(labels, -logits, logits)))),
+            f"{prefix}_loss": float(losses.mean()),
             f"{prefix}_accuracy": float(np.mean(predicted == labels)),
             f"{prefix}_precision": float(labels[predicted].mean()) if predicted.any() else 0.0,
             f"{prefix}_recall": float(predicted[labels].mean()) if labels.any() else 0.0,

@@ -1,5 +1,6 @@
 """`electra pretrain`: train a generator and a discriminator on shards, phase by phase."""
 
+import math
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 import torch
 
 from electra.data.shards import Shards, open_shards
-from electra.errors import TrainingError
 from electra.plotting import plot_pretraining_curves
 from electra.pretraining.checks import (
     check_branch_matches_trunk,
@@ -31,7 +31,7 @@ from electra.pretraining.task import PretrainingTask
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_json
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device, should_compile
-from electra.training.logging import METRICS, read_metrics
+from electra.training.logging import METRICS, check_not_diverged, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
 
@@ -84,7 +84,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
     metrics = read_metrics(config.output / METRICS)
     plot_pretraining_curves(config.output, metrics, config.objective.discriminator_weight)
     if not result.signal:
-        check_final_loss_is_finite(metrics, result)
+        check_final_losses(metrics, shards.tokenizer.vocabulary.size, result.checkpoint)
     return result
 
 
@@ -97,7 +97,7 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
         weights.load_into(task.model)
-    if config.init.model is not None:
+    if checkpoint is not None or config.init.model is not None or config.init.branch_from is not None:
         task.trains_segments |= has_trained_segments(task.model)
     if task.is_compiled and not trainer.is_finished():
         print("compiling the first step takes about a minute, less with a warm cache", file=sys.stderr, flush=True)
@@ -131,11 +131,11 @@ def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: Pretrainin
             trainer.state.best_loss = None  # losses of phases are not comparable: masks may differ
 
 
-def check_final_loss_is_finite(metrics: list[dict[str, Any]], result: TrainResult) -> None:
-    """Raise a TrainingError if the last evaluation of a finished run had a non-finite loss."""
-    evaluations = [line for line in metrics if line["kind"] == "validation"]
-    if evaluations and evaluations[-1]["loss"] is None:  # NaN in JSON
-        raise TrainingError(
-            f"step {result.step}: training finished, but the held-out loss is not finite; the checkpoint is kept in "
-            f"{result.checkpoint}; try a lower --learning-rate or a longer --warmup"
-        )
+def check_final_losses(metrics: list[dict[str, Any]], vocab_size: int, checkpoint: str) -> None:
+    """Raise a TrainingError if the last evaluation of a finished run shows that it diverged."""
+    evaluation: dict[str, Any] = next((line for line in reversed(metrics) if line["kind"] == "validation"), {})
+    token_loss = math.log(vocab_size)
+    uniform = {"mlm_loss": token_loss, "replace_mlm_loss": token_loss, "rtd_loss": math.log(2), "loss": math.inf}
+    for name, uniform_loss in uniform.items():
+        if name in evaluation:
+            check_not_diverged(f"held-out {name}", evaluation[name], uniform_loss, f"the checkpoint is {checkpoint}")

@@ -22,7 +22,7 @@ from electra.model.config import (
 )
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
-from electra.training.config import Budget, HardwareConfig, OptimizerConfig, TrainerConfig
+from electra.training.config import Budget, Device, HardwareConfig, OptimizerConfig, TrainerConfig
 
 Recipe = Literal["faithful", "fast"]
 
@@ -81,7 +81,7 @@ CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they
     *("data", "output", "resume", "dry_run", "json"),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
-    "tensorboard",
+    *("corrupted_rows", "tensorboard"),
 }
 
 
@@ -166,12 +166,15 @@ class PretrainConfig:
     phases: tuple[str, ...] = ()
     """Train in phases, each with some settings of its own, for instance `fraction=0.9 fraction=0.1,length=512`, or for
     two-stage training `objective=mlm objective=frozen-rtd`. Settings of a phase: fraction (of the budget), objective,
-    length, batch-size, micro-batches, learning-rate, mask-fraction, temperature. Consecutive phases of one objective
-    share a schedule and optimizer; a new objective starts new ones."""
+    length, batch-size, micro-batches, learning-rate, mask-fraction, temperature, packing, dropout. Consecutive phases
+    of one objective share a schedule and optimizer; a new objective starts new ones."""
     seed: int = 0
     """Seed of weights, row order, masks, samples and dropout."""
     evaluation_rows: int = 512
     """Number of held-out rows to evaluate on."""
+    corrupted_rows: Path | None = None
+    """Also evaluate the discriminator on these held-out rows, written by electra corrupt: fixed_rtd_loss and
+    fixed_rtd_auc compare runs whose generators, masks or objectives differ."""
     resume: bool = False
     """Continue from the last checkpoint in --output with the settings of that run; start the run if there is none."""
     dry_run: bool = False
@@ -211,6 +214,34 @@ class PretrainConfig:
     def resumes_checkpoint(self) -> bool:
         """Whether this run is resumed from a checkpoint."""
         return self.resume and bool(checkpoint_folders(self.output))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorruptConfig:
+    """Mask 15 % of the tokens of held-out rows, replace them by samples of a model's generator, and write the rows.
+
+    electra pretrain --corrupted-rows FILE evaluates its discriminator on them: the same rows for every run, whatever
+    its generator, masks and objective."""
+
+    model: Path
+    """A run or model folder with a well-trained generator."""
+    data: Path
+    """Folder of shards; the rows come from its validation split."""
+    output: Path
+    """File to write (safetensors)."""
+    rows: int = 8192
+    """Number of rows; fewer if the validation split is smaller."""
+    length: int = 128
+    """Tokens per row."""
+    device: Device = "auto"
+    """Where to compute."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "rows", at_least=1)
+        if self.output.exists():
+            raise ConfigError(f"{self.output} exists already; rows that runs are compared on are not overwritten")
 
 
 def read_resumed_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:

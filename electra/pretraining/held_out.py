@@ -1,30 +1,45 @@
-"""Held-out rows to evaluate on, and samples.md: some of them with samples and the discriminator's predictions."""
+"""Held-out rows to evaluate on: the run's own, rows that one generator corrupted once, and samples.md."""
 
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
-from electra.data.loader import Batch, validation_batches
+from electra.data.loader import Batch, build_packed_rows, validation_batches
 from electra.data.packing import LoaderConfig
-from electra.data.shards import Shards
+from electra.data.shards import Shards, open_shards
 from electra.data.tokenizer import TextTokenizer
+from electra.errors import DataError
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
-from electra.objectives.evaluation import SEED, MaskedAndCorrupted
-from electra.objectives.objectives import ObjectiveContext, corrupt, predict_masked, sample
-from electra.pretraining.config import PretrainConfig
+from electra.model.storage import load_model, load_model_tokenizer, open_safetensors
+from electra.objectives.evaluation import SEED, DetectionMetrics, MaskedAndCorrupted
+from electra.objectives.objectives import Corrupted, ObjectiveContext, corrupt, predict_masked, sample
+from electra.pretraining.config import CorruptConfig, PretrainConfig
+from electra.runfolder import write_file
+from electra.training.checkpoint import find_model_folder
+from electra.training.hardware import choose_device
 
 MAX_SENTENCES, MAX_TOKENS = 4, 40
 SAMPLES = "samples.md"
+CORRUPTED_ROWS_PER_BATCH = 128
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
     """`config.evaluation_rows` rows, evenly spread over the validation split."""
     loader = held_out_loader_config(config)
-    whole_word_masking = config.masking.whole_word_masking
-    batches = list(validation_batches(shards, loader, whole_word_masking=whole_word_masking, device=device))
-    count = min(len(batches), max_held_out_rows(config) // loader.batch_size)
-    return [batches[index * len(batches) // count] for index in range(count)]
+    return list(
+        validation_batches(
+            shards,
+            loader,
+            max_batches=max_held_out_rows(config) // loader.batch_size,
+            whole_word_masking=config.masking.whole_word_masking,
+            device=device,
+        )
+    )
 
 
 def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
@@ -121,3 +136,99 @@ def format_sample(
 
 def markdown_row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+@dataclass(frozen=True)
+class CorruptedRows:
+    """Packed rows and their corrupted tokens."""
+
+    input_ids: Tensor  # [N, L]
+    corrupted_ids: Tensor  # [N, L]
+
+    def evaluate(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device) -> dict[str, float]:
+        """Metrics of replaced token detection on all rows; empty without a discriminator for it."""
+        if not isinstance(electra.discriminator, Discriminator):
+            return {}
+        metrics = DetectionMetrics()
+        for start in range(0, len(self.input_ids), CORRUPTED_ROWS_PER_BATCH):
+            rows_of_batch = slice(start, start + CORRUPTED_ROWS_PER_BATCH)
+            original = self.input_ids[rows_of_batch].to(device).long()  # [B, L]
+            corrupted = self.corrupted_ids[rows_of_batch].to(device).long()  # [B, L]
+            rows = build_packed_rows(original[:, 1:], tokenizer.vocabulary)
+            batch = Batch(
+                step=torch.zeros((), device=device), row_ids=torch.arange(len(original), device=device), **rows
+            )
+            logits = electra.discriminator(corrupted, **batch.encoder_inputs())  # [B, L]
+            metrics.add(logits, Corrupted(corrupted, is_replaced=corrupted != original), batch)
+        return metrics.compute("fixed_rtd")
+
+
+@dataclass(frozen=True)
+class CorruptResult:
+    """The file that was written, and how well the run's own discriminator does on it."""
+
+    output: Path
+    rows: int
+    length: int
+    replaced_fraction: float
+    metrics: dict[str, float]  # empty without a discriminator
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.output}: {self.rows:,} rows of {self.length} tokens, of which {self.replaced_fraction:.1%} replaced"
+        )
+        scores = ", ".join(
+            f"{name} {self.metrics[name]:.4f}" for name in ("fixed_rtd_loss", "fixed_rtd_auc") if self.metrics
+        )
+        return text + (f"\nthe model's own discriminator: {scores}" if scores else "")
+
+
+@torch.no_grad()
+def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
+    """Replace 15 % of the tokens of held-out rows by samples of a model's generator, and write both."""
+    shards, folder, device = open_shards(config.data), find_model_folder(config.model), choose_device(config.device)
+    electra = load_model(folder).float().to(device).eval()
+    if electra.generator is None:
+        raise DataError(f"{config.model} has no generator; give a run of --objective rtd")
+    shards.check_same_tokenizer(load_model_tokenizer(folder))
+    rows = corrupt_held_out_rows(electra, shards, config, device)
+    tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items()}
+    metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder.absolute())}
+    write_file(config.output, save(tensors, metadata))
+    metrics = rows.evaluate(electra, shards.tokenizer, device)
+    is_replaced = tensors["corrupted_ids"] != tensors["input_ids"]
+    return CorruptResult(
+        output=config.output,
+        rows=is_replaced.shape[0],
+        length=is_replaced.shape[1],
+        replaced_fraction=is_replaced.float().mean().item(),
+        metrics=metrics,
+    )
+
+
+def corrupt_held_out_rows(
+    electra: Electra, shards: Shards, config: CorruptConfig, device: torch.device
+) -> CorruptedRows:
+    loader = LoaderConfig(length=config.length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows))
+    context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
+    originals, corrupted = [], []
+    for batch in validation_batches(
+        shards, loader, max_batches=max(1, config.rows // loader.batch_size), device=device
+    ):
+        masked = context.mask(batch)
+        sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
+        originals.append(batch.input_ids)
+        corrupted.append(corrupt(batch.input_ids, masked, sampled).input_ids)
+    return CorruptedRows(torch.cat(originals), torch.cat(corrupted))
+
+
+def read_corrupted_rows(path: Path, tokenizer: TextTokenizer) -> CorruptedRows:
+    """Read the rows; raises a DataError if they were made with another tokenizer."""
+    with open_safetensors(path) as file:
+        names, metadata = set(file.keys()), file.metadata() or {}
+        if not names >= {"input_ids", "corrupted_ids"}:
+            raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
+        rows = CorruptedRows(file.get_tensor("input_ids"), file.get_tensor("corrupted_ids"))
+    if metadata.get("tokenizer") != tokenizer.fingerprint:
+        raise DataError(f"{path} was made with another tokenizer; make one for these shards with: electra corrupt")
+    return rows

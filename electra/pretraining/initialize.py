@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +50,7 @@ def pair_config(config: PretrainConfig, shards: Shards) -> ElectraConfig:
 def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int) -> ElectraConfig:
     """The pair with the encoders of the --init folders; the generator is new if there is none."""
     assert init.model is not None
-    discriminator = with_dropout(main_encoder_config(read_encoder_configs(find_model_folder(init.model))), model)
+    discriminator = main_encoder_config(read_encoder_configs(find_model_folder(init.model))).with_dropout(model.dropout)
     check_init_encoder(discriminator, init.model, model, vocab_size)
     source = generator_init_folder(init)
     if source is None:
@@ -62,7 +62,7 @@ def pair_config_from_init(init: InitConfig, model: ModelConfig, vocab_size: int)
             raise ConfigError(
                 f"--generator-width and --generator-layers cannot change the generator of {source}; leave them out"
             )
-        generator = with_dropout(read_generator_config(source), model)
+        generator = read_generator_config(source).with_dropout(model.dropout)
     return ElectraConfig(generator=generator, discriminator=discriminator, sharing=model.sharing)
 
 
@@ -80,12 +80,6 @@ def is_lone_generator(init: InitConfig) -> bool:
     if source is None or source != init.model:
         return False
     return list(read_encoder_configs(find_model_folder(source))) == ["generator"]
-
-
-def with_dropout(encoder: EncoderConfig, model: ModelConfig) -> EncoderConfig:
-    """An encoder that was read from a folder, with the dropout of this run."""
-    dropout = model.dropout
-    return encoder if dropout is None else replace(encoder, dropout=dropout, attention_dropout=dropout)
 
 
 def read_generator_config(folder: Path) -> EncoderConfig:
@@ -204,10 +198,14 @@ def load_previous_phase_weights(model: Electra, checkpoint: Path, init: InitConf
 
 
 def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
-    """Relative frequencies of the first tokens of the training text, special tokens excluded: [V]."""
+    """Relative frequencies of tokens in the training text, special tokens excluded: [V].
+
+    Of a long text they are those of the first tokens of every shard, about UNIGRAM_TOKENS in total.
+    """
     counts = np.zeros(shards.tokenizer.vocabulary.size, dtype=np.int64)
-    for tokens in shards.tokens_by_shard("train"):
-        counts += np.bincount(tokens[: max(0, UNIGRAM_TOKENS - counts.sum())], minlength=len(counts))
+    fraction = min(1, UNIGRAM_TOKENS / max(1, shards.index.totals_by_split("tokens")["train"]))
+    for tokens in shards.tokens_by_shard("train", fraction):
+        counts += np.bincount(tokens, minlength=len(counts))
     counts[list(shards.tokenizer.vocabulary.unmaskable_ids())] = 0
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
 

@@ -28,6 +28,8 @@ PHASE_SETTINGS = (
     "learning_rate",
     "mask_fraction",
     "temperature",
+    "packing",
+    "dropout",
 )
 
 
@@ -136,12 +138,16 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
 
 
 def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
-    """The model of each phase: the parts of the pair that its objective trains."""
-    objectives = [config.objective for config in configs]
-    pair = pair_config_for_objectives(pair, [objective.name for objective in objectives])
+    """The model of each phase: the parts of the pair that its objective trains, with its dropout."""
+    pair = pair_config_for_objectives(pair, [config.objective.name for config in configs])
     for encoder in pair.encoder_configs().values():
         encoder.check_length(max(config.loader.length for config in configs))
-    return [model_config_for_objective(pair, objective.name, objective.generator) for objective in objectives]
+    return [
+        model_config_for_objective(
+            pair.with_dropout(config.model.dropout), config.objective.name, config.objective.generator
+        )
+        for config in configs
+    ]
 
 
 def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:

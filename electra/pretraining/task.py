@@ -16,7 +16,7 @@ from electra.model.storage import write_model_into
 from electra.objectives.evaluation import evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
-from electra.pretraining.held_out import held_out_batches, write_samples_page
+from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
 from electra.pretraining.initialize import (
     copy_first_segment_embedding,
     set_sinusoidal_positions,
@@ -43,6 +43,7 @@ class PretrainingTask:
         self.batches = iter(self.loader)
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
+        self.corrupted_rows = config.corrupted_rows and read_corrupted_rows(config.corrupted_rows, shards.tokenizer)
         self.context = self.build_objective_context()
         if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
@@ -114,6 +115,8 @@ class PretrainingTask:
         with self.master_weights.autocast(), torch.no_grad():
             loss = held_out_loss(self.model, self.held_out, self.context)
             metrics = evaluate(self.model, self.held_out, self.unigram, self.context.vocabulary)
+            if self.corrupted_rows:
+                metrics |= self.corrupted_rows.evaluate(self.model, self.shards.tokenizer, self.device)
             frequencies = self.context.frequencies
             write_samples_page(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
         self.model.train()

@@ -10,7 +10,7 @@ from rich.text import Text
 from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_finite
 from electra.huggingface.folders import read_config_and_tensors
 from electra.model.config import Pooling
 from electra.model.electra import Electra
@@ -112,6 +112,7 @@ class Model:
         discriminator = self.electra.require_discriminator()
         text_tokens = self.tokenize(text, discriminator.encoder)
         probabilities = discriminator(text_tokens.input_ids)[0].sigmoid()  # [L]
+        check_finite(probabilities, "the discriminator")
         rounded = [round(probability, 4) for probability in probabilities.tolist()]
         return Detection(text_tokens.tokens, rounded, text_tokens.is_truncated)
 
@@ -124,6 +125,7 @@ class Model:
         text_tokens = self.tokenize(text, generator.encoder)
         positions = self.mask_positions(text, text_tokens)
         probabilities = generator(text_tokens.input_ids, positions=positions[None]).logits[0].softmax(1)  # [M, V]
+        check_finite(probabilities, "the generator")
         best = probabilities.topk(min(count, probabilities.shape[1]), dim=1)
         masks = []
         for position, values, ids in zip(positions.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
@@ -150,6 +152,7 @@ class Model:
         encoder, vectors = self.main_encoder(), []
         for text in [texts] if isinstance(texts, str) else texts:
             hidden = encoder(self.tokenize(text, encoder).input_ids)[0]  # [L, D]
+            check_finite(hidden, "the encoder")
             vectors.append((hidden[0] if pooling == "cls" else hidden.mean(0)).cpu())
         return torch.stack(vectors) if vectors else torch.empty(0, encoder.config.width)
 

@@ -1,6 +1,7 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar with losses, speed and remaining time."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, TrainingError
 from electra.runfolder import dump_json, write_file
 
 METRICS = "metrics.jsonl"
+DIVERGED = 10
+"""A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
 
 
 class RunningAverages:
@@ -118,3 +121,14 @@ class ProgressBar(Progress):
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""
         self.console.print(text, soft_wrap=True)
+
+
+def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advice: str) -> None:
+    """Raise a TrainingError if the last loss of a training is not finite (also None) or above `DIVERGED`."""
+    loss = math.nan if loss is None else loss
+    if not math.isfinite(loss) or loss > DIVERGED * uniform_loss:
+        is_finite = math.isfinite(loss)
+        value = f"{loss:,.1f}, and {uniform_loss:.2f} for uniform predictions" if is_finite else "not finite"
+        raise TrainingError(
+            f"training diverged: {name} is {value}; {advice}; try a lower --learning-rate or a longer --warmup"
+        )

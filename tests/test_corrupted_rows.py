@@ -1,0 +1,100 @@
+"""Rows that a generator corrupted once: an RTD loss that does not depend on a run's own generator."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from electra.cli import main
+from electra.config import build_config
+from electra.data.shards import open_shards
+from electra.errors import ConfigError, DataError
+from electra.model.electra import Electra
+from electra.model.storage import load_model
+from electra.objectives.evaluation import evaluate
+from electra.pretraining.command import pretrain
+from electra.pretraining.config import CorruptConfig
+from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_corrupted_rows
+from electra.pretraining.initialize import unigram_frequencies
+from electra.training.checkpoint import find_model_folder
+from electra.training.logging import read_metrics
+
+
+@pytest.fixture
+def corrupt_config(finished_run, shards, tmp_path):
+    def build(**settings) -> CorruptConfig:
+        defaults = {"model": finished_run, "data": shards, "output": tmp_path / "rows.safetensors", "device": "cpu"}
+        return build_config(CorruptConfig, **defaults | {"rows": 64, "length": 16} | settings)
+
+    return build
+
+
+def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_config):
+    result = write_corrupted_rows(corrupt_config())
+    rows = load_file(result.output)
+    is_replaced = rows["input_ids"] != rows["corrupted_ids"]
+    assert (result.rows, result.length) == tuple(is_replaced.shape) == (64, 16)
+    assert 1 <= is_replaced.sum(1).max() <= 2  # 15 % of 16 tokens
+    assert result.replaced_fraction == pytest.approx(is_replaced.float().mean().item())
+
+
+def test_metrics_equal_those_of_an_evaluation_with_the_same_generator(corrupt_config, finished_run, run_config, shards):
+    opened, cpu = open_shards(shards), torch.device("cpu")
+    electra = load_model(find_model_folder(finished_run)).eval()
+    batches = held_out_batches(run_config(evaluation_rows=32), opened, cpu)
+    expected = evaluate(electra, batches, unigram_frequencies(opened, cpu), opened.tokenizer.vocabulary)
+    actual = write_corrupted_rows(corrupt_config(rows=32)).metrics
+    assert actual["fixed_rtd_loss"] == pytest.approx(expected["rtd_loss"], rel=1e-5)
+    assert actual["fixed_rtd_auc"] == pytest.approx(expected["rtd_auc"], rel=1e-5)
+
+
+def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
+    result = write_corrupted_rows(corrupt_config())
+    config = run_config(corrupted_rows=result.output, steps=2, evaluate_every=1)
+    pretrain(config)
+    evaluations = [line for line in read_metrics(config.output / "metrics.jsonl") if line["kind"] == "validation"]
+    rows = read_corrupted_rows(result.output, open_shards(shards).tokenizer)
+    electra = load_model(find_model_folder(config.output)).eval()
+    with torch.no_grad():
+        expected = rows.evaluate(electra, open_shards(shards).tokenizer, torch.device("cpu"))
+    assert evaluations[-1]["fixed_rtd_loss"] == pytest.approx(expected["fixed_rtd_loss"], rel=1e-4)
+    assert evaluations[0]["fixed_rtd_loss"] != evaluations[-1]["fixed_rtd_loss"]
+
+
+def test_a_model_without_discriminator_has_no_metrics(corrupt_config, shards, make_pair):
+    result = write_corrupted_rows(corrupt_config())
+    tokenizer = open_shards(shards).tokenizer
+    rows = read_corrupted_rows(result.output, tokenizer)
+    electra = load_model(find_model_folder(corrupt_config(output=result.output.with_name("other")).model))
+    electra.discriminator = None
+    assert isinstance(electra, Electra)
+    assert rows.evaluate(electra, tokenizer, torch.device("cpu")) == {}
+
+
+def test_rows_are_never_overwritten(corrupt_config):
+    write_corrupted_rows(corrupt_config())
+    with pytest.raises(ConfigError, match="exists already"):
+        corrupt_config()
+
+
+def test_rows_of_another_tokenizer_are_an_error(corrupt_config, shards):
+    path = write_corrupted_rows(corrupt_config()).output
+    save_file(load_file(path), path, metadata={"tokenizer": "another"})
+    with pytest.raises(DataError, match="another tokenizer"):
+        read_corrupted_rows(path, open_shards(shards).tokenizer)
+
+
+def test_other_files_are_an_error(finished_run, shards):
+    path = find_model_folder(finished_run) / "model.safetensors"
+    with pytest.raises(DataError, match="no corrupted rows"):
+        read_corrupted_rows(path, open_shards(shards).tokenizer)
+
+
+def test_the_command_prints_the_result_as_json(corrupt_config, capsys):
+    config = corrupt_config()
+    flags = ["--model", config.model, "--data", config.data, "--output", config.output, "--rows", 32, "--length", 16]
+    main(["corrupt", *map(str, flags), "--device", "cpu", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"] == 32
+    assert 0 < printed["metrics"]["fixed_rtd_auc"] <= 1
