@@ -87,12 +87,21 @@ def test_the_head_of_a_further_fine_tuning_does_not_depend_on_where_files_are(sa
     assert torch.equal(*heads)
 
 
-def test_the_stored_pooling_is_checked(saved):
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ((), {"pooling": "max"}, "'max'"),
+        ((), {"length": -1}, "length is -1; it must be at least 1"),
+        (("encoder",), {"layers": 100_000}, "has layers 100,000, but the weights have no more than"),
+        (("task",), {"labels": []}, "labels has 0 classes, but the task is classification"),
+    ],
+)
+def test_stored_settings_are_checked(saved, part, values, message):
     folder, _, _ = saved
     settings = json.loads((folder / "config.json").read_text())
-    assert settings["pooling"] == "cls"
-    (folder / "config.json").write_text(json.dumps(settings | {"pooling": "max"}))
-    with pytest.raises(DataError, match=r"config.json .*'max'"):
+    (settings[part[0]] if part else settings).update(values)
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=rf"config.json .*{message}"):
         load_finetuned_model(folder)
 
 

@@ -312,6 +312,11 @@ def write_missing_shards(
     return new
 
 
+def count_usable_cores() -> int:
+    """The cores this process may use, where the system reports it; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @lru_cache(maxsize=1)
 def load_cached_encoder(tokenizer_folder: Path, fingerprint: str) -> LibraryEncoder:
     """The worker's encoder, whose word cache is kept from shard to shard."""
@@ -385,29 +390,41 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
     if workers == 1:
         yield from map(function, items)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), init_worker) as pool:
-        futures: deque[Future[Result]] = deque()
-        try:
-            for item in items:
+    with block_signals():
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), init_worker)
+    futures: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            with block_signals():
                 futures.append(pool.submit(function, item))
-                if len(futures) > workers + 1:
-                    yield futures.popleft().result()
-            while futures:
+            if len(futures) > workers + 1:
                 yield futures.popleft().result()
-        except BrokenProcessPool:
-            raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
-        finally:
-            pool.shutdown(cancel_futures=True)
+        while futures:
+            yield futures.popleft().result()
+    except BrokenProcessPool:
+        raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
+    finally:
+        for process in list((pool._processes or {}).values()) if futures else ():
+            process.kill()  # what they encode is no longer needed
+        pool.shutdown(cancel_futures=True)
 
 
-def count_usable_cores() -> int:
-    """The cores this process may use, where the system reports it; else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@contextmanager
+def block_signals() -> Iterator[None]:
+    """Start processes that ignore Ctrl-C and SIGHUP, which a terminal sends to all: workers, and Python's process that
+    removes their semaphores."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))  # inherited by new processes
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def init_worker() -> None:
-    """Ignore Ctrl-C in a worker, make it single-threaded, and exit when its parent exits or is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Make a worker single-threaded and let it exit when its parent exits or is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -17,14 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, check_range
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
-from electra.model.storage import WEIGHTS, check_tensors, copy_tokenizer_files, read_tensors, write_tensors
+from electra.model.storage import (
+    WEIGHTS,
+    check_sizes_fit,
+    check_tensors,
+    copy_tokenizer_files,
+    read_tensors,
+    write_tensors,
+)
 from electra.pretraining.phases import read_longest_row_length
 from electra.runfolder import CONFIG, convert_stored, read_json, write_json
 from electra.training.checkpoint import find_model_folder
@@ -191,6 +198,11 @@ class FinetunedConfig:
     length: int  # maximum length in tokens
     pooling: Pooling
 
+    def __post_init__(self) -> None:
+        check_range(self, "length", at_least=1)
+        if bool(self.task.labels) != (self.task.kind != "regression"):
+            raise ConfigError(f"has {len(self.task.labels)} classes, but the task is {self.task.kind}", field="labels")
+
 
 def is_finetuned_config(settings: dict[str, Any]) -> bool:
     """Whether a config.json is that of a fine-tuned model."""
@@ -201,7 +213,9 @@ def read_finetuned_config(folder: Path) -> FinetunedConfig:
     settings = read_json(folder / CONFIG)
     if not is_finetuned_config(settings):
         raise DataError(f"{folder} is not a fine-tuned model; create one with: electra finetune --model {folder} …")
-    return convert_stored(settings, FinetunedConfig, folder / CONFIG)
+    config = convert_stored(settings, FinetunedConfig, folder / CONFIG)
+    check_sizes_fit(folder, [folder / WEIGHTS], config.encoder)
+    return config
 
 
 def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:

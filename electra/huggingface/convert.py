@@ -26,10 +26,10 @@ from electra.huggingface.names import (
     Architecture,
     Settings,
 )
-from electra.model.config import EncoderConfig, convert_settings
+from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Generator
 from electra.model.storage import check_tensors
-from electra.runfolder import CONFIG
+from electra.runfolder import CONFIG, convert_stored
 
 Tensors = dict[str, Tensor]
 
@@ -203,13 +203,14 @@ def from_huggingface_config(settings: Settings, architecture: Architecture, fold
     ours = asdict(family.defaults) | ours
     if "embedding_width" not in family.setting_names:
         ours["embedding_width"] = ours["width"]
+    config = convert_stored(ours, EncoderConfig, folder / CONFIG)
+    if family is not MODERNBERT:
+        return config
     try:
-        config = convert_settings(ours, EncoderConfig)
-        if family is MODERNBERT:
-            config = convert_settings(ours | read_attention_settings(settings, config.layers), EncoderConfig)
+        ours |= read_attention_settings(settings, config.layers)
     except ConfigError as error:
         raise DataError(f"{folder / CONFIG}: {error}") from None
-    return config
+    return convert_stored(ours, EncoderConfig, folder / CONFIG)
 
 
 def check_discriminator_labels(settings: Settings, architecture: Architecture, folder: Path) -> None:
@@ -250,7 +251,8 @@ def read_global_attention_every(settings: Settings, layers: int) -> int:
     types = settings.get("layer_types")
     if types is None:
         return settings.get("global_attn_every_n_layers", MODERNBERT_DEFAULTS.global_attention_every)
-    for every in range(1, layers + 1):
+    if isinstance(types, list) and len(types) == layers:
+        every = next((number for number in range(1, layers) if types[number] == "full_attention"), layers)
         if types == layer_types(every, layers):
             return every
     raise ConfigError(

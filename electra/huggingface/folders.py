@@ -12,11 +12,12 @@ from electra.huggingface.convert import (
     from_huggingface_tensors,
     merge_embedding_delta,
 )
-from electra.huggingface.names import Part, get_architecture
+from electra.huggingface.names import Architecture, Part, get_architecture
 from electra.model.config import TABLE_FIELDS, ElectraConfig, EncoderConfig, Sharing
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import (
     WEIGHTS,
+    check_sizes_fit,
     has_rtd_head,
     is_huggingface_folder,
     load_model,
@@ -38,31 +39,37 @@ class ImportedModel:
 
 
 def read_huggingface_model(folder: Path) -> ImportedModel:
-    settings = read_json(folder / CONFIG)
-    architecture = get_architecture(settings, folder)
-    config = from_huggingface_config(settings, architecture, folder)
-    tensors, ignored = from_huggingface_tensors(read_weight_files(folder), architecture, config, folder)
+    architecture, config = read_huggingface_config(folder)
+    stored = {name: tensor for file in list_weight_files(folder) for name, tensor in read_tensors(file).items()}
+    tensors, ignored = from_huggingface_tensors(stored, architecture, config, folder)
     return ImportedModel(architecture.part, config, tensors, ignored)
 
 
-def read_weight_files(folder: Path) -> Tensors:
-    """The tensors of a Hugging Face folder, from one file or from those listed in its index."""
+def read_huggingface_config(folder: Path) -> tuple[Architecture, EncoderConfig]:
+    """The architecture and the encoder that the config.json of a Hugging Face folder describes."""
+    settings = read_json(folder / CONFIG)
+    architecture = get_architecture(settings, folder)
+    config = from_huggingface_config(settings, architecture, folder)
+    check_sizes_fit(folder, list_weight_files(folder), config)
+    return architecture, config
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """The weights of a Hugging Face folder: one file, or those listed in its index."""
     index = folder / f"{WEIGHTS}.index.json"
     if (folder / WEIGHTS).is_file() or not index.is_file():
-        return read_tensors(folder / WEIGHTS)
+        return [folder / WEIGHTS]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DataError(f"{index}: weight_map must map each tensor to its file; copy or download the index again")
-    files = sorted({Path(file).name for file in weight_map.values()})
-    return {name: tensor for file in files for name, tensor in read_tensors(folder / file).items()}
+    return [folder / file for file in sorted({Path(file).name for file in weight_map.values()})]
 
 
 def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:
     """The encoder configurations of the generator and the discriminator in a folder, or of the one it has."""
     if is_huggingface_folder(folder):
-        settings = read_json(folder / CONFIG)
-        architecture = get_architecture(settings, folder)
-        return {architecture.part: from_huggingface_config(settings, architecture, folder)}
+        architecture, config = read_huggingface_config(folder)
+        return {architecture.part: config}
     return read_model_config(folder).encoder_configs()
 
 

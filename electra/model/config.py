@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any, Literal, TypeVar, get_args
-
-import msgspec
+from typing import Any, Literal, get_args
 
 from electra.errors import ConfigError, check_choice, check_range
 
@@ -16,8 +14,6 @@ Head = Literal["rtd", "mlm", "copy_mlm"]
 Size = Literal["tiny", "small", "base", "large"]
 Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
-
-Config = TypeVar("Config")
 
 MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
 
@@ -155,14 +151,6 @@ class ElectraConfig:
             generator=self.generator and self.generator.with_dropout(dropout),
             discriminator=self.discriminator and self.discriminator.with_dropout(dropout),
         )
-
-
-def convert_settings(settings: dict[str, Any], config_class: type[Config]) -> Config:
-    """A configuration from settings that were read from a file; their types are checked."""
-    try:
-        return msgspec.convert(settings, config_class)
-    except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from None
 
 
 HEAD_WIDTH = 64  # in every size of the paper, generators included

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import DataError
-from electra.model.config import ElectraConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
 from electra.runfolder import CONFIG, convert_stored, create_folder_atomically, join_first_names, read_json, write_json
@@ -97,7 +98,24 @@ def read_model_config(folder: Path) -> ElectraConfig:
         raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")
     if "model" not in settings:
         raise DataError(f"{folder / CONFIG} has no model; model folders are made by electra pretrain and import")
-    return convert_stored(settings["model"], ElectraConfig, folder / CONFIG)
+    config = convert_stored(settings["model"], ElectraConfig, folder / CONFIG)
+    check_sizes_fit(folder, [folder / WEIGHTS], *config.encoder_configs().values())
+    return config
+
+
+def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderConfig) -> None:
+    """Check that the weight files of a folder may hold encoders of the sizes in its config.json.
+
+    Done before anything is built: a damaged config.json must not take hours or all memory."""
+    shapes = [shape for path in weights if path.exists() for shape in read_shapes(path)]
+    largest = max(chain.from_iterable(shapes), default=0)
+    for encoder in encoders if shapes else ():
+        sizes = {name: getattr(encoder, name) for name in ("width", "feedforward", "embedding_width", "vocab_size")}
+        sizes |= {} if encoder.is_modern() else {"positions": encoder.positions, "segments": encoder.segments}
+        limits = {"layers": (encoder.layers, len(shapes))} | {name: (size, largest) for name, size in sizes.items()}
+        for name, (size, limit) in limits.items():
+            if size > limit:
+                raise DataError(f"{folder / CONFIG} has {name} {size:,}, but the weights have no more than {limit:,}")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -109,6 +127,12 @@ def read_tensor_names(path: Path) -> list[str]:
     """The names of the tensors in a safetensors file."""
     with open_safetensors(path) as file:
         return list(file.keys())
+
+
+def read_shapes(path: Path) -> list[list[int]]:
+    """The shapes of the tensors in a safetensors file, from its header."""
+    with open_safetensors(path) as file:
+        return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
 
 
 @contextmanager
