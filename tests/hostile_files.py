@@ -16,7 +16,8 @@ from synthetic import sentence, write_glue, write_rows
 
 Damage = Callable[[Path], None]
 HOSTILE_VALUES: list[Any] = [
-    None, True, -1, 0, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "\x00", "x" * 10**6, "../..", [], [[]], {}, {"": {}},
+    None, True, -1, 0, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "\x00", "x" * 10**6, "../..",
+    [], [[]], {}, {"": {}},
 ]  # fmt: skip
 
 
@@ -201,6 +202,7 @@ def long_words(content: dict[str, Any]) -> None:
     content["model"]["max_input_chars_per_word"] = 2**62
 
 
+TOKENIZER_CHANGES = (nested_replacements, huge_ids, huge_added_id, deep_normalizer, slow_pattern, long_words)
 DETECT = "detect --device cpu --json --model {} words"
 MODEL_FOLDERS = {  # kind: commands that a stranger's folder is given to
     "model": [DETECT.format("model"), "export --model model --output new"],
@@ -217,35 +219,26 @@ def hostile_models() -> Iterator[Hostile]:
     for kind, commands in MODEL_FOLDERS.items():
         inputs = (kind.split("/")[0], "rows", "model") if "/" in kind else (kind,)
         for command in commands:
-            for value in (100_000, 2**31 - 1, 2**40):
-                edits = {name: value for name in NUMBERS}
-                for name in edits:
-                    yield Hostile(
-                        "config",
-                        f"{kind} {name} {value}: {command.split()[0]}",
-                        command,
-                        inputs,
-                        edit_in(f"{kind}/config.json", config_with(**{name: value})),
-                    )
-            for name, change in {
-                "nested replacements": nested_replacements, "huge ids": huge_ids, "huge added id": huge_added_id,
-                "deep normalizer": deep_normalizer, "slow pattern": slow_pattern, "long words": long_words,
-            }.items():  # fmt: skip
-                yield Hostile(
-                    "tokenizer",
-                    f"{kind} {name}: {command.split()[0]}",
-                    command,
-                    inputs,
-                    edit_in(f"{kind}/tokenizer.json", tokenizer_with(change)),
-                )
-            for file in ("special_tokens_map.json", "tokenizer_config.json", "tokenizer.json"):
-                deep = in_folder(f"{kind}/{file}", lambda path: path.write_text('{"pad_token":' * 200_000))
-                yield Hostile("tokenizer", f"{kind} deep {file}: {command.split()[0]}", command, inputs, deep)
-            words = in_folder(f"{kind}/vocab.txt", lambda path: path.write_text("x" * (50 << 20)))
-            yield Hostile("tokenizer", f"{kind} long vocab.txt: {command.split()[0]}", command, inputs, words)
-            for name, header in SAFETENSORS.items():
-                write = in_folder(f"{kind}/model.safetensors", lambda path, header=header: path.write_bytes(header))
-                yield Hostile("safetensors", f"{kind} {name}: {command.split()[0]}", command, inputs, write)
+            for group, name, prepare in hostile_model_files(kind):
+                yield Hostile(group, f"{kind} {name}: {command.split()[0]}", command, inputs, prepare)
+
+
+def hostile_model_files(kind: str) -> Iterator[tuple[str, str, Damage]]:
+    """Group, name and damage of every hostile file of a model folder."""
+    for name in NUMBERS:
+        for value in (100_000, 2**31 - 1, 2**40):
+            yield "config", f"{name} {value}", edit_in(f"{kind}/config.json", config_with(**{name: value}))
+    for change in TOKENIZER_CHANGES:
+        name = change.__name__.replace("_", " ")
+        yield "tokenizer", name, edit_in(f"{kind}/tokenizer.json", tokenizer_with(change))
+    for file in ("special_tokens_map.json", "tokenizer_config.json", "tokenizer.json"):
+        nested = in_folder(f"{kind}/{file}", lambda path: path.write_text('{"pad_token":' * 200_000))
+        yield "tokenizer", f"nested {file}", nested
+    long_word = in_folder(f"{kind}/vocab.txt", lambda path: path.write_text("x" * (50 << 20)))
+    yield "tokenizer", "long word in vocab.txt", long_word
+    for name, content in SAFETENSORS.items():
+        write = in_folder(f"{kind}/model.safetensors", lambda path, content=content: path.write_bytes(content))
+        yield "safetensors", name, write
 
 
 def edit_in(name: str, edit: Damage) -> Damage:
@@ -292,70 +285,79 @@ def write_compressed(path: Path, block: bytes, count: int) -> None:
             file.write(block)
 
 
+def write_content(path: Path, content: Any) -> None:
+    """Write text, bytes, the columns of a Parquet file, or (block, count) compressed."""
+    match content:
+        case str():
+            path.write_text(content)
+        case bytes():
+            path.write_bytes(content)
+        case dict():
+            write_parquet(path, content)
+        case (block, count):
+            write_compressed(path, block, count)
+
+
 MEGABYTE = 1 << 20
-TABLES: dict[str, tuple[str, Callable[[Path], Any]]] = {  # name: suffix, writer
-    "a million columns": (".csv", lambda path: path.write_text("text,label" + ",c" * 10**6 + "\n" + "a,b" + ",d" * 10**6 + "\n")),
-    "a million numbered columns": (".csv", lambda path: path.write_text("text,label," + ",".join(map(str, range(10**6))) + "\na,b" + ",d" * 10**6)),
-    "labels of a megabyte": (".csv", lambda path: path.write_text("text,label\n" + "".join(f"a,{number}{'x' * MEGABYTE}\n" for number in range(30)))),
-    "a million labels": (".csv", lambda path: path.write_text("text,label\n" + "".join(f"a,{number}\n" for number in range(10**6)))),
-    "an open quotation mark": (".csv", lambda path: path.write_text('text,label\n"a' + "b\n" * (20 << 20))),
-    "a line of 100 MB": (".csv", lambda path: path.write_text("text,label\n" + "a" * (100 << 20) + ",b\n")),
-    "a line of 100 MB without a field": (".tsv", lambda path: path.write_text("text\tlabel\n" + "a" * (100 << 20))),
-    "NUL bytes": (".csv", lambda path: path.write_bytes(b"text,label\n\0\0,\0\n")),
-    "bytes that are not UTF-8": (".csv", lambda path: path.write_bytes(b"text,label\n\xff,\xfe\n")),
-    "only a header": (".csv", lambda path: path.write_text("text,label\n")),
-    "noise": (".csv", lambda path: path.write_bytes(random.Random(0).randbytes(10**6))),
-    "deep JSON": (".jsonl", lambda path: path.write_text('{"text":' + "[" * 10**6 + "\n")),
-    "deep closed JSON": (".jsonl", lambda path: path.write_text('{"text":' + "[" * 50_000 + "]" * 50_000 + "}\n")),
-    "a number of a million digits": (".jsonl", lambda path: path.write_text('{"text": "a", "label": ' + "9" * 10**6 + "}\n")),
-    "an infinite label": (".jsonl", lambda path: path.write_text('{"text": "a", "label": 1e999}\n' * 20)),
-    "half a surrogate pair": (".jsonl", lambda path: path.write_text('{"text": "\\ud800", "label": "\\udfff"}\n' * 20)),
-    "lists as rows": (".jsonl", lambda path: path.write_text("[1, 2]\n")),
-    "dictionaries as labels": (".jsonl", lambda path: path.write_text('{"text": "a", "label": {"b": 1}}\n')),
-    "a JSON line of 100 MB": (".jsonl", lambda path: path.write_text('{"label": "b", "text": "' + "a" * (100 << 20) + '"}\n')),
-    "nested parquet": (".parquet", lambda path: write_parquet(path, {"text": [[["a"]]], "label": [{"a": 1}]})),
-    "parquet of nulls": (".parquet", lambda path: write_parquet(path, {"text": [None] * 9, "label": [None] * 9})),
-    "parquet of repeated megabytes": (".parquet", lambda path: write_parquet(path, {"text": ["a " * MEGABYTE] * 600, "label": ["b"] * 600})),
-    "parquet of 5,000 columns": (".parquet", lambda path: write_parquet(path, {"text": ["a"], "label": ["b"]} | {f"c{number}": [1] for number in range(5000)})),
-    "not parquet": (".parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"\xff\xff\xff\x7fPAR1")),
-    "a gigabyte of zeros": (".csv.zst", lambda path: write_compressed(path, bytes(MEGABYTE), 1024)),
-    "a gigabyte of zeros, gzip": (".jsonl.gz", lambda path: write_compressed(path, bytes(MEGABYTE), 1024)),
-    "a gigabyte of one line": (".tsv.zst", lambda path: write_compressed(path, b"a" * MEGABYTE, 1024)),
-    "a gigabyte of one line, xz": (".csv.xz", lambda path: write_compressed(path, b"a," * (MEGABYTE // 2), 512)),
-}  # fmt: skip
-TEXTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    **{name: row for name, row in TABLES.items() if row[0].startswith((".jsonl", ".parquet"))},
-    "zeros": (".txt", lambda path: path.write_bytes(bytes(1000))),
-    "one line of 100 MB": (".txt", lambda path: path.write_bytes(b"a" * (100 << 20))),
-    "one line of 50 MB of CJK": (".txt", lambda path: path.write_text("語" * (16 << 20))),
-    "marks on one letter": (".txt", lambda path: path.write_text("a" + "\u0301" * (4 << 20))),
-    "a gigabyte of zeros, zst": (".txt.zst", lambda path: write_compressed(path, bytes(MEGABYTE), 1024)),
-    "512 MB of one letter, gzip": (".txt.gz", lambda path: write_compressed(path, b"a" * MEGABYTE, 512)),
-    "noise as gzip": (".txt.gz", lambda path: path.write_bytes(random.Random(0).randbytes(5000))),
-    "noise as xz": (".txt.xz", lambda path: path.write_bytes(random.Random(0).randbytes(5000))),
-    "noise as bz2": (".txt.bz2", lambda path: path.write_bytes(random.Random(0).randbytes(5000))),
-    "noise as zst": (".txt.zst", lambda path: path.write_bytes(random.Random(0).randbytes(5000))),
-}
+MILLION = 10**6
+HEADER = "text,label"
+NOISE = random.Random(0).randbytes(5000)
+TABLES: list[tuple[str, str, Callable[[], Any]]] = [  # name, suffix, content
+    ("a million columns", ".csv", lambda: HEADER + ",c" * MILLION + "\na,b" + ",d" * MILLION),
+    ("a million names", ".csv", lambda: ",".join([HEADER, *map(str, range(MILLION))]) + "\na,b" + ",d" * MILLION),
+    ("labels of a megabyte", ".csv", lambda: HEADER + "".join(f"\na,{n}{'x' * MEGABYTE}" for n in range(30))),
+    ("a million labels", ".csv", lambda: HEADER + "".join(f"\na,{n}" for n in range(MILLION))),
+    ("an open quotation mark", ".csv", lambda: HEADER + '\n"a' + "b\n" * (20 * MEGABYTE)),
+    ("a line of 100 MB", ".csv", lambda: HEADER + "\n" + "a" * (100 * MEGABYTE) + ",b\n"),
+    ("NUL bytes", ".csv", lambda: HEADER + "\n\0\0,\0\n"),
+    ("not UTF-8", ".csv", lambda: b"text,label\n\xff,\xfe\n"),
+    ("only a header", ".csv", lambda: HEADER),
+    ("noise", ".csv", lambda: NOISE),
+    ("a line of 100 MB", ".tsv", lambda: "text\tlabel\n" + "a" * (100 * MEGABYTE)),
+    ("nested deeply", ".jsonl", lambda: '{"text":' + "[" * MILLION),
+    ("nested deeply, closed", ".jsonl", lambda: '{"label": 1, "text":' + "[" * 50_000 + "]" * 50_000 + "}\n"),
+    ("a million digits", ".jsonl", lambda: '{"text": "a", "label": ' + "9" * MILLION + "}\n"),
+    ("infinite label", ".jsonl", lambda: '{"text": "a", "label": 1e999}\n' * 20),
+    ("half a surrogate pair", ".jsonl", lambda: '{"text": "\\ud800", "label": "\\udfff"}\n' * 20),
+    ("lists as rows", ".jsonl", lambda: "[1, 2]\n"),
+    ("dictionaries as labels", ".jsonl", lambda: '{"text": "a", "label": {"b": 1}}\n'),
+    ("a line of 100 MB", ".jsonl", lambda: '{"label": "b", "text": "' + "a" * (100 * MEGABYTE) + '"}\n'),
+    ("nested", ".parquet", lambda: {"text": [[["a"]]], "label": [{"a": 1}]}),
+    ("nulls", ".parquet", lambda: {"text": [None] * 9, "label": [None] * 9}),
+    ("repeated megabytes", ".parquet", lambda: {"text": ["a " * MEGABYTE] * 600, "label": ["b"] * 600}),
+    ("many columns", ".parquet", lambda: {"text": ["a"], "label": ["b"]} | {f"c{n}": [1] for n in range(5000)}),
+    ("not Parquet", ".parquet", lambda: b"PAR1" + bytes(1000) + b"\xff\xff\xff\x7fPAR1"),
+    ("a gigabyte of zeros", ".csv.zst", lambda: (bytes(MEGABYTE), 1024)),
+    ("a gigabyte of zeros", ".jsonl.gz", lambda: (bytes(MEGABYTE), 1024)),
+    ("a gigabyte in one line", ".tsv.zst", lambda: (b"a" * MEGABYTE, 1024)),
+    ("half a gigabyte in one line", ".csv.xz", lambda: (b"a," * (MEGABYTE // 2), 512)),
+]
+TEXTS: list[tuple[str, str, Callable[[], Any]]] = [
+    *(row for row in TABLES if row[1].startswith((".jsonl", ".parquet"))),
+    ("zeros", ".txt", lambda: bytes(1000)),
+    ("a line of 100 MB", ".txt", lambda: "a" * (100 * MEGABYTE)),
+    ("a line of 50 MB of ideographs", ".txt", lambda: "語" * (16 * MEGABYTE)),
+    ("marks on one letter", ".txt", lambda: "a" + "\u0301" * (4 * MEGABYTE)),
+    ("a gigabyte of zeros", ".txt.zst", lambda: (bytes(MEGABYTE), 1024)),
+    ("half a gigabyte of one letter", ".txt.gz", lambda: (b"a" * MEGABYTE, 512)),
+    *(("noise", f".txt{suffix}", lambda: NOISE) for suffix in (".gz", ".xz", ".bz2", ".zst")),
+]
 TUNING = "--text text --label label --epochs 1 --length 16 --batch-size 8 --device cpu"
 
 
 def hostile_data() -> Iterator[Hostile]:
-    for name, (suffix, write) in TABLES.items():
-        group = suffix.split(".")[1] if suffix.count(".") == 1 else "compressed"
-        file = f"hostile{suffix}"
-        for command, inputs in (
-            (f"finetune --model model --train {file} --output new {TUNING}", ("model",)),
-            (f"predict --model tuned --input {file} --output new.csv --device cpu", ("tuned", "model")),
-        ):
-            yield Hostile(group, f"{name}: {command.split()[0]}", command, inputs, in_folder(file, write))
-    for name, (suffix, write) in TEXTS.items():
-        group = suffix.split(".")[1] if suffix.count(".") == 1 else "compressed"
-        file = f"hostile{suffix}"
-        for command, inputs in (
-            (f"tokenizer --corpus {file} --output new", ("rows",)),
-            (f"shard --corpus {file} --tokenizer vocab --output new --workers 1", ("vocab",)),
-        ):
-            yield Hostile(group, f"{name}: {command.split()[0]}", command, inputs, in_folder(file, write))
+    readers = (
+        (TABLES, "finetune --model model --train {} --output new " + TUNING, ("model",)),
+        (TABLES, "predict --model tuned --input {} --output new.csv --device cpu", ("tuned", "model")),
+        (TEXTS, "tokenizer --corpus {} --output new", ("rows",)),
+        (TEXTS, "shard --corpus {} --tokenizer vocab --output new --workers 1", ("vocab",)),
+    )
+    for files, command, inputs in readers:
+        for name, suffix, content in files:
+            group = suffix.split(".")[1] if suffix.count(".") == 1 else "compressed"
+            file = f"hostile{suffix}"
+            prepare = in_folder(file, lambda path, content=content: write_content(path, content()))
+            yield Hostile(group, f"{name}: {command.split()[0]}", command.format(file), inputs, prepare)
 
 
 HOSTILE_CASES = [*hostile_models(), *hostile_data()]
