@@ -41,7 +41,7 @@ from electra.runfolder import (
     lock_folder,
     read_json,
     remove_partial_files,
-    write_json,
+    write_stored,
 )
 from electra.signals import clean_up_on_stop_signals
 from electra.training.checkpoint import find_model_folder
@@ -102,7 +102,7 @@ def check_and_write_settings(folder: Path, settings: dict[str, Any]) -> None:
         for part, values in settings.items():
             check_same_settings(folder, before.get(part, {}), values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG, settings)
+    write_stored(folder / CONFIG, settings)
 
 
 def is_finetuning_output(folder: Path) -> bool:

@@ -7,18 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from electra.config import config_from_flat_values, convert_values, flat_defaults, flat_values
+from electra.config import config_from_flat_values, flat_defaults, flat_values
 from electra.errors import DataError
-from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE
+from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE, read_glue_table
 from electra.finetuning.jobs import is_finetuning_output
 from electra.model.storage import read_model_config
-from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, recipe_settings
+from electra.pretraining.config import (
+    BUDGETS,
+    CHANGEABLE_ON_RESUME,
+    PretrainConfig,
+    read_pretraining_state,
+    read_run_record,
+    recipe_settings,
+)
 from electra.pretraining.held_out import held_out_loader_config, max_held_out_rows
-from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
-from electra.runfolder import CONFIG, checkpoint_folders, read_json
-from electra.training.checkpoint import STATE
+from electra.pretraining.phases import Phase, count_parameters, plan_phases
+from electra.runfolder import CONFIG, checkpoint_folders
+from electra.training.checkpoint import STATE, TrainState, read_training_state
 from electra.training.logging import METRICS, read_metrics
-from electra.training.trainer import TrainState
 
 LOWER_IS_BETTER = ("loss",)  # suffixes of metrics
 HIGHER_IS_BETTER = ("accuracy", "precision", "recall", "auc")
@@ -124,10 +130,7 @@ def read_run_config(folder: Path) -> PretrainConfig:
         raise DataError(
             f"not a run; name the runs in it: {folder}/*" if has_runs else f"not a run: it has no {METRICS}"
         )
-    stored = read_json(folder / CONFIG).get("pretraining")
-    if stored is None:
-        raise DataError("not a run of electra pretrain")
-    return config_from_flat_values(PretrainConfig, convert_values(PretrainConfig, stored))
+    return config_from_flat_values(PretrainConfig, read_run_record(folder).pretraining)
 
 
 def describe_changes_from_recipe(config: PretrainConfig) -> str:
@@ -155,9 +158,9 @@ def read_final_state(folder: Path, phases: list[Phase]) -> TrainState:
     checkpoints = checkpoint_folders(folder)
     if not checkpoints:
         raise DataError("unfinished: it has no checkpoint yet")
-    state = TrainState(**read_json(checkpoints[-1] / STATE)["trainer"])
+    state = read_training_state(checkpoints[-1]).trainer
     resume = "continue it with electra pretrain --resume"
-    if (number := read_phase_index(checkpoints[-1]) + 1) < len(phases):
+    if (number := read_pretraining_state(checkpoints[-1]).phase + 1) < len(phases):
         raise DataError(f"unfinished: in phase {number} of {len(phases)}; {resume}")
     fraction = phases[-1].stage_budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
     if fraction < 1:
@@ -218,23 +221,15 @@ def best_metric_values(evaluations: list[Evaluation]) -> dict[str, float]:
     return best
 
 
-def read_glue_score(run: Path, table: Path) -> GlueScore | None:
+def read_glue_score(run: Path, path: Path) -> GlueScore | None:
     """The score in a table of electra glue; None, with a warning if the table is unusable, if it has no mean."""
     try:
-        content = read_glue_table(table)
-        tasks = [row["task"] for row in content["rows"] if row["task"] != EXCLUDED_FROM_MEAN]
-        return None if content["mean"] is None else GlueScore(content["mean"], tasks)
+        table = read_glue_table(path)
     except (DataError, OSError) as error:
         print(f"no GLUE score for {run}: {error}", file=sys.stderr)
-    except (KeyError, TypeError):
-        print(f"no GLUE score for {run}: {table} is not a table of electra glue; run it again", file=sys.stderr)
-    return None
-
-
-def read_glue_table(table: Path) -> dict[str, Any]:
-    if not table.is_file():
-        raise DataError(f"there is no {table.name} in {table.parent}; name an --output folder of electra glue")
-    return read_json(table)
+        return None
+    tasks = [row.task for row in table.rows if row.task != EXCLUDED_FROM_MEAN]
+    return None if table.mean is None else GlueScore(table.mean, tasks)
 
 
 def find_glue_tables(entries: tuple[str, ...], runs: list[Path]) -> dict[Path, Path]:
@@ -252,7 +247,7 @@ def parse_glue_entry(entry: str, runs: list[Path]) -> dict[Path, Path]:
     """The run and the table of an entry RUN=FOLDER, or FOLDER if its model is one of the runs."""
     run, _, folder = entry.rpartition("=")
     table = Path(folder) if folder.endswith(".json") else Path(folder, TABLE)
-    model = Path(run or str(read_glue_table(table).get("model"))).resolve()
+    model = Path(run or read_glue_table(table).model).resolve()
     for other in runs:
         if model.is_relative_to(other.resolve()):
             return {other: table}

@@ -2,20 +2,30 @@
 
 runs/x/checkpoints/step-000001000/   config.json · model.safetensors · tokenizer files   (a model folder)
                                      training.safetensors · state.json                   (to resume from)
+                                     checksums.json                                      (of all of them)
 """
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from electra.errors import DataError
+from electra.errors import DataError, check_range
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
-from electra.runfolder import CHECKPOINTS, checkpoint_folders, create_folder_atomically, read_json, write_json
+from electra.runfolder import (
+    CHECKPOINTS,
+    CHECKSUMS,
+    checkpoint_folders,
+    create_folder_atomically,
+    read_stored,
+    repair_advice,
+    write_checksums,
+    write_json,
+)
 
 TRAINING = "training.safetensors"
 STATE = "state.json"
@@ -37,46 +47,62 @@ def find_model_folder(run_or_model: Path) -> Path:
     return checkpoints[-1] if checkpoints else run_or_model
 
 
+@dataclass
+class TrainState:
+    """Progress of a training."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    nonfinite_steps: int = 0
+    best_checkpoint: str | None = None  # lowest held-out loss
+    best_loss: float | None = None
+    start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
+    start_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "step", "tokens", "nonfinite_steps", "start_step", at_least=0, at_most=2**62)
+        check_range(self, "seconds", "start_seconds", at_least=0)
+
+
+@dataclass
+class CheckpointState:
+    """The content of state.json."""
+
+    trainer: TrainState
+    task: dict[str, Any]  # the task's `state_dict`, such as the position in the data
+
+
 def save_checkpoint(
     run: Path,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    state: dict[str, Any],
+    state: CheckpointState,
     write_model: Callable[[Path], None],
 ) -> Path:
-    """Write the checkpoint of step `state["step"]` and return its folder."""
-    folder = run / CHECKPOINTS / checkpoint_name(state["step"])
+    """Write a checkpoint and return its folder."""
+    folder = run / CHECKPOINTS / checkpoint_name(state.trainer.step)
     if not folder.exists():  # a resumed run may save a step again, with equal content
         with create_folder_atomically(folder) as draft:
             write_model(draft)
             write_tensors(draft / TRAINING, optimizer_state_tensors(model, optimizers))
-            write_json(draft / STATE, state)
+            write_json(draft / STATE, asdict(state))
+            write_checksums(draft)
     return folder
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> CheckpointState:
     """Load weights and optimizer states, and return the training state."""
-    with suggest_earlier_checkpoint_on_error(folder):
-        load_weights(model, read_tensors(folder / WEIGHTS), folder)
-        load_optimizer_states(model, optimizers, read_tensors(folder / TRAINING), folder)
-    return read_training_state(folder)
+    state = read_training_state(folder)
+    if not (folder / CHECKSUMS).exists():
+        raise DataError(f"{folder} has no {CHECKSUMS}; {repair_advice(folder / CHECKSUMS)}")
+    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+    load_optimizer_states(model, optimizers, read_tensors(folder / TRAINING), folder)
+    return state
 
 
-def read_training_state(folder: Path) -> dict[str, Any]:
-    """The training state of a checkpoint: `step`, `trainer` (TrainState) and `task`."""
-    with suggest_earlier_checkpoint_on_error(folder):
-        return read_json(folder / STATE)
-
-
-@contextmanager
-def suggest_earlier_checkpoint_on_error(folder: Path) -> Iterator[None]:
-    """Add to the error of a damaged checkpoint which one to resume from instead."""
-    try:
-        yield
-    except DataError as error:
-        earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
-        advice = f"remove {folder} to resume from {earlier[-1]}" if earlier else "there is no earlier checkpoint"
-        raise DataError(f"{error}; {advice}") from None
+def read_training_state(folder: Path) -> CheckpointState:
+    return read_stored(folder / STATE, CheckpointState)
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
