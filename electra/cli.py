@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def exit_with_error(message: str, arguments: list[str]) -> NoReturn:
     """Print an error to stderr, with `--json` also as JSON to stdout, and exit with code 2."""
+    message = re.sub(r"\s*\n\s*", " ", message)  # of libraries
     print(f"electra: {message}", file=sys.stderr)
     if "--json" in arguments_before_delimiter(arguments):
         print(json.dumps({"error": message}))

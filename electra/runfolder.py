@@ -14,7 +14,6 @@ import os
 import platform
 import shlex
 import shutil
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
@@ -79,16 +78,18 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists already; remove it or choose another output folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
-    draft.mkdir()
-    try:
-        yield draft
-        for file in draft.iterdir():
-            with file.open("rb") as content:
-                os.fsync(content.fileno())  # the rename may reach the disk before the content
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    draft = folder.with_name(f".{folder.name}{PARTIAL}")
+    with lock_file(folder):
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+        draft.mkdir()
+        try:
+            yield draft
+            for file in draft.iterdir():
+                with file.open("rb") as content:
+                    os.fsync(content.fileno())  # the rename may reach the disk before the content
+            os.replace(draft, folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def remove_partial_files(folder: Path) -> None:
@@ -126,7 +127,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def lock_file(path: Path) -> AbstractContextManager[None]:
-    """Keep other processes from writing a file."""
+    """Keep other processes from writing a file or folder."""
     return hold_lock(path.with_name(f"{path.name}.lock{PARTIAL}"), path)
 
 

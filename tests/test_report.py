@@ -5,6 +5,7 @@ import shutil
 from dataclasses import asdict
 from math import nan
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import small_run
@@ -94,6 +95,15 @@ def test_the_best_is_the_lowest_loss_and_the_highest_accuracy():
 def test_runs_have_the_shortest_names_that_differ():
     assert shortest_unique_names([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
     assert shortest_unique_names([Path("one/x"), Path("two/x")]) == ["one/x", "two/x"]
+
+
+def test_a_report_that_was_interrupted_can_be_repeated(runs, tmp_path, monkeypatch):
+    config = ReportConfig(runs=tuple(runs), output=tmp_path / "report")
+    with monkeypatch.context() as patch:
+        patch.setattr("electra.report.tables.plot_runs", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            report(config)
+    assert report(config).plots
 
 
 def test_a_report_is_written_with_tables_and_plots(runs, tmp_path, capsys):

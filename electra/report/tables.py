@@ -69,6 +69,7 @@ def report(config: ReportConfig) -> Report:
 
 def write_report(result: Report, folder: Path) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / REPORT, asdict(result))  # so that an interrupted report can be repeated
     plots = plot_runs(folder, result.runs)
     notes = result.notes + ([] if plots else ["no plots: they need matplotlib (pip install matplotlib)"])
     result = replace(result, notes=notes, plots=plots, output=str(folder))
