@@ -246,20 +246,19 @@ def find_other_field(value: Any, expected: Any) -> str | None:
 
 
 @contextmanager
-def report_damage(path: Path) -> Iterator[None]:
+def report_damage(path: Path, advice: str | None = None) -> Iterator[None]:
     """Turn all that JSON of another form can cause into a DataError."""
     try:
         yield
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).replace("`$.", "`")
-        raise damaged_file_error(path, reason) from None
+        raise damaged_file_error(path, reason, advice) from None
 
 
-def damaged_file_error(path: Path, reason: str) -> DataError:
+def damaged_file_error(path: Path, reason: str, advice: str | None = None) -> DataError:
     """The error of a file that is not as it was written, with what to do."""
-    return DataError(
-        f"{path} is damaged or of another kind ({reason}); {repair_advice(path) or 'copy or create it again'}"
-    )
+    advice = advice or repair_advice(path) or "copy or create it again"
+    return DataError(f"{path} is damaged or of another kind ({reason}); {advice}")
 
 
 def repair_advice(path: Path) -> str:
