@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def exit_with_error(message: str, arguments: list[str]) -> NoReturn:
     """Print an error to stderr, with `--json` also as JSON to stdout, and exit with code 2."""
+    message = re.sub(r"\s*\n\s*", " ", message)  # of libraries
     if len(message) > MAX_MESSAGE:  # quotes a cell or a setting of any length
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"electra: {message}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Files and folders that commands write: atomic writes, JSON, locks, and the check for changed settings.
+"""Files and folders that commands write: atomic writes, JSON, checksums, locks, and the check for changed settings.
 
 A killed process leaves a whole file or folder or none; its partial files are named `*.electra-partial`, and only files
 of that name are ever removed.
@@ -14,10 +14,9 @@ import os
 import platform
 import shlex
 import shutil
-import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,9 +33,17 @@ CHECKSUM = "sha256:"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
 CONFIG = "config.json"  # of a run and of a model
 CHECKPOINTS = "checkpoints"
+CHECKSUMS = "checksums.json"  # of the other files in its folder
 MAX_JSON_BYTES = 2**28
 
 Stored = TypeVar("Stored")
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The content of checksums.json."""
+
+    files: dict[str, str]  # by name
 
 
 def write_file(path: Path, content: bytes | str) -> None:
@@ -71,16 +78,18 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists already; remove it or choose another output folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
-    draft.mkdir()
-    try:
-        yield draft
-        for file in draft.iterdir():
-            with file.open("rb") as content:
-                os.fsync(content.fileno())  # the rename may reach the disk before the content
-        os.replace(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    draft = folder.with_name(f".{folder.name}{PARTIAL}")
+    with lock_file(folder):
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+        draft.mkdir()
+        try:
+            yield draft
+            for file in draft.iterdir():
+                with file.open("rb") as content:
+                    os.fsync(content.fileno())  # the rename may reach the disk before the content
+            os.replace(draft, folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def remove_partial_files(folder: Path) -> None:
@@ -118,7 +127,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def lock_file(path: Path) -> AbstractContextManager[None]:
-    """Keep other processes from writing a file."""
+    """Keep other processes from writing a file or folder."""
     return hold_lock(path.with_name(f"{path.name}.lock{PARTIAL}"), path)
 
 
@@ -170,18 +179,33 @@ def write_json(path: Path, value: Any) -> None:
     write_file(path, dump_json(value, indent=2) + "\n")
 
 
+def write_stored(path: Path, value: Any) -> None:
+    """Write JSON with a checksum of its content in it, which `read_json` verifies."""
+    content = json.loads(dump_json(value))
+    write_json(path, content | {"checksum": json_checksum(content)})
+
+
+def json_checksum(content: dict[str, Any]) -> str:
+    return CHECKSUM + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises a DataError that names the file if it is missing or damaged."""
+    """Read a JSON object; raises a DataError that names the file if it is missing, damaged or was changed."""
     if not path.parent.is_dir():
         is_file = path.parent.exists()
         raise DataError(f"{path.parent} is a file, not a folder" if is_file else f"there is no folder {path.parent}")
     if not path.is_file():
         inside = sorted(other.parent.name for other in path.parent.glob(f"*/{path.name}"))
         hint = f"; did you mean one of its folders: {join_first_names(inside)}?" if inside else ""
-        raise DataError(f"{path.parent} has no {path.name}{hint}")
+        raise DataError(f"{path.parent} has no {path.name}{hint}; {repair_advice(path)}".rstrip("; "))
     if path.stat().st_size > MAX_JSON_BYTES:
         raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
-    return parse_json(path.read_bytes(), path)
+    if path.name != CHECKSUMS:
+        verify_checksum(path)
+    value = parse_json(path.read_bytes(), path)
+    if str(value.get("checksum")).startswith(CHECKSUM) and value.pop("checksum") != json_checksum(value):
+        raise damaged_file_error(path, 'its checksum differs; if you changed it on purpose, remove its line "checksum"')
+    return value
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
@@ -222,23 +246,28 @@ def find_other_field(value: Any, expected: Any) -> str | None:
 
 
 @contextmanager
-def report_damage(path: Path) -> Iterator[None]:
+def report_damage(path: Path, advice: str | None = None) -> Iterator[None]:
     """Turn all that JSON of another form can cause into a DataError."""
     try:
         yield
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).replace("`$.", "`")
-        raise damaged_file_error(path, reason) from None
+        raise damaged_file_error(path, reason, advice) from None
 
 
-def damaged_file_error(path: Path, reason: str) -> DataError:
+def damaged_file_error(path: Path, reason: str, advice: str | None = None) -> DataError:
     """The error of a file that is not as it was written, with what to do."""
-    folder = path.parent
-    advice = "copy or create it again"
-    if folder.parent.name == CHECKPOINTS:
-        earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
-        advice = f"remove {folder} to use {earlier[-1]}" if earlier else "there is no earlier checkpoint"
+    advice = advice or repair_advice(path) or "copy or create it again"
     return DataError(f"{path} is damaged or of another kind ({reason}); {advice}")
+
+
+def repair_advice(path: Path) -> str:
+    """What to do about a missing or damaged file; empty if it is in no checkpoint."""
+    folder = path.parent
+    if folder.parent.name != CHECKPOINTS:
+        return ""
+    earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
+    return f"remove {folder} to use {earlier[-1]}" if earlier else "there is no earlier checkpoint"
 
 
 def join_first_names(names: list[str], count: int = 3) -> str:
@@ -249,6 +278,22 @@ def join_first_names(names: list[str], count: int = 3) -> str:
 def file_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return CHECKSUM + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path, *names: str) -> None:
+    """List the checksums of files, by default of all in a folder, for `verify_checksum`."""
+    files = [folder / name for name in names] or sorted(folder.iterdir())
+    write_stored(folder / CHECKSUMS, {"files": {path.name: file_checksum(path) for path in files}})
+
+
+def verify_checksum(path: Path) -> None:
+    """Raise a DataError if a file has another checksum than is listed beside it; files that are not listed pass."""
+    list_path = path.with_name(CHECKSUMS)
+    if list_path.exists():
+        listed = read_stored(list_path, Checksums).files.get(path.name)
+        if listed is not None and path.is_file() and file_checksum(path) != listed:
+            reason = f"its checksum differs; if you changed it on purpose, remove {CHECKSUMS}"
+            raise damaged_file_error(path, reason)
 
 
 def check_same_settings(

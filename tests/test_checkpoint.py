@@ -1,5 +1,8 @@
 """Checkpoints: written whole or not at all, and damage is reported with the checkpoint before."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -7,14 +10,18 @@ import torch
 from torch import nn
 
 from electra.errors import DataError
-from electra.model.storage import WEIGHTS, write_tensors
-from electra.runfolder import PARTIAL, checkpoint_folders
+from electra.model.storage import WEIGHTS, read_tensors, write_tensors
+from electra.runfolder import CHECKSUMS, PARTIAL, checkpoint_folders
 from electra.training.checkpoint import (
+    KEPT,
     STATE,
     TRAINING,
+    CheckpointState,
+    TrainState,
     find_model_folder,
     load_checkpoint,
     prune_checkpoints,
+    read_training_state,
     save_checkpoint,
 )
 from electra.training.config import OptimizerConfig
@@ -30,7 +37,8 @@ def save(run: Path, step: int, optimizer: str = "adamw") -> tuple[nn.Module, lis
     for each in optimizers:
         each.step()
     weights = {name: value.detach() for name, value in model.named_parameters()}
-    save_checkpoint(run, model, optimizers, {"step": step}, lambda folder: write_tensors(folder / WEIGHTS, weights))
+    state = CheckpointState(TrainState(step), {"row": 7})
+    save_checkpoint(run, model, optimizers, state, lambda folder: write_tensors(folder / WEIGHTS, weights))
     return model, optimizers
 
 
@@ -39,7 +47,9 @@ def test_weights_and_optimizer_states_are_restored_exactly(tmp_path, optimizer):
     model, optimizers = save(tmp_path, 1, optimizer)
     other = nn.Linear(3, 2)
     restored = build_optimizers(other, OptimizerConfig(name=optimizer))
-    assert load_checkpoint(checkpoint_folders(tmp_path)[0], other, restored) == {"step": 1}
+    assert load_checkpoint(checkpoint_folders(tmp_path)[0], other, restored) == CheckpointState(
+        TrainState(1), {"row": 7}
+    )
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         before, after = optimizers[0].state[ours], restored[0].state[theirs]
@@ -47,20 +57,43 @@ def test_weights_and_optimizer_states_are_restored_exactly(tmp_path, optimizer):
         assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, TRAINING, STATE])
-def test_a_damaged_checkpoint_is_reported_with_the_one_before(tmp_path, name):
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-25] ^= 4
+    path.write_bytes(content)
+
+
+def zero_block(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8] + bytes(8))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_bit, zero_block, Path.unlink])
+@pytest.mark.parametrize("name", [WEIGHTS, TRAINING, STATE, CHECKSUMS])
+def test_damage_is_named_with_the_checkpoint_before(tmp_path, name, damage):
     for step in (1, 2):
         model, optimizers = save(tmp_path, step)
     first, last = checkpoint_folders(tmp_path)
-    (last / name).write_bytes((last / name).read_bytes()[:-10])
-    with pytest.raises(DataError, match=f"{name}.*; remove {last} to resume from {first.name}"):
+    damage(last / name)
+    with pytest.raises(DataError, match=f"{name}.*; remove {last} to use {first.name}"):
         load_checkpoint(last, model, optimizers)
+
+
+def test_an_edited_state_is_detected(tmp_path):
+    save(tmp_path, 1)
+    [folder] = checkpoint_folders(tmp_path)
+    (folder / STATE).write_text((folder / STATE).read_text().replace('"row": 7', '"row": 8'))
+    with pytest.raises(DataError, match=r"state.json is damaged .*checksum differs.*there is no earlier checkpoint"):
+        read_training_state(folder)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     save(tmp_path, 1)
     other = nn.Linear(4, 2)
-    with pytest.raises(DataError, match="weight is missing or has another shape; there is no earlier checkpoint"):
+    with pytest.raises(DataError, match="weight is missing or has another shape"):
         load_checkpoint(checkpoint_folders(tmp_path)[0], other, build_optimizers(other, OptimizerConfig()))
 
 
@@ -70,7 +103,7 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path):
 
     save(tmp_path, 1)
     with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path, nn.Linear(1, 1), [], {"step": 2}, fail)
+        save_checkpoint(tmp_path, nn.Linear(1, 1), [], CheckpointState(TrainState(2), {}), fail)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000001"]
     assert not list(tmp_path.rglob(f"*{PARTIAL}"))
 
@@ -91,3 +124,28 @@ def test_a_run_refers_to_its_newest_checkpoint(tmp_path):
     newest = find_model_folder(tmp_path)
     assert newest.name == "step-000000010"
     assert find_model_folder(newest) == newest
+
+
+def test_a_run_that_trains_does_not_remove_the_checkpoint_that_is_read(tmp_path):
+    save(tmp_path, 1)
+    trainer = os.fork()
+    if trainer == 0:
+        for step in range(2, 1000):
+            save(tmp_path, step)
+            prune_checkpoints(tmp_path, keep_last=1, best_name=None)
+        os._exit(0)
+    try:
+        for _ in range(30):
+            folder = find_model_folder(tmp_path)
+            time.sleep(0.01)
+            assert len(read_tensors(folder / WEIGHTS)) == 2
+            assert read_training_state(folder).trainer.step == int(folder.name.removeprefix("step-"))
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+    kept = len(checkpoint_folders(tmp_path))
+    assert kept > 2
+    for descriptor in map(KEPT.pop, checkpoint_folders(tmp_path)[:-1]):
+        os.close(descriptor)
+    prune_checkpoints(tmp_path, keep_last=1, best_name=None)
+    assert len(checkpoint_folders(tmp_path)) == 1

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import electra
 from electra.cli import find_command, parse_config
 from electra.commands import COMMANDS, Command
 from electra.config import settings_by_name
+from electra.model.config import ModelConfig
+from electra.pretraining.config import DataRecord, RunRecord
+from electra.runfolder import write_stored
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -35,7 +39,14 @@ def test_the_readme_fits_on_a_page():
 def test_commands_are_parsed(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("runs/x").mkdir(parents=True)
-    Path("runs/x/config.json").write_text('{"pretraining": {"data": "shards"}}')  # a run that can be resumed
+    record = RunRecord(
+        model=ModelConfig().electra_config(),
+        pretraining={"data": "shards"},
+        data=DataRecord(tokens={}, tokenizer=""),
+        command="",
+        environment={},
+    )
+    write_stored(Path("runs/x/config.json"), asdict(record))  # a run that can be resumed
     name, *flags = shlex.split(line)
     parse_config(name, find_command(name).load_config_class(), flags)
 

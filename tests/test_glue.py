@@ -149,7 +149,8 @@ def test_an_earlier_row_may_contain_nan(tmp_path):
     metrics = {"dev": {"spearman": None}}
     row = {"task": "stsb", "metric": "spearman", "median": None, "standard_deviation": None, "seeds": 2, "seconds": 1}
     row |= {"metrics": metrics, "ensemble": metrics, "truncated": {}}
-    (tmp_path / "table.json").write_text(json.dumps({"rows": [row]}))
+    table = {"model": "", "output": "", "mean": None, "glue_6": None, "published": {}, "notes": [], "rows": [row]}
+    (tmp_path / "table.json").write_text(json.dumps(table))
     config = build_config(GlueConfig, model=tmp_path, data="glue", output=tmp_path)
     rows = read_earlier_rows(tmp_path, ["rte"])
     assert "nan" in str(make_glue_table(config, rows, describe_other_results(rows)))

@@ -188,7 +188,7 @@ def test_two_stage_training_copies_the_encoder_and_freezes_the_generator(run_con
     assert not any(torch.equal(end[name], start[name]) for name in discriminator)
     record = json.loads((config.output / "config.json").read_text())
     assert record["pretraining"]["phases"] == list(TWO_STAGE["phases"])
-    with pytest.raises(ConfigError, match=r"phases was .* and is now \[\]"):
+    with pytest.raises(ConfigError, match=r"phases was .* and is now \(\)"):
         pretrain(replace_settings(config, resume=True, phases=(), objective="mlm"))
 
 

@@ -23,7 +23,7 @@ from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorCo
 from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor, evaluate, predict
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
-from electra.runfolder import lock_file
+from electra.runfolder import CHECKSUMS, lock_file
 
 SENTENCE = "the big cat sat on the red mat ."
 
@@ -75,6 +75,7 @@ def test_prediction_needs_no_labels_but_evaluation_does(finetuned, tmp_path):
 def test_a_model_of_nan_predicts_nothing(finetuned, tmp_path):
     shutil.copytree(finetuned.output / "seed-1" / "model", tmp_path / "model")
     weights = read_tensors(tmp_path / "model" / WEIGHTS)
+    (tmp_path / "model" / CHECKSUMS).unlink()
     write_tensors(tmp_path / "model" / WEIGHTS, weights | {"head.bias": torch.full((3,), math.nan)})
     with pytest.raises(DataError, match=r"the outputs of .*model are not finite"):
         predict_file(tmp_path / "model", finetuned.dev, tmp_path / "predictions.csv")

@@ -3,15 +3,18 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from kills import kill_repeatedly
 
+import electra
 from electra import cli, runfolder
 from electra.config import build_config
 from electra.data import corpus
@@ -141,23 +144,42 @@ def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
     assert content(settings.output) == content(tmp_path / "uninterrupted")
 
 
-def test_workers_exit_when_their_parent_is_killed(tmp_path):
+@contextmanager
+def two_workers(folder: Path):
+    """A process group of `map_in_order` with two workers that are busy for long."""
     script = (
-        "import os, time, electra.data.prepare as prepare\n"
+        "import time, electra.data.workers as workers\n"
+        "from electra.signals import clean_up_on_stop_signals\n"
         "if __name__ == '__main__':\n"
-        "    for pid in prepare.map_in_order(os.getpgid, [0, 0, 0, 0, 0, 0], 2):\n"
-        "        print('started', flush=True); time.sleep(60)\n"
+        "    with clean_up_on_stop_signals():\n"
+        "        for _ in workers.map_in_order(time.sleep, [0, 60, 60, 60, 60], 2): print('started', flush=True)\n"
     )
-    (tmp_path / "run.py").write_text(script)
-    process = subprocess.Popen([sys.executable, tmp_path / "run.py"], stdout=subprocess.PIPE, start_new_session=True)
-    with process:
-        process.stdout.readline()
+    (folder / "run.py").write_text(script)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    environment = os.environ | {"PYTHONPATH": str(Path(electra.__file__).parents[1])}
+    with subprocess.Popen([sys.executable, folder / "run.py"], env=environment, **options) as process:
+        assert process.stdout.readline() == "started\n"
+        yield process
+
+
+def test_workers_exit_when_their_parent_is_killed(tmp_path):
+    with two_workers(tmp_path) as process:
         process.kill()
         process.wait()
         deadline = time.monotonic() + 10
         while is_group_running(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert not is_group_running(process.pid)
+        assert not is_group_running(process.pid)
+
+
+@pytest.mark.parametrize("to_group", [True, False])
+def test_a_stop_signal_ends_the_workers_at_once(tmp_path, to_group):
+    """SIGHUP, which a closing terminal sends to all processes, and SIGTERM, which `kill` sends to one."""
+    with two_workers(tmp_path) as process:
+        os.killpg(process.pid, signal.SIGHUP) if to_group else process.terminate()
+        _, errors = process.communicate(timeout=10)
+        assert errors == f"electra: stopped by {'SIGHUP' if to_group else 'SIGTERM'}\n"
+        assert not is_group_running(process.pid)
 
 
 def is_group_running(group: int) -> bool:

@@ -273,6 +273,17 @@ def test_a_run_with_a_finite_loss_far_above_chance_fails(run_config):
         pretrain(run_config(learning_rate=50.0))
 
 
+@pytest.mark.parametrize(("before", "after"), [('"steps": 20', '"steps": 30'), ("0.003", "0.002")])
+def test_an_edited_config_does_not_silently_change_a_resumed_run(finished_copy, before, after, capsys):
+    path = finished_copy.output / "config.json"
+    path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(DataError, match=r"config.json is damaged .*checksum"):
+        pretrain(finished_copy)
+    with pytest.raises(SystemExit, match="2"):
+        main(["pretrain", "--output", str(finished_copy.output), "--resume"])
+    assert "config.json is damaged" in capsys.readouterr().err
+
+
 def test_a_run_is_not_mixed_with_another(finished_copy):
     with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
         pretrain(replace(finished_copy, resume=False))
@@ -359,7 +370,7 @@ def test_a_run_needs_data_or_a_run_to_resume(finished_run, tmp_path, capsys):
 def test_a_model_folder_is_not_a_run(run_config, make_pair, resume):
     config = run_config(resume=resume)
     save_model(make_pair(), config.output)
-    with pytest.raises(ConfigError, match="holds a model, not a run"):
+    with pytest.raises(DataError, match="holds no run"):
         pretrain(config)
 
 

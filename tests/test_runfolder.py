@@ -107,6 +107,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+def test_what_a_killed_process_left_of_a_folder_is_removed_when_it_is_written_again(tmp_path):
+    if (child := os.fork()) == 0:
+        with create_folder_atomically(tmp_path / "model") as draft:
+            (draft / "half").touch()
+            os._exit(0)
+    os.waitpid(child, 0)
+    with create_folder_atomically(tmp_path / "model") as draft:
+        (draft / "whole").touch()
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"model", "model/whole"}
+
+
 def test_only_partial_files_of_our_own_are_removed(tmp_path):
     (tmp_path / f"below/.model-x{PARTIAL}").mkdir(parents=True)
     (tmp_path / f"below/index.json{PARTIAL}").touch()

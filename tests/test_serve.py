@@ -137,6 +137,7 @@ def test_a_model_without_a_tokenizer_is_reported(damaged_run):
 
 def test_the_tokenizer_of_another_model_is_reported(damaged_run):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(100))]
+    (last_checkpoint(damaged_run) / "checksums.json").unlink()
     (last_checkpoint(damaged_run) / "vocab.txt").write_text("\n".join(words) + "\n")
     with pytest.raises(DataError, match=r"105 .*22"):
         electra.load(damaged_run)

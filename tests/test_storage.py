@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from electra.errors import DataError
 from electra.model.config import EncoderConfig
 from electra.model.storage import load_model, save_model, write_tensors
-from electra.runfolder import create_folder_atomically
+from electra.runfolder import CHECKSUMS, create_folder_atomically, write_checksums
 
 
 @pytest.fixture
 def folder(tmp_path, make_pair):
+    """A model folder without checksums, as from elsewhere."""
     save_model(make_pair(), tmp_path / "model")
+    (tmp_path / "model" / CHECKSUMS).unlink()
     return tmp_path / "model"
 
 
@@ -79,8 +81,8 @@ def convert_to_integers(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (truncate, "model.safetensors is truncated or damaged"),
-        (empty, "model.safetensors is truncated or damaged"),
+        (truncate, "model.safetensors is damaged"),
+        (empty, "model.safetensors is damaged"),
         (replace_by_pickle, "in pytorch_model.bin, a pickle, which can run code and is not read; convert it"),
         (convert_to_integers, "is torch.int64; only floating-point weights"),
     ],
@@ -88,6 +90,17 @@ def convert_to_integers(folder):
 def test_damaged_weights_are_an_error(folder, damage, message):
     damage(folder)
     with pytest.raises(DataError, match=message):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", CHECKSUMS])
+def test_a_flipped_bit_is_detected(folder, name):
+    write_checksums(folder)
+    load_model(folder)
+    content = bytearray((folder / name).read_bytes())
+    content[-20] ^= 1  # within a weight, or a digit
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} is damaged .*checksum"):
         load_model(folder)
 
 
@@ -148,6 +161,7 @@ def test_config_without_a_model_is_an_error(folder, text, message):
 def test_missing_head_is_initialised_in_the_precision_of_the_weights(tmp_path, make_pair):
     save_model(make_pair().bfloat16(), tmp_path / "half")
     weights = load_file(tmp_path / "half/model.safetensors")
+    (tmp_path / "half" / CHECKSUMS).unlink()
     bare = {name: tensor for name, tensor in weights.items() if not name.startswith("discriminator.head.")}
     save_file(bare, tmp_path / "half/model.safetensors")
     heads = []

@@ -38,7 +38,7 @@ TOKENIZER = "tokenizer"
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
 CHECKSUMS = "checksums"
 CHECKSUM_FIELD = b',\n "checksum": '
-BLOCK_BYTES = 1 << 14
+BLOCK_BYTES = 1 << 12
 """Bytes that one checksum covers: a row of a batch lies in one or two blocks."""
 SHARD_NAME = re.compile(r"\d{5,}\.safetensors")
 
@@ -56,6 +56,7 @@ class ShardInfo:
     text_checksum: int  # CRC-32
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
+    without_text: int  # rows whose text field is null or missing
     unknown: int  # number of [UNK] tokens
     uncovered: dict[str, int]  # most frequent words that contain [UNK], with their counts
 
@@ -82,7 +83,7 @@ class ShardIndex:
         """Number of documents or tokens by split."""
         return {split: sum(getattr(shard, field)[split] for shard in self.shards) for split in SPLITS}
 
-    def total_over_shards(self, field: Literal["text_bytes", "replaced", "cut", "unknown"]) -> int:
+    def total_over_shards(self, field: Literal["text_bytes", "replaced", "cut", "without_text", "unknown"]) -> int:
         """The sum of a field over all shards."""
         return sum(getattr(shard, field) for shard in self.shards)
 
@@ -157,12 +158,13 @@ class ShardFile:
                 for key, entry in entries.items()
             }
             self.data = np.frombuffer(content, np.uint8, self.offsets[CHECKSUMS], start)
-            header_checksum, *self.checksums = self.arrays[CHECKSUMS].view(np.uint32).tolist()
-        except (ValueError, KeyError, msgspec.MsgspecError, RecursionError, OverflowError):
+            checksums = self.arrays[CHECKSUMS].view(np.uint32)
+            self.checksums, is_header_intact = checksums[1:], crc32(content[:start]) == checksums[0]
+        except (ValueError, LookupError, msgspec.MsgspecError, RecursionError, OverflowError):
             raise self.damage() from None
-        self.is_verified = np.zeros(len(self.checksums), bool)
-        if crc32(content[:start]) != header_checksum or len(self.checksums) != -(-len(self.data) // BLOCK_BYTES):
+        if not is_header_intact or len(self.checksums) != -(-len(self.data) // BLOCK_BYTES):
             raise self.damage()
+        self.is_verified = np.zeros(len(self.checksums), bool)
 
     def damage(self) -> DataError:
         return DataError(f"{self.path} is damaged{self.advice}")

@@ -242,12 +242,14 @@ class TokenizerResult:
     documents: int
     megabytes: float
     replaced: int  # invalid UTF-8 characters
+    without_text: int  # rows whose text field is null or missing
 
     def __str__(self) -> str:
-        replaced = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
+        notes = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
+        notes += f"; {self.without_text:,} rows without text skipped" if self.without_text else ""
         return (
             f"{self.output}: {self.vocab_size:,} tokens, trained on {self.documents:,} documents "
-            f"({self.megabytes:,.1f} MB){replaced}"
+            f"({self.megabytes:,.1f} MB){notes}"
         )
 
 
@@ -271,6 +273,7 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
         documents=text.documents,
         megabytes=text.num_bytes / 1e6,
         replaced=text.stats.replaced,
+        without_text=text.stats.without_text,
     )
 
 

@@ -33,7 +33,7 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.runfolder import CONFIG, create_folder_atomically, read_json, write_json
+from electra.runfolder import CONFIG, create_folder_atomically, read_json, write_checksums, write_json
 from electra.training.checkpoint import find_model_folder
 
 PROBLEM_TYPES = {
@@ -146,6 +146,7 @@ def import_model(config: ImportConfig) -> ConversionResult:
     electra, tensors = combine_into_pair(models)
     with create_folder_atomically(config.output) as draft:
         tokenizer = write_model_files(electra, tensors, draft, config.source)
+        write_checksums(draft)
     description = f"{' and '.join(model.part for model in models)}, sharing {electra.sharing}"
     ignored = [name for model in models for name in model.ignored]
     return ConversionResult(str(config.output), description, count_parameters(tensors), tokenizer, ignored)

@@ -25,7 +25,7 @@ from electra.finetuning.jobs import (
 from electra.finetuning.metrics import Metrics, none_to_nan
 from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
-from electra.runfolder import read_json, write_file, write_json
+from electra.runfolder import convert_stored, read_json, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
@@ -164,7 +164,7 @@ def tabulate_tasks(tasks: list[Task], config: GlueConfig) -> GlueTable:
         notes.append(write_glue_submission(config.submission, jobs_by_task, config.jobs.ensemble))
     table = make_glue_table(config, rows, notes)
     write_file(config.output / TABLE_MARKDOWN, f"{table}\n")
-    write_json(config.output / TABLE, asdict(table))
+    write_stored(config.output / TABLE, asdict(table))
     return table
 
 
@@ -203,7 +203,16 @@ def read_earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
     """The rows of other tasks in an earlier table of the same folder."""
     if not (output / TABLE).exists():
         return []
-    return [GlueRow(**none_to_nan(row)) for row in read_json(output / TABLE)["rows"] if row["task"] not in tasks]
+    return [row for row in read_glue_table(output / TABLE).rows if row.task not in tasks]
+
+
+def read_glue_table(path: Path) -> GlueTable:
+    if not path.is_file():
+        raise DataError(f"there is no {path.name} in {path.parent}; name an --output folder of electra glue")
+    content = read_json(path)
+    rows = content.get("rows")
+    content["rows"] = [none_to_nan(row) for row in rows] if isinstance(rows, list) else rows
+    return convert_stored(content, GlueTable, path)
 
 
 def remove_all_but_best_model(jobs: list[Job]) -> None:

@@ -26,10 +26,12 @@ from electra.plotting import MetricPanels, plot_confusion_matrix, plot_metric_cu
 from electra.runfolder import (
     CHECKPOINTS,
     checkpoint_folders,
+    convert_stored,
     create_folder_atomically,
     make_folder_removed_if_empty,
     read_json,
-    write_json,
+    write_checksums,
+    write_stored,
 )
 from electra.training.config import Budget, HardwareConfig
 from electra.training.hardware import choose_device, choose_dtype
@@ -62,7 +64,7 @@ class JobResult:
 
 
 def read_job_result(path: Path) -> JobResult:
-    return JobResult(**none_to_nan(read_json(path)))
+    return convert_stored(none_to_nan(read_json(path)), JobResult, path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +262,11 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})
+    write_checksums(folder, LOGITS)
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
+        write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
     if task.kind == "classification":
         predicted = finetuning.output_type.predict(logits["dev"], task)
@@ -281,7 +285,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         rows={split: len(features) for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
     )
-    write_json(folder / RESULT, asdict(result))
+    write_stored(folder / RESULT, asdict(result))
 
 
 def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]]) -> None:

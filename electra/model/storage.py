@@ -21,7 +21,18 @@ from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
-from electra.runfolder import CONFIG, convert_stored, create_folder_atomically, join_first_names, read_json, write_json
+from electra.runfolder import (
+    CONFIG,
+    convert_stored,
+    create_folder_atomically,
+    damaged_file_error,
+    join_first_names,
+    read_json,
+    repair_advice,
+    verify_checksum,
+    write_checksums,
+    write_json,
+)
 
 WEIGHTS = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
@@ -32,6 +43,7 @@ def save_model(electra: Electra, folder: Path, tokenizer_folder: Path | None = N
     """Create a model folder with the tokenizer files of the folder `tokenizer_folder`."""
     with create_folder_atomically(folder) as draft:
         write_model_into(electra, draft, tokenizer_folder)
+        write_checksums(draft)
 
 
 def write_model_into(electra: Electra, folder: Path, tokenizer_folder: Path | None) -> None:
@@ -119,6 +131,7 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    verify_checksum(path)
     with open_safetensors(path) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
@@ -144,12 +157,13 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
                 f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run code and is not read; convert "
                 f"it to {WEIGHTS} if you trust it (transformers: save_pretrained)"
             )
-        raise DataError(f"{path.parent} has no {path.name}; a model folder has {CONFIG} and {WEIGHTS}")
+        advice = repair_advice(path) or f"a model folder has {CONFIG} and {WEIGHTS}"
+        raise DataError(f"{path.parent} has no {path.name}; {advice}")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
-        raise DataError(f"{path} is truncated or damaged ({error}); copy or create it again") from None
+        raise damaged_file_error(path, str(error)) from None
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
@@ -170,6 +184,8 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
     """The tokenizer of a model folder; its ids must be in a token table of `vocab_size` entries."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise DataError(f"{folder} has no tokenizer; copy the tokenizer.json or vocab.txt it was trained with into it")
+    for name in TOKENIZER_FILES:
+        verify_checksum(folder / name)
     tokenizer = load_tokenizer(folder)
     if vocab_size is not None and tokenizer.vocabulary.size > vocab_size:
         raise DataError(
@@ -185,5 +201,6 @@ def copy_tokenizer_files(source: Path | None, folder: Path) -> list[str]:
         return []
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
+        verify_checksum(source / name)
         shutil.copyfile(source / name, folder / name)
     return names

@@ -1,6 +1,5 @@
 """Settings that contradict each other, the models and data they refer to, or the run in the output folder."""
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -15,7 +14,14 @@ from electra.model.config import ElectraConfig, get_size_preset
 from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import CHANGEABLE_ON_RESUME, PretrainConfig, read_run_settings
+from electra.pretraining.config import (
+    CHANGEABLE_ON_RESUME,
+    DataRecord,
+    PretrainConfig,
+    RunRecord,
+    read_run_record,
+    read_run_settings,
+)
 from electra.pretraining.initialize import generator_init_folder, is_lone_generator
 from electra.pretraining.phases import Phase, inits_discriminator_from_generator, parse_phases
 from electra.runfolder import (
@@ -24,7 +30,6 @@ from electra.runfolder import (
     checkpoint_folders,
     is_missing_or_empty,
     join_first_names,
-    read_json,
     remove_partial_files,
 )
 from electra.training.checkpoint import STATE, find_model_folder
@@ -154,7 +159,7 @@ def model_settings_to_compare(pair: ElectraConfig) -> dict[str, Any]:
     return settings
 
 
-def find_resume_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Path | None:
+def find_resume_checkpoint(config: PretrainConfig, record: RunRecord) -> Path | None:
     """The checkpoint to resume from, if any; raises if the output folder is in use or has other settings.
 
     Removes partial files of a killed process."""
@@ -163,9 +168,7 @@ def find_resume_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Pa
         if not is_missing_or_empty(run):
             raise DataError(f"{run} is not empty and holds no run; choose another --output")
         return None
-    stored = read_json(run / CONFIG)
-    if "pretraining" not in stored:
-        raise ConfigError(f"{run} holds a model, not a run; choose another --output")
+    stored = read_run_record(run)
     if checkpoints and not config.resume:
         raise ConfigError(f"{run} already holds a run; continue it with --resume, or choose another --output")
     if checkpoints:
@@ -178,23 +181,19 @@ def find_resume_checkpoint(config: PretrainConfig, record: dict[str, Any]) -> Pa
     return checkpoints[-1] if checkpoints else None
 
 
-def config_file_content(config: PretrainConfig, phases: list[Phase], shards: Shards) -> dict[str, Any]:
-    """The content of config.json: the final model, flat settings, data, command and environment."""
-    settings = flat_values(config) | {"data": config.data.absolute()}  # it may be resumed from another folder
-    record = {
-        "model": asdict(phases[-1].model),
-        "pretraining": settings,
-        "data": {"tokens": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint},
-        "command": shlex.join(sys.argv),
-        "environment": describe_environment(),
-    }
-    return json.loads(json.dumps(record, default=str))
+def build_run_record(config: PretrainConfig, phases: list[Phase], shards: Shards) -> RunRecord:
+    return RunRecord(
+        model=phases[-1].model,
+        pretraining=flat_values(config) | {"data": config.data.absolute()},  # it may be resumed from another folder
+        data=DataRecord(tokens=shards.index.totals_by_split("tokens"), tokenizer=shards.tokenizer.fingerprint),
+        command=shlex.join(sys.argv),
+        environment=describe_environment(),
+    )
 
 
-def run_settings_to_compare(record: dict[str, Any]) -> dict[str, Any]:
+def run_settings_to_compare(record: RunRecord) -> dict[str, Any]:
     """The settings and the data of a run, to compare with those of the run that resumes it."""
-    data, model = record["data"], record["model"]
-    vocab_size = (model["generator"] or model["discriminator"])["vocab_size"]
-    text = "{train:,} tokens and {validation:,} held out".format(**data["tokens"])
-    tokenizer = f"{vocab_size:,} entries ({data['tokenizer'][:8]})"
-    return record["pretraining"] | {"text in --data": text, "tokenizer of --data": tokenizer}
+    [vocab_size] = {encoder.vocab_size for encoder in record.model.encoder_configs().values()}
+    text = "{train:,} tokens and {validation:,} held out".format(**record.data.tokens)
+    tokenizer = f"{vocab_size:,} entries ({record.data.tokenizer[:8]})"
+    return record.pretraining | {"text in --data": text, "tokenizer of --data": tokenizer}

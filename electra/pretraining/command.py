@@ -3,6 +3,7 @@
 import math
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 from electra.data.shards import Shards, open_shards
 from electra.plotting import plot_pretraining_curves
 from electra.pretraining.checks import (
+    build_run_record,
     check_branch_matches_trunk,
     check_discriminator_init,
     check_new_run_settings,
-    config_file_content,
     find_resume_checkpoint,
 )
-from electra.pretraining.config import PretrainConfig
+from electra.pretraining.config import PretrainConfig, read_pretraining_state
 from electra.pretraining.describe import RunEstimate, estimate_run, run_warnings, summarize_run
 from electra.pretraining.initialize import (
     InitialWeights,
@@ -26,9 +27,9 @@ from electra.pretraining.initialize import (
     pair_config,
     read_initial_weights,
 )
-from electra.pretraining.phases import Phase, plan_phases, read_phase_index
+from electra.pretraining.phases import Phase, plan_phases
 from electra.pretraining.task import PretrainingTask
-from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_json
+from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_stored
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device, should_compile
 from electra.training.logging import METRICS, check_not_diverged, read_metrics
@@ -64,18 +65,18 @@ def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]
 
 def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> TrainResult:
     """Train all phases, or those after the last checkpoint."""
-    record = config_file_content(config, phases, shards)
+    record = build_run_record(config, phases, shards)
     checkpoint = find_resume_checkpoint(config, record)
     weights = read_initial_weights(config, phases[0].model)
     print(*summarize_run(config, phases), sep="\n", file=sys.stderr, flush=True)
-    for phase in phases[0 if checkpoint is None else read_phase_index(checkpoint) :]:
+    for phase in phases[0 if checkpoint is None else read_pretraining_state(checkpoint).phase :]:
         if len(phases) > 1:
             name = phase.config.objective.name
             print(f"phase {phase.index + 1} of {len(phases)}: {name}", file=sys.stderr, flush=True)
         torch.manual_seed(config.seed)
         task = PretrainingTask(phase, shards, device)  # raises before anything is written if the shards are unusable
         if not checkpoint_folders(config.output):
-            write_json(config.output / CONFIG, record)
+            write_stored(config.output / CONFIG, asdict(record))
         with closing(task):
             result = train_phase(task, checkpoint, weights)
         checkpoint = Path(result.checkpoint)
@@ -121,7 +122,7 @@ def build_trainer(task: PretrainingTask) -> Trainer:
 
 def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: PretrainingTask) -> None:
     """Continue a phase from its checkpoint, or start it from the last checkpoint of the previous phase."""
-    is_previous = read_phase_index(checkpoint) < task.phase.index
+    is_previous = read_pretraining_state(checkpoint).phase < task.phase.index
     if is_previous and task.phase.starts_stage:
         load_previous_phase_weights(task.model, checkpoint, task.config.init)
         trainer.start_stage(checkpoint)

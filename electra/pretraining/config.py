@@ -2,14 +2,14 @@
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from electra.config import convert_values, flat_defaults
-from electra.data.packing import ROW_ORDER, LoaderConfig
+from electra.data.packing import ROW_ORDER, LoaderConfig, Packing
 from electra.errors import ConfigError, DataError, check_range
 from electra.model.config import (
     OVERRIDES,
@@ -20,8 +20,8 @@ from electra.model.config import (
     get_size_preset,
     size_name_for_encoder,
 )
-from electra.objectives.config import MaskingConfig, ObjectiveConfig
-from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, read_json
+from electra.objectives.config import MaskingConfig, ObjectiveConfig, ObjectiveName
+from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, convert_stored, read_json
 from electra.training.config import Budget, Device, HardwareConfig, OptimizerConfig, TrainerConfig
 
 Recipe = Literal["faithful", "fast"]
@@ -256,9 +256,8 @@ def read_resumed_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
         return {}
-    stored = read_json(run / CONFIG).get("pretraining", {})
     not_resumed = ("output", "resume", "dry_run", "json")
-    return convert_values(PretrainConfig, {name: value for name, value in stored.items() if name not in not_resumed})
+    return {name: value for name, value in read_run_record(run).pretraining.items() if name not in not_resumed}
 
 
 def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
@@ -285,12 +284,12 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     if not explicit_values.get("branch_from"):
         return {}
     from electra.model.storage import read_model_config
-    from electra.training.checkpoint import find_model_folder, read_training_state
+    from electra.training.checkpoint import find_model_folder
 
     with suppress(DataError):
         checkpoint = find_model_folder(Path(explicit_values["branch_from"]))
         stored = read_run_settings(checkpoint)
-        task_state = read_training_state(checkpoint)["task"]
+        task_state = asdict(read_pretraining_state(checkpoint))
         pair = read_model_config(checkpoint)
         inherited = ("recipe", "optimizer", "generator")
         settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
@@ -301,11 +300,64 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataRecord:
+    """The data of a run."""
+
+    tokens: dict[str, int]  # by split
+    tokenizer: str  # its fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The content of a run's config.json."""
+
+    model: ElectraConfig  # of the last phase
+    pretraining: dict[str, Any]  # flat settings
+    data: DataRecord
+    command: str
+    environment: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pretraining", convert_values(PretrainConfig, self.pretraining))
+
+
+def read_run_record(run: Path) -> RunRecord:
+    """What a run was started with; raises a DataError if `run` is no run, or if its config.json was changed."""
+    stored = read_json(run / CONFIG)
+    if "pretraining" not in stored:
+        raise DataError(f"{run} holds no run of electra pretrain")
+    return convert_stored(stored, RunRecord, run / CONFIG)
+
+
 def read_run_settings(checkpoint: Path) -> dict[str, Any]:
     """The flat settings of the run that a checkpoint is in; empty if it was moved out of its run."""
-    path = checkpoint.parent.parent / CONFIG
-    is_inside = checkpoint.parent.name == CHECKPOINTS and path.exists()
-    return read_json(path).get("pretraining", {}) if is_inside else {}
+    run = checkpoint.parent.parent
+    is_inside = checkpoint.parent.name == CHECKPOINTS and (run / CONFIG).exists()
+    return read_run_record(run).pretraining if is_inside else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainingState:
+    """The state of a pre-training in a checkpoint: the phase, the next batch, and the row order it refers to."""
+
+    phase: int
+    objective: ObjectiveName
+    step: int
+    epoch: int
+    row: int
+    seed: int
+    length: int
+    packing: Packing
+
+    def __post_init__(self) -> None:
+        check_range(self, "phase", "step", "epoch", "row", "seed", at_least=0, at_most=2**62)
+
+
+def read_pretraining_state(checkpoint: Path) -> PretrainingState:
+    from electra.training.checkpoint import STATE, read_training_state  # here, because it imports torch
+
+    return convert_stored(read_training_state(checkpoint).task, PretrainingState, checkpoint / STATE)
 
 
 def model_config_settings(pair: ElectraConfig, size: Size) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from electra.objectives.config import GeneratorName, ObjectiveName
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import PretrainConfig, read_run_settings
-from electra.training.checkpoint import read_training_state
 from electra.training.config import Budget
 
 PHASE_SETTINGS = (
@@ -182,11 +181,6 @@ def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:
     """Whether a phase initialises a discriminator, which the previous phase lacks, from the generator."""
     is_new = previous.model.discriminator is None and phase.model.discriminator is not None
     return is_new and phase.config.init.discriminator_from_generator
-
-
-def read_phase_index(checkpoint: Path) -> int:
-    """The index of the phase in which a checkpoint was saved."""
-    return read_training_state(checkpoint)["task"]["phase"]
 
 
 def read_longest_row_length(checkpoint: Path) -> int | None:

@@ -2,23 +2,44 @@
 
 runs/x/checkpoints/step-000001000/   config.json · model.safetensors · tokenizer files   (a model folder)
                                      training.safetensors · state.json                   (to resume from)
+                                     checksums.json                                      (of all of them)
 """
 
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from electra.errors import DataError
+from electra.errors import DataError, check_range
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
-from electra.runfolder import CHECKPOINTS, checkpoint_folders, create_folder_atomically, read_json, write_json
+from electra.runfolder import (
+    CHECKPOINTS,
+    CHECKSUMS,
+    PARTIAL,
+    checkpoint_folders,
+    create_folder_atomically,
+    read_stored,
+    repair_advice,
+    write_checksums,
+    write_json,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 TRAINING = "training.safetensors"
 STATE = "state.json"
+KEPT: dict[Path, int | None] = {}
+"""Descriptors of checkpoints that this process reads, perhaps again: a fine-tuning does for each seed."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -26,57 +47,113 @@ def checkpoint_name(step: int) -> str:
 
 
 def find_model_folder(run_or_model: Path) -> Path:
-    """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run."""
-    if (run_or_model / WEIGHTS).exists():
+    """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run.
+
+    A run that is still training does not remove the checkpoint before this process ends."""
+    if (run_or_model / WEIGHTS).exists() and keep_checkpoint(run_or_model):
         return run_or_model
-    checkpoints = checkpoint_folders(run_or_model)
-    if not checkpoints and (run_or_model / "metrics.jsonl").exists():
+    while checkpoints := checkpoint_folders(run_or_model):
+        if keep_checkpoint(checkpoints[-1]):
+            return checkpoints[-1]
+    if (run_or_model / "metrics.jsonl").exists():
         raise DataError(
             f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
         )
-    return checkpoints[-1] if checkpoints else run_or_model
+    return run_or_model
+
+
+def keep_checkpoint(folder: Path) -> bool:
+    """Keep a checkpoint from being removed by its run until this process ends; False if it is already gone."""
+    if folder.parent.name == CHECKPOINTS and folder not in KEPT:
+        with suppress(FileNotFoundError):
+            KEPT[folder] = open_locked(folder)
+    return folder.exists()
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint at once, so that a reader finds all of it or nothing; not if a process keeps it."""
+    try:
+        descriptor = open_locked(folder, exclusive=True)
+    except BlockingIOError:
+        return  # until the next checkpoint is saved
+    removed = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
+    os.replace(folder, removed)
+    shutil.rmtree(removed)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def open_locked(folder: Path, exclusive: bool = False) -> int | None:
+    """A descriptor of a folder with a lock that ends when it is closed, where the system has such locks."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
+@dataclass
+class TrainState:
+    """Progress of a training."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    nonfinite_steps: int = 0
+    best_checkpoint: str | None = None  # lowest held-out loss
+    best_loss: float | None = None
+    start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
+    start_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_range(self, "step", "tokens", "nonfinite_steps", "start_step", at_least=0, at_most=2**62)
+        check_range(self, "seconds", "start_seconds", at_least=0)
+
+
+@dataclass
+class CheckpointState:
+    """The content of state.json."""
+
+    trainer: TrainState
+    task: dict[str, Any]  # the task's `state_dict`, such as the position in the data
 
 
 def save_checkpoint(
     run: Path,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    state: dict[str, Any],
+    state: CheckpointState,
     write_model: Callable[[Path], None],
 ) -> Path:
-    """Write the checkpoint of step `state["step"]` and return its folder."""
-    folder = run / CHECKPOINTS / checkpoint_name(state["step"])
+    """Write a checkpoint and return its folder."""
+    folder = run / CHECKPOINTS / checkpoint_name(state.trainer.step)
     if not folder.exists():  # a resumed run may save a step again, with equal content
         with create_folder_atomically(folder) as draft:
             write_model(draft)
             write_tensors(draft / TRAINING, optimizer_state_tensors(model, optimizers))
-            write_json(draft / STATE, state)
+            write_json(draft / STATE, asdict(state))
+            write_checksums(draft)
     return folder
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+def load_checkpoint(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> CheckpointState:
     """Load weights and optimizer states, and return the training state."""
-    with suggest_earlier_checkpoint_on_error(folder):
-        load_weights(model, read_tensors(folder / WEIGHTS), folder)
-        load_optimizer_states(model, optimizers, read_tensors(folder / TRAINING), folder)
-    return read_training_state(folder)
+    state = read_training_state(folder)
+    if not (folder / CHECKSUMS).exists():
+        raise DataError(f"{folder} has no {CHECKSUMS}; {repair_advice(folder / CHECKSUMS)}")
+    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+    load_optimizer_states(model, optimizers, read_tensors(folder / TRAINING), folder)
+    return state
 
 
-def read_training_state(folder: Path) -> dict[str, Any]:
-    """The training state of a checkpoint: `step`, `trainer` (TrainState) and `task`."""
-    with suggest_earlier_checkpoint_on_error(folder):
-        return read_json(folder / STATE)
-
-
-@contextmanager
-def suggest_earlier_checkpoint_on_error(folder: Path) -> Iterator[None]:
-    """Add to the error of a damaged checkpoint which one to resume from instead."""
-    try:
-        yield
-    except DataError as error:
-        earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
-        advice = f"remove {folder} to resume from {earlier[-1]}" if earlier else "there is no earlier checkpoint"
-        raise DataError(f"{error}; {advice}") from None
+def read_training_state(folder: Path) -> CheckpointState:
+    return read_stored(folder / STATE, CheckpointState)
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> None:
@@ -121,7 +198,7 @@ def load_optimizer_states(
 
 
 def prune_checkpoints(run: Path, keep_last: int, best_name: str | None) -> None:
-    """Remove all checkpoints but the last `keep_last` and the best."""
+    """Remove all checkpoints but the last `keep_last`, the best, and those that a process reads."""
     for folder in checkpoint_folders(run)[:-keep_last]:
         if folder.name != best_name:
-            shutil.rmtree(folder)
+            remove_checkpoint(folder)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,8 @@ from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import checkpoint_folders
 from electra.signals import STOP_SIGNALS, handle_signals
 from electra.training.checkpoint import (
+    CheckpointState,
+    TrainState,
     checkpoint_name,
     load_checkpoint,
     prune_checkpoints,
@@ -59,20 +61,6 @@ class TrainingTask(Protocol):
     def write_model(self, folder: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...  # JSON, such as the position in the data
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass
-class TrainState:
-    """Progress of a training, saved in checkpoints."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    nonfinite_steps: int = 0
-    best_checkpoint: str | None = None  # lowest held-out loss
-    best_loss: float | None = None
-    start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
-    start_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -149,8 +137,8 @@ class Trainer:
     def resume(self, checkpoint: Path) -> None:
         """Continue from a checkpoint."""
         state = load_checkpoint(checkpoint, self.task.model, self.optimizers)
-        self.task.load_state_dict(state["task"])
-        self.state = TrainState(**state["trainer"])
+        self.task.load_state_dict(state.task)
+        self.state = state.trainer
 
     def start_branch(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of another run with a budget that starts there."""
@@ -160,8 +148,8 @@ class Trainer:
     def start_stage(self, checkpoint: Path) -> None:
         """Continue the data and the step count of a checkpoint with new optimizers and a budget that starts there."""
         state = read_training_state(checkpoint)
-        self.task.load_state_dict(state["task"])
-        self.state = TrainState(**state["trainer"])
+        self.task.load_state_dict(state.task)
+        self.state = state.trainer
         self.restart_budget()
 
     def restart_budget(self) -> None:
@@ -386,8 +374,8 @@ class Trainer:
         if self.evaluated_step == state.step and self.metrics["loss"] < best_loss:  # False for NaN
             state.best_checkpoint = checkpoint_name(state.step)
             state.best_loss = self.metrics["loss"]
-        trainer_state = asdict(state) | {"nonfinite_steps": self.count_nonfinite_steps()}
-        content = {"step": state.step, "trainer": trainer_state, "task": self.task.state_dict()}
+        trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps())
+        content = CheckpointState(trainer_state, self.task.state_dict())
         folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)
         return folder
