@@ -275,9 +275,9 @@ def repair_advice(path: Path) -> str:
     return f"remove {folder} to use {earlier[-1]}" if earlier else "there is no earlier checkpoint"
 
 
-def join_first_names(names: list[str]) -> str:
-    """Join the first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def join_first_names(names: list[str], count: int = 3) -> str:
+    """Join the first names, and the number of the others."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count:,} more" if len(names) > count else "")
 
 
 def file_checksum(path: Path) -> str:
