@@ -34,7 +34,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems withou
 CONFIG = "config.json"  # of a run and of a model
 CHECKPOINTS = "checkpoints"
 CHECKSUMS = "checksums.json"  # of the other files in its folder
-MAX_JSON_BYTES = 2**28
+MAX_JSON_BYTES = 2**27
 
 Stored = TypeVar("Stored")
 
@@ -198,14 +198,19 @@ def read_json(path: Path) -> dict[str, Any]:
         inside = sorted(other.parent.name for other in path.parent.glob(f"*/{path.name}"))
         hint = f"; did you mean one of its folders: {join_first_names(inside)}?" if inside else ""
         raise DataError(f"{path.parent} has no {path.name}{hint}; {repair_advice(path)}".rstrip("; "))
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
     if path.name != CHECKSUMS:
         verify_checksum(path)
-    value = parse_json(path.read_bytes(), path)
+    value = parse_json(read_bounded(path), path)
     if str(value.get("checksum")).startswith(CHECKSUM) and value.pop("checksum") != json_checksum(value):
         raise damaged_file_error(path, 'its checksum differs; if you changed it on purpose, remove its line "checksum"')
     return value
+
+
+def read_bounded(path: Path) -> bytes:
+    """The content of a file that is not too large to be JSON or a vocabulary."""
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
+    return path.read_bytes()
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from electra.runfolder import (
     lock_folder,
     read_json,
     write_file,
-    write_json,
+    write_stored,
 )
 
 MAX_UNCOVERED_WORDS = 1000
@@ -209,7 +209,7 @@ def prepare_output_folder(output: Path, settings: dict[str, Any]) -> ShardIndex 
     elif is_started and shard_files(output):
         check_same_settings(output, unfinished, settings)
     elif is_started or is_missing_or_empty(output):  # a run without any finished shard may be replaced
-        write_json(output / UNFINISHED, settings)
+        write_stored(output / UNFINISHED, settings)
     else:
         raise ConfigError(f"{output} contains other files; choose a new or empty folder for --output")
     if index is not None and is_started:
