@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from electra.cli import main
-from electra.config import replace_settings
+from electra.config import build_config, replace_settings
 from electra.data.shards import open_shards
 from electra.errors import ConfigError
 from electra.export.command import export
@@ -323,3 +324,29 @@ def test_segment_embeddings_of_an_earlier_phase_are_kept(run_config):
     weights = checkpoint_weights(config, 4)
     table = next(value for name, value in weights.items() if name.endswith("segment.weight"))
     assert not torch.equal(table[0], table[1])
+
+
+def test_a_run_with_auxiliary_losses_resumes_and_exports_without_their_heads(run_config, tmp_path):
+    settings = {"corrective_lm_weight": 1.0, "bag_of_words_weight": 1.0, "unigram_output_bias": True}
+    config = run_config(steps=4, save_every=2, **settings)
+    pretrain(config)
+    line = metrics(config.output, "train")[-1]
+    assert line["corrective_lm"] > 0
+    assert line["bag_of_words"] > 0
+    straight = checkpoint_weights(config, 4)
+    shutil.rmtree(config.output / "checkpoints" / "step-000000004")
+    pretrain(replace_settings(config, resume=True))
+    assert all(torch.equal(straight[name], tensor) for name, tensor in checkpoint_weights(config, 4).items())
+    assert any(name.startswith("discriminator.auxiliary_heads.bag_of_words.") for name in straight)
+    export(ExportConfig(model=config.output, output=tmp_path / "hf"))
+    assert not any("auxiliary" in name for name in read_tensors(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_a_branch_inherits_the_auxiliary_losses_of_its_trunk(run_config):
+    trunk = run_config("trunk", steps=2, bag_of_words_weight=0.5, schedule="wsd")
+    pretrain(trunk)
+    branch = build_config(
+        PretrainConfig, data=trunk.data, output=trunk.output.with_name("branch"), branch_from=trunk.output, steps=1
+    )
+    assert branch.objective.bag_of_words_weight == 0.5
+    assert branch.objective.auxiliary_heads() == ("bag_of_words",)

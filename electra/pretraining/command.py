@@ -83,7 +83,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
         if result.signal:
             break
     metrics = read_metrics(config.output / METRICS)
-    plot_pretraining_curves(config.output, metrics, config.objective.discriminator_weight)
+    plot_pretraining_curves(config.output, metrics, config.objective.loss_weights())
     if not result.signal:
         check_final_losses(metrics, shards.tokenizer.vocabulary.size, result.checkpoint)
     return result

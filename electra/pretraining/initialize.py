@@ -26,8 +26,9 @@ from electra.model.config import (
     size_name_for_encoder,
     with_scaled_init_std,
 )
-from electra.model.electra import Electra, MaskedLanguageModel
+from electra.model.electra import Electra
 from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
+from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder
@@ -213,9 +214,9 @@ def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
 @torch.no_grad()
 def set_unigram_output_bias(model: Electra, frequencies: Tensor) -> None:
     """Set the output bias of token predictions to the log of `frequencies` [V], smoothed so that none is zero."""
-    for part in (model.generator, model.discriminator):
-        if isinstance(part, MaskedLanguageModel):
-            part.head.bias.copy_((frequencies + frequencies[frequencies > 0].min() / 10).log())
+    for module in model.modules():
+        if isinstance(module, MLMHead):
+            module.bias.copy_((frequencies + frequencies[frequencies > 0].min() / 10).log())
 
 
 @torch.no_grad()
