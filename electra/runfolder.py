@@ -93,8 +93,13 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what a killed process was writing in `folder` and its subfolders; lock the folder first."""
+    """Remove what a killed process was writing in `folder` and its subfolders; lock the folder first.
+
+    Subfolders with a lock are left alone: they are another command's, which may be running."""
+    others = {lock.parent for lock in folder.rglob(LOCK)} - {folder}
     for path in list(folder.rglob(f"*{PARTIAL}")):
+        if not others.isdisjoint(path.parents):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

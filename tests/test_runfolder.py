@@ -128,6 +128,15 @@ def test_only_partial_files_of_our_own_are_removed(tmp_path):
     assert left == {"download.partial", ".hidden", "below", "below/notes.txt"}
 
 
+def test_partial_files_of_a_command_in_a_subfolder_are_kept(tmp_path):
+    with lock_folder(tmp_path), lock_folder(tmp_path / "tuned"):
+        (tmp_path / f"tuned/.model{PARTIAL}").mkdir()
+        remove_partial_files(tmp_path)
+        assert (tmp_path / f"tuned/.model{PARTIAL}").exists()
+        remove_partial_files(tmp_path / "tuned")
+        assert not (tmp_path / f"tuned/.model{PARTIAL}").exists()
+
+
 def test_json_has_no_nan(tmp_path):
     text = dump_json({"loss": float("nan"), "list": [1.0, float("inf")], "path": Path("x")})
     assert json.loads(text) == {"loss": None, "list": [1.0, None], "path": "x"}
