@@ -285,10 +285,10 @@ def file_checksum(path: Path) -> str:
         return CHECKSUM + hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_checksums(folder: Path, *names: str) -> None:
-    """List the checksums of files, by default of all in a folder, for `verify_checksum`."""
-    files = [folder / name for name in names] or sorted(folder.iterdir())
-    write_stored(folder / CHECKSUMS, {"files": {path.name: file_checksum(path) for path in files}})
+def write_checksums(folder: Path) -> None:
+    """List the checksums of all files in a folder, for `verify_checksum`."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != CHECKSUMS]
+    write_stored(folder / CHECKSUMS, asdict(Checksums({path.name: file_checksum(path) for path in files})))
 
 
 def verify_checksum(path: Path) -> None:
