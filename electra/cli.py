@@ -42,6 +42,8 @@ from electra.errors import ConfigError, DataError, TrainingError, suggest
 from electra.runfolder import dump_json
 from electra.signals import clean_up_on_stop_signals, exit_on_stop_signals
 
+MAX_MESSAGE = 2000  # characters of an error
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; an error that the user can correct is printed as one sentence, with exit code 2."""
@@ -62,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_with_error(message: str, arguments: list[str]) -> NoReturn:
     """Print an error to stderr, with `--json` also as JSON to stdout, and exit with code 2."""
     message = re.sub(r"\s*\n\s*", " ", message)  # of libraries
+    if len(message) > MAX_MESSAGE:  # quotes a cell or a setting of any length
+        message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"electra: {message}", file=sys.stderr)
     if "--json" in arguments_before_delimiter(arguments):
         print(json.dumps({"error": message}))

@@ -34,7 +34,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems withou
 CONFIG = "config.json"  # of a run and of a model
 CHECKPOINTS = "checkpoints"
 CHECKSUMS = "checksums.json"  # of the other files in its folder
-MAX_JSON_BYTES = 2**28
+MAX_JSON_BYTES = 2**27
 
 Stored = TypeVar("Stored")
 
@@ -198,14 +198,19 @@ def read_json(path: Path) -> dict[str, Any]:
         inside = sorted(other.parent.name for other in path.parent.glob(f"*/{path.name}"))
         hint = f"; did you mean one of its folders: {join_first_names(inside)}?" if inside else ""
         raise DataError(f"{path.parent} has no {path.name}{hint}; {repair_advice(path)}".rstrip("; "))
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
     if path.name != CHECKSUMS:
         verify_checksum(path)
-    value = parse_json(path.read_bytes(), path)
+    value = parse_json(read_bounded(path), path)
     if str(value.get("checksum")).startswith(CHECKSUM) and value.pop("checksum") != json_checksum(value):
         raise damaged_file_error(path, 'its checksum differs; if you changed it on purpose, remove its line "checksum"')
     return value
+
+
+def read_bounded(path: Path) -> bytes:
+    """The content of a file that is not too large to be JSON or a vocabulary."""
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
+    return path.read_bytes()
 
 
 def parse_json(content: bytes, path: Path) -> dict[str, Any]:
@@ -246,20 +251,19 @@ def find_other_field(value: Any, expected: Any) -> str | None:
 
 
 @contextmanager
-def report_damage(path: Path) -> Iterator[None]:
+def report_damage(path: Path, advice: str | None = None) -> Iterator[None]:
     """Turn all that JSON of another form can cause into a DataError."""
     try:
         yield
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         reason = "too deeply nested" if isinstance(error, RecursionError) else str(error).replace("`$.", "`")
-        raise damaged_file_error(path, reason) from None
+        raise damaged_file_error(path, reason, advice) from None
 
 
-def damaged_file_error(path: Path, reason: str) -> DataError:
+def damaged_file_error(path: Path, reason: str, advice: str | None = None) -> DataError:
     """The error of a file that is not as it was written, with what to do."""
-    return DataError(
-        f"{path} is damaged or of another kind ({reason}); {repair_advice(path) or 'copy or create it again'}"
-    )
+    advice = advice or repair_advice(path) or "copy or create it again"
+    return DataError(f"{path} is damaged or of another kind ({reason}); {advice}")
 
 
 def repair_advice(path: Path) -> str:
@@ -271,9 +275,9 @@ def repair_advice(path: Path) -> str:
     return f"remove {folder} to use {earlier[-1]}" if earlier else "there is no earlier checkpoint"
 
 
-def join_first_names(names: list[str]) -> str:
-    """Join the first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def join_first_names(names: list[str], count: int = 3) -> str:
+    """Join the first names, and the number of the others."""
+    return ", ".join(names[:count]) + (f" and {len(names) - count:,} more" if len(names) > count else "")
 
 
 def file_checksum(path: Path) -> str:

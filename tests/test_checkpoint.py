@@ -1,5 +1,8 @@
 """Checkpoints: written whole or not at all, and damage is reported with the checkpoint before."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -7,9 +10,10 @@ import torch
 from torch import nn
 
 from electra.errors import DataError
-from electra.model.storage import WEIGHTS, write_tensors
+from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import CHECKSUMS, PARTIAL, checkpoint_folders
 from electra.training.checkpoint import (
+    KEPT,
     STATE,
     TRAINING,
     CheckpointState,
@@ -120,3 +124,28 @@ def test_a_run_refers_to_its_newest_checkpoint(tmp_path):
     newest = find_model_folder(tmp_path)
     assert newest.name == "step-000000010"
     assert find_model_folder(newest) == newest
+
+
+def test_a_run_that_trains_does_not_remove_the_checkpoint_that_is_read(tmp_path):
+    save(tmp_path, 1)
+    trainer = os.fork()
+    if trainer == 0:
+        for step in range(2, 1000):
+            save(tmp_path, step)
+            prune_checkpoints(tmp_path, keep_last=1, best_name=None)
+        os._exit(0)
+    try:
+        for _ in range(30):
+            folder = find_model_folder(tmp_path)
+            time.sleep(0.01)
+            assert len(read_tensors(folder / WEIGHTS)) == 2
+            assert read_training_state(folder).trainer.step == int(folder.name.removeprefix("step-"))
+    finally:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+    kept = len(checkpoint_folders(tmp_path))
+    assert kept > 2
+    for descriptor in map(KEPT.pop, checkpoint_folders(tmp_path)[:-1]):
+        os.close(descriptor)
+    prune_checkpoints(tmp_path, keep_last=1, best_name=None)
+    assert len(checkpoint_folders(tmp_path)) == 1

@@ -195,7 +195,7 @@ del signal.SIGHUP
 import electra.cli
 for command in electra.cli.COMMANDS.values():
     command.load_config_class(), command.load_function()
-from electra.data.prepare import count_usable_cores
+from electra.data.workers import count_usable_cores
 from electra.data.shards import raise_open_file_limit
 from electra.doctor import DoctorConfig, diagnose
 raise_open_file_limit(10**6)

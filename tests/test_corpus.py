@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from electra import cli
 from electra.data import corpus
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats, in_validation_split
-from electra.data.files import warn_skipped_files
+from electra.data.files import warn_skipped_files, warn_unchecked_zstd
 from electra.errors import ConfigError, DataError
 
 DOCUMENTS = ["One fish.\nTwo fish.", "Käse – 干酪", "red"]
@@ -95,6 +96,31 @@ def test_hub_data_is_streamed(tmp_path):
         read(f"hub:{tmp_path}", text_field="body")
 
 
+def test_rows_without_text_are_counted(tmp_path):
+    rows = [{"text": "one"}, {"text": None}, {"id": 5}, {"text": ""}, {"text": "two"}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    hub, jsonl, parquet = ReadStats(), ReadStats(), ReadStats()
+    assert read(f"hub:{tmp_path}", hub) == ["one", "two"]
+    assert hub.without_text == 2
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": None, **row}) for row in rows))
+    assert read(tmp_path / "data.jsonl", jsonl) == ["one", "two"]
+    (tmp_path / "a.parquet").write_bytes(as_parquet(["one", "", "two", None, None]))
+    assert read(tmp_path / "a.parquet", parquet) == ["one", "two"]
+    assert jsonl.without_text == parquet.without_text == 2
+
+
+def test_rows_without_text_are_reported(tmp_path, capsys):
+    (tmp_path / "a.parquet").write_bytes(as_parquet(["a b", None, None]))
+    (tmp_path / "b.jsonl").write_text('{"text": null}')
+    cli.main(["tokenizer", "--corpus", str(tmp_path), "--output", str(tmp_path / "vocab"), "--vocab-size", "20"])
+    assert "; 3 rows without text skipped\n" in capsys.readouterr().out
+    source = ["--corpus", str(tmp_path), "--tokenizer", str(tmp_path / "vocab"), "--output", str(tmp_path / "shards")]
+    cli.main(["shard", *source, "--workers", "1"])
+    assert "; 3 rows without text skipped\n" in capsys.readouterr().out
+    cli.main(["inspect", str(tmp_path / "shards")])
+    assert ", 3 rows without text\n" in capsys.readouterr().out
+
+
 def test_the_text_field_can_be_set(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "here"}\n{"body": null}\n')
     assert read(tmp_path, text_field="body") == ["here"]
@@ -161,6 +187,17 @@ def test_a_file_that_is_not_compressed_as_its_suffix_says_is_named(tmp_path, com
         read(tmp_path)
 
 
+def test_a_zstandard_file_without_checksum_is_mentioned_once(tmp_path, capsys):
+    warn_unchecked_zstd.cache_clear()
+    (tmp_path / "checked.txt.zst").write_bytes(bytes.fromhex("28b52ffd24042100007465787452afcc88"))
+    (tmp_path / "a.txt.zst").write_bytes(compress_zstd(b"one"))
+    (tmp_path / "b.txt.zst").write_bytes(compress_zstd(b"two"))
+    assert read(tmp_path / "checked.txt.zst") == ["text"]
+    assert capsys.readouterr().err == ""
+    assert read(tmp_path) == ["one", "two", "text"]
+    assert capsys.readouterr().err.startswith(".zst files without checksums are read as they are")
+
+
 def test_several_zstandard_frames_are_one_text(tmp_path):
     (tmp_path / "a.txt.zst").write_bytes(compress_zstd(b"one\n\n") + compress_zstd(b"two"))
     assert read(tmp_path) == ["one", "two"]
@@ -171,6 +208,7 @@ def test_several_zstandard_frames_are_one_text(tmp_path):
     [
         ("a.txt", b"text\nmore\x00binary", "a.txt, line 2: NUL byte"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ', "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl, line 1: not valid JSON"),
         ("a.jsonl", b'["a"]', "a.jsonl, line 1: list; expected a JSON object"),
         ("a.jsonl", b'{"text": 5}', "a.jsonl, line 1: the text field is int; expected a string"),
         ("a.parquet", b"PAR1 not really", "a.parquet is not a valid parquet file"),

@@ -75,6 +75,14 @@ def test_a_fine_tuning_that_is_stopped_before_it_trains_leaves_no_lock(
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["config.json"]
 
 
+def test_an_error_that_quotes_a_megabyte_is_shortened(encoder_folder, tmp_path, capsys):
+    (tmp_path / "rows.csv").write_text(f"text,{'x' * 1_000_000}\n1,2\n")
+    error = run(f"--model {encoder_folder} --train {tmp_path}/rows.csv --output {tmp_path}/out", capsys)
+    assert len(error) < 2_100
+    assert "no column 'label'" in error
+    assert error.endswith("--text, --text-b and --label of electra finetune set them\n")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -148,11 +148,11 @@ def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
 def two_workers(folder: Path):
     """A process group of `map_in_order` with two workers that are busy for long."""
     script = (
-        "import time, electra.data.prepare as prepare\n"
+        "import time, electra.data.workers as workers\n"
         "from electra.signals import clean_up_on_stop_signals\n"
         "if __name__ == '__main__':\n"
         "    with clean_up_on_stop_signals():\n"
-        "        for _ in prepare.map_in_order(time.sleep, [0, 60, 60, 60, 60], 2): print('started', flush=True)\n"
+        "        for _ in workers.map_in_order(time.sleep, [0, 60, 60, 60, 60], 2): print('started', flush=True)\n"
     )
     (folder / "run.py").write_text(script)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from electra.errors import ConfigError, DataError
+from electra.finetuning import readers
 from electra.finetuning.readers import Row, read_rows
 
 
@@ -168,9 +169,30 @@ def test_any_csv_round_trips(tmp_path_factory, rows):
         ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: invalid JSON"),
         ("a.jsonl", b"[1]", "a.jsonl, line 1: a list; each line must be an object"),
         ("a.csv.gz", gzip.compress(b"a\n1\n", mtime=0)[:-4], "a.csv.gz is damaged or truncated"),
+        ("a.csv", ",".join(map(str, range(10_001))).encode() + b"\n1", "a.csv has 10,001 columns; at most 10,000"),
+        ("a.parquet", as_parquet([dict.fromkeys(map(str, range(10_001)), 1)]), "a.parquet has 10,001 columns"),
     ],
 )
 def test_errors_name_file_and_line(rows_in, name, content, message):
+    with pytest.raises(DataError, match=message):
+        rows_in(name, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv.zst", compress_zstd(bytes(10_000)), "a.csv.zst, line 1 is longer than 0 MB"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": "b' + bytes(10_000)), "a.jsonl.gz, line 1 is longer than 0 MB"),
+        ("a.csv.xz", lzma.compress(b"a,b\n" * 30_000), "a.csv.xz expands to over 10 times its size"),
+        ("a.parquet", as_parquet([{"a": "x" * 2_000}] * 1_000), "a.parquet expands to over 10 times its size"),
+        ("b.parquet", as_parquet([{"a": "x" * 2_000_000}]), "b.parquet expands to over 10 times its size"),
+    ],
+)
+def test_files_that_would_fill_memory_are_rejected(rows_in, monkeypatch, name, content, message):
+    """Limits are lowered, so that small files exceed them."""
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1_000)
+    monkeypatch.setattr(readers, "MIN_EXPANDED_BYTES", 100_000)
+    monkeypatch.setattr(readers, "MAX_EXPANSION", 10)
     with pytest.raises(DataError, match=message):
         rows_in(name, content)
 

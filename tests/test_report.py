@@ -1,4 +1,4 @@
-"""Reports compare finished runs, and list those that cannot be compared with the reason."""
+"""Reports compare runs, and list those that cannot be compared with the reason."""
 
 import json
 import shutil
@@ -20,6 +20,7 @@ from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.report.config import ReportConfig
 from electra.report.runs import (
     Evaluation,
+    Progress,
     best_metric_values,
     describe_changes_from_recipe,
     flops_until,
@@ -260,21 +261,35 @@ def test_the_cost_of_a_run_is_the_sum_of_its_phases(run_config):
     assert run.flops == pytest.approx(whole.flops)
     shutil.rmtree(checkpoint_folders(config.output)[-1])
     shutil.rmtree(checkpoint_folders(config.output)[-1])
-    with pytest.raises(DataError, match=r"unfinished: in phase 1 of 2; .*--resume"):
-        report(ReportConfig(runs=(config.output,)))
+    result = report(ReportConfig(runs=(config.output,)))
+    [run] = result.runs.values()
+    assert (
+        "stages is not finished: in phase 1 of 2; its cost is that of step 5, its metrics those of step 5"
+        in result.notes
+    )
+    assert (run.steps, [point.step for point in run.evaluations]) == (5, [5])
+    assert run.flops == pytest.approx(whole.flops - alone.flops)
+
+
+def test_a_run_that_still_trains_is_reported_up_to_its_last_checkpoint(run_config, finished_runs):
+    config = run_config(steps=30, evaluate_every=10, save_every=10, keep_checkpoints=9)
+    pretrain(config)
+    shutil.rmtree(checkpoint_folders(config.output)[-1])
+    result = report(ReportConfig(runs=(config.output, finished_runs[0])))
+    [run, finished] = result.runs.values()
+    assert run.unfinished == "67% of its budget is used"
+    assert [each.step for each in run.evaluations] == [10, 20]
+    assert (run.steps, run.flops) == (finished.steps, finished.flops)
+    assert "run is not finished" in str(result)
 
 
 def test_phases_of_minutes_end_at_the_step_of_their_time(run_config, shards):
     config = run_config(steps=None, minutes=2.0, phases=("fraction=0.75", "objective=replace-mlm"))
     phases = plan_and_check_phases(config, open_shards(shards))
     clock = [{"kind": "train", "step": 10 * minute, "seconds": 60.0 * minute} for minute in (1, 2)]
-    ends = phase_end_steps(phases, TrainState(step=21, seconds=121.0), clock)
+    ends = phase_end_steps(phases, Progress(TrainState(step=21, seconds=121.0, start_seconds=91.0), 1, None), clock)
     assert ends == pytest.approx([10 * 91 / 60, 21])
     assert flops_until(phases, [4, 6], 5) == 4 * phases[0].flops_per_step() + phases[1].flops_per_step()
-
-
-def unfinished(run: Path) -> None:
-    shutil.rmtree(checkpoint_folders(run)[-1])
 
 
 def without_checkpoints(run: Path) -> None:
@@ -305,24 +320,26 @@ def with_wrong_settings(run: Path) -> None:
 
 
 def with_bytes(run: Path) -> None:
-    (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
 
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (unfinished, "unfinished: 50% of its budget is used"),
-        (without_checkpoints, "unfinished: it has no checkpoint yet"),
-        (with_cut_metrics, "damaged: metrics.jsonl has no evaluation at the last step, 20"),
-        (with_strange_metrics, "config.json, metrics.jsonl or state.json is damaged"),
-        (with_bytes, "can't decode byte"),
+        (without_checkpoints, "has no checkpoint yet"),
+        (with_cut_metrics, "metrics.jsonl has no evaluation at the last step, 20"),
+        (
+            with_strange_metrics,
+            "metrics.jsonl is damaged or of another kind (Expected `object`, got `array`)",
+        ),
+        (with_bytes, "metrics.jsonl is damaged"),
         (with_cut_config, "config.json is damaged"),
         (with_other_state, "state.json is damaged"),
         (with_wrong_settings, "steps is 'many'"),
         (shutil.rmtree, "no such folder"),
     ],
 )
-def test_unfinished_and_damaged_runs_are_skipped_with_a_reason(runs, damage, reason, capsys):
+def test_damaged_runs_are_skipped_with_a_reason(runs, damage, reason, capsys):
     damage(runs[0])
     main(["report", *map(str, runs)])
     shown = capsys.readouterr().out

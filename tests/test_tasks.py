@@ -286,6 +286,8 @@ def test_with_a_dev_file_all_training_rows_are_used(make_task, tmp_path):
         ("t,y\na,1e99\n", {"kind": "regression"}, "line 2: the score is '1e99'"),
         ("t,y\na,2\nb,2\n", {"kind": "regression"}, "every score is 2"),
         ("t,y\na,\n", {"kind": "multi-label"}, "no row has a label"),
+        (f"t,y\na,{'x' * 1_001}\n", {}, "line 2: the label has 1,001 characters; at most 1,000"),
+        (f"t,y\na,{'|'.join(map(str, range(10_001)))}\n", {"kind": "multi-label"}, "10,001 different labels"),
         ("t,y\n" + "a,0.5\nb,1\n" * 10 + "c,n/a\n", {}, "line 22: the score is 'n/a'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Tokenizers: trained deterministically, loaded from three kinds of files, equal to those of `transformers`."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,8 @@ TEXT = (
 )
 HARD_TEXT = "Été DÉJÀ [MASK] walked\x0bfar 东西s naïve#x Æ\u0301 \u200b [unused0] ß İstanbul a\u0338=\u0338 don't 12,5"
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SPECIAL_IDS = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
+WORD_LEVEL = {"type": "WordLevel", "unk_token": "[UNK]"}
 
 
 def train(tmp_path, text=TEXT, name="vocab", **settings):
@@ -132,7 +135,7 @@ def test_a_vocabulary_without_mask_is_an_error(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", b"{}", "tokenizer.json is not a file of the tokenizers library"),
-        ("vocab.txt", b"\xff\xfe", "vocab.txt is not a vocabulary"),
+        ("vocab.txt", b"\xff\xfe", "vocab.txt is not a tokenizer: it is not text in UTF-8"),
         ("other.txt", b"", "neither tokenizer.json nor vocab.txt"),
     ],
 )
@@ -142,8 +145,72 @@ def test_an_invalid_tokenizer_file_is_named(tmp_path, name, content, message):
         load_tokenizer(tmp_path)
 
 
+def replacement(old: str, new: str) -> dict:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": replacement("a", "a" * 100)}, r"up to 100 times as long; at most 16 are allowed"),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [replacement("a", "a" * 10)] * 9}},
+            r"tokenizer.json: replacements make a text up to 1,000,000,000 times as long",
+        ),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 100}}, r"up to 100 times as long"),
+        ({"decoder": replacement("a", "a" * 100)}, r"up to 100 times as long"),
+        ({"model": WORD_LEVEL | {"vocab": {**SPECIAL_IDS, "a": 2**31 - 1}}}, r"an id is 2,147,483,647; ids must be"),
+        ({"model": WORD_LEVEL | {"vocab": {**SPECIAL_IDS, "a": 2**32 - 1}}}, r"an id is 4,294,967,295; ids must be"),
+    ],
+)
+def test_a_tokenizer_that_would_fill_the_memory_is_refused(tmp_path, changes, message):
+    description = json.loads(build_wordpiece_tokenizer([*SPECIAL_TOKENS, "a"], lowercase=True).library.to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description | changes))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"a":' * 100_000, '{"a":' + "[" * 100_000, '{"unk_token": 5}', '{"unk_token": {"id": 1}}', "[]", "\xff", "{"],
+    ids=lambda content: content[:20],
+)
+def test_damaged_settings_of_a_tokenizer_are_named(tmp_path, name, content):
+    build_wordpiece_tokenizer([*SPECIAL_TOKENS, "a"], lowercase=True).save(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name} is damaged or of another kind"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_setting_of_another_type_is_named(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, "a"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": "yes"}')
+    with pytest.raises(DataError, match=r"tokenizer_config.json .* got `str` - at `do_lower_case`"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "special_tokens_map.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
+def test_pipes_and_endless_files_are_not_read(tmp_path, name, make):
+    if name == "special_tokens_map.json":
+        build_wordpiece_tokenizer([*SPECIAL_TOKENS, "a"], lowercase=True).save(tmp_path)
+        (tmp_path / name).unlink()
+    make(tmp_path / name)
+    with pytest.raises(DataError, match=f"has no {name}|neither tokenizer.json nor vocab.txt in"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_panic_of_the_library_is_an_error(tmp_path, capfd):
+    description = json.loads(build_wordpiece_tokenizer(SPECIAL_TOKENS, lowercase=True).library.to_str())
+    damaged = description | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
+    with pytest.raises(DataError, match=r"tokenizer.json is not a file of the tokenizers library \(Precompiled"):
+        load_tokenizer(tmp_path)
+
+
 def test_impossible_settings_are_errors(tmp_path):
-    with pytest.raises(ConfigError, match="no tokenizer at"):
+    with pytest.raises(DataError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(ConfigError, match="vocab_size is 10; it must be greater than 15"):
         train(tmp_path, vocab_size=10, unused_tokens=10)

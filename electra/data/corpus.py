@@ -54,6 +54,7 @@ class Block:
     first_line: int = 1
     position: int = 0  # bytes of the file on disk up to the end of the block
     is_cut: bool = False  # the block ends within a document longer than MAX_DOCUMENT_BYTES
+    without_text: int = 0  # rows of parquet files and of the hub whose text field is null or missing
 
     def __len__(self) -> int:
         return len(self.data) if isinstance(self.data, bytes) else sum(map(len, self.data))
@@ -68,6 +69,7 @@ class ReadStats:
 
     replaced: int = 0  # invalid UTF-8 characters
     cut: int = 0  # splits of documents longer than MAX_DOCUMENT_BYTES
+    without_text: int = 0  # rows whose text field is null, or missing on the hub
 
 
 class Corpus:
@@ -99,8 +101,8 @@ class Corpus:
         """All documents in order, as blocks of bounded size."""
         is_empty = True
         for block in read_hub_blocks(self.config) if self.is_hub else self.read_file_blocks():
-            if not block.is_blank():
-                is_empty = False
+            is_empty = is_empty and block.is_blank()
+            if not block.is_blank() or block.without_text:
                 yield block
         if is_empty:
             raise DataError(f"no text in {self.config.corpus}: every document is empty")
@@ -202,17 +204,18 @@ def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
 def group_into_blocks(source: str, texts: Iterable[Any], current_position: Callable[[], int]) -> Iterator[Block]:
     """Blocks of documents that come one by one; `current_position` returns `Block.position`."""
     documents: list[bytes] = []
-    first_row, size = 1, 0
+    first_row, size, without_text = 1, 0, 0
     for number, text in enumerate(texts, start=1):
+        without_text += text is None
         data = parse_text_field(source, number, text).encode("utf-8", "replace")
         parts = list(split_long_document(data))
         documents += [part for part in parts if part.strip()]
         size += len(data)
         is_cut = len(parts) > 1
         if size >= BLOCK_BYTES or is_cut:
-            yield Block(source, ".parquet", documents, first_row, current_position(), is_cut)
-            documents, first_row, size = [], number + 1, 0
-    yield Block(source, ".parquet", documents, first_row, current_position())
+            yield Block(source, ".parquet", documents, first_row, current_position(), is_cut, without_text)
+            documents, first_row, size, without_text = [], number + 1, 0, 0
+    yield Block(source, ".parquet", documents, first_row, current_position(), without_text=without_text)
 
 
 def parse_text_field(source: str, line: int, value: Any) -> str:
@@ -236,11 +239,12 @@ def split_long_document(document: bytes) -> Iterator[bytes]:
 def parse_documents(block: Block, config: CorpusConfig, stats: ReadStats) -> Iterator[bytes]:
     """The nonblank documents of a block as valid UTF-8."""
     stats.cut += block.is_cut
+    stats.without_text += block.without_text
     if isinstance(block.data, list):
         return iter(block.data)
     text = replace_invalid_utf8(block, config.strict, stats).removeprefix(BYTE_ORDER_MARK)
     if block.format == ".jsonl":
-        documents: Iterable[bytes] = parse_jsonl(block, text, config.text_field)
+        documents: Iterable[bytes] = parse_jsonl(block, text, config.text_field, stats)
     else:
         documents = text.split(b"\n") if config.document_end == "line" else BLANK_LINES.split(text)
     return (document for document in documents if document.strip())
@@ -261,18 +265,19 @@ def replace_invalid_utf8(block: Block, strict: bool, stats: ReadStats) -> bytes:
     return text.encode()
 
 
-def parse_jsonl(block: Block, text: bytes, text_field: str) -> Iterator[bytes]:
-    """The text field of each line."""
+def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) -> Iterator[bytes]:
+    """The text field of each line; empty if it is null, which is counted."""
     for number, line in enumerate(text.split(b"\n"), start=block.first_line):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{block.source}, line {number}: not valid JSON ({error})") from None
         if not isinstance(row, dict):
             raise DataError(f"{block.source}, line {number}: {type(row).__name__}; expected a JSON object")
         check_has_field(f"{block.source}, line {number},", text_field, list(row))
+        stats.without_text += row[text_field] is None
         yield parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
 
 

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn
@@ -25,6 +26,7 @@ from electra.errors import ConfigError, DataError
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+ZSTD_MAGIC, ZSTD_HAS_CHECKSUM = b"\x28\xb5\x2f\xfd", 1 << 2  # a bit of the byte that follows (RFC 8878)
 MAX_LISTED_SUFFIXES = 5  # in the warning about skipped files
 
 
@@ -143,9 +145,19 @@ def open_decompressed(compression: str, raw: BinaryIO) -> Any:
             return lzma.LZMAFile(raw)
         case ".zst":
             pyarrow = import_optional("pyarrow", "reading .zst")
+            descriptor = raw.read(5)
+            raw.seek(0)
+            if descriptor.startswith(ZSTD_MAGIC) and not descriptor[-1] & ZSTD_HAS_CHECKSUM:
+                warn_unchecked_zstd()
             return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
         case _:
             return raw
+
+
+@cache
+def warn_unchecked_zstd() -> None:
+    """Print once that damage of .zst files may not be noticed: of all formats, only theirs has an optional checksum."""
+    print(".zst files without checksums are read as they are, even if damaged; zstd --check adds one", file=sys.stderr)
 
 
 @contextmanager

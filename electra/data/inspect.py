@@ -53,6 +53,7 @@ class InspectResult:
     tokens: dict[str, int]  # by split
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
+    without_text: int  # rows whose text field is null or missing
     unknown_fraction: float  # of all tokens
     uncovered: dict[str, int]  # most frequent words that contain [UNK], with their counts
     length_histogram: dict[str, int]  # number of documents by range of tokens
@@ -70,7 +71,8 @@ class InspectResult:
                 f"{split:<12}{self.documents[split]:>14,} documents {self.tokens[split]:>16,} tokens"
                 for split in SPLITS
             ),
-            f"{self.replaced:,} invalid characters replaced, overlong documents cut in {self.cut:,} places",
+            f"{self.replaced:,} invalid characters replaced, overlong documents cut in {self.cut:,} places, "
+            f"{self.without_text:,} rows without text",
             f"[UNK] is {self.unknown_fraction:.4%} of the tokens; vocabulary of {self.vocab_size:,}",
             *(f"  {count:>10,}  {word}" for word, count in self.uncovered.items()),
             "",
@@ -100,6 +102,7 @@ def inspect(config: InspectConfig) -> InspectResult:
         tokens=index.totals_by_split("tokens"),
         replaced=index.total_over_shards("replaced"),
         cut=index.total_over_shards("cut"),
+        without_text=index.total_over_shards("without_text"),
         unknown_fraction=index.total_over_shards("unknown") / sum(index.totals_by_split("tokens").values()),
         uncovered=index.most_frequent_words_with_unk(config.words),
         length_histogram=length_histogram(lengths),

@@ -7,23 +7,15 @@ nor on interruptions.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shlex
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -52,6 +44,7 @@ from electra.data.shards import (
 )
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from electra.data.wordpiece import LibraryEncoder, create_encoder
+from electra.data.workers import count_usable_cores, map_in_order
 from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
@@ -61,14 +54,11 @@ from electra.runfolder import (
     lock_folder,
     read_json,
     write_file,
-    write_json,
+    write_stored,
 )
 
 MAX_UNCOVERED_WORDS = 1000
 """Words with [UNK] that each shard lists."""
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +106,7 @@ class ShardResult:
     new_shards: int  # shards made by this run; the others existed
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
+    without_text: int  # rows whose text field is null or missing
 
     def __str__(self) -> str:
         notes = [
@@ -129,6 +120,7 @@ class ShardResult:
             notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
         notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
+        notes += [f"{self.without_text:,} rows without text skipped"] if self.without_text else []
         return "; ".join(notes)
 
 
@@ -217,7 +209,7 @@ def prepare_output_folder(output: Path, settings: dict[str, Any]) -> ShardIndex 
     elif is_started and shard_files(output):
         check_same_settings(output, unfinished, settings)
     elif is_started or is_missing_or_empty(output):  # a run without any finished shard may be replaced
-        write_json(output / UNFINISHED, settings)
+        write_stored(output / UNFINISHED, settings)
     else:
         raise ConfigError(f"{output} contains other files; choose a new or empty folder for --output")
     if index is not None and is_started:
@@ -312,11 +304,6 @@ def write_missing_shards(
     return new
 
 
-def count_usable_cores() -> int:
-    """The cores this process may use, where the system reports it; else all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 @lru_cache(maxsize=1)
 def load_cached_encoder(tokenizer_folder: Path, fingerprint: str) -> LibraryEncoder:
     """The worker's encoder, whose word cache is kept from shard to shard."""
@@ -382,58 +369,8 @@ def summarize(config: ShardConfig, index: ShardIndex, new_shards: int, seconds: 
         new_shards=new_shards,
         replaced=index.total_over_shards("replaced"),
         cut=index.total_over_shards("cut"),
+        without_text=index.total_over_shards("without_text"),
     )
-
-
-def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`map` with worker processes; at most two items wait for a worker, so memory is bounded."""
-    if workers == 1:
-        yield from map(function, items)
-        return
-    with block_signals():
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), init_worker)
-    futures: deque[Future[Result]] = deque()
-    try:
-        for item in items:
-            with block_signals():
-                futures.append(pool.submit(function, item))
-            if len(futures) > workers + 1:
-                yield futures.popleft().result()
-        while futures:
-            yield futures.popleft().result()
-    except BrokenProcessPool:
-        raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
-    finally:
-        for process in list((pool._processes or {}).values()) if futures else ():
-            process.kill()  # what they encode is no longer needed
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def block_signals() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C and SIGHUP, which a terminal sends to all: workers, and Python's process that
-    removes their semaphores."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))  # inherited by new processes
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def init_worker() -> None:
-    """Make a worker single-threaded and let it exit when its parent exits or is killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
-
-
-def exit_with_parent(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
 
 
 def create_progress_bar() -> Progress:

@@ -56,6 +56,7 @@ class ShardInfo:
     text_checksum: int  # CRC-32
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
+    without_text: int  # rows whose text field is null or missing
     unknown: int  # number of [UNK] tokens
     uncovered: dict[str, int]  # most frequent words that contain [UNK], with their counts
 
@@ -82,7 +83,7 @@ class ShardIndex:
         """Number of documents or tokens by split."""
         return {split: sum(getattr(shard, field)[split] for shard in self.shards) for split in SPLITS}
 
-    def total_over_shards(self, field: Literal["text_bytes", "replaced", "cut", "unknown"]) -> int:
+    def total_over_shards(self, field: Literal["text_bytes", "replaced", "cut", "without_text", "unknown"]) -> int:
         """The sum of a field over all shards."""
         return sum(getattr(shard, field) for shard in self.shards)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
@@ -13,12 +14,20 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
 from electra.errors import ConfigError, DataError, check_range
-from electra.runfolder import create_folder_atomically, read_json, write_file, write_json
+from electra.runfolder import (
+    convert_stored,
+    create_folder_atomically,
+    read_bounded,
+    read_json,
+    write_file,
+    write_json,
+)
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (
@@ -28,6 +37,8 @@ TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 CONTINUATION_PREFIX = "##"
+MAX_VOCABULARY = 1 << 22  # a larger id is damage, and would take much memory
+MAX_GROWTH = 16
 MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
 
 
@@ -68,6 +79,8 @@ class TextTokenizer:
         if missing:
             raise DataError(f"the vocabulary lacks {', '.join(missing)}, which pre-training needs; add it")
         size = max(ids.values()) + 1
+        if size > MAX_VOCABULARY:
+            raise DataError(f"an id is {size - 1:,}; ids must be below {MAX_VOCABULARY:,}")
         is_continuation = [False] * size
         for token, number in ids.items():
             is_continuation[number] = token.startswith(CONTINUATION_PREFIX)
@@ -133,58 +146,96 @@ def build_wordpiece_tokenizer(
 
 def load_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer of a vocab.txt, a tokenizer.json, or a folder with either; raises if a special token is missing."""
-    if not path.exists():
-        raise ConfigError(f"no tokenizer at {path}; expected a vocab.txt, a tokenizer.json or a folder with either")
     candidates = [path / TOKENIZER_JSON, path / VOCAB_TXT] if path.is_dir() else [path]
-    file = next((file for file in candidates if file.exists()), None)
+    file = next((file for file in candidates if file.is_file()), None)
     if file is None:
-        raise DataError(f"neither tokenizer.json nor vocab.txt in {path}")
-    tokenizer = load_tokenizer_json(file) if file.suffix == ".json" else load_vocab_txt(file)
+        missing = f"neither {TOKENIZER_JSON} nor {VOCAB_TXT} in {path}" if path.is_dir() else f"no tokenizer at {path}"
+        raise DataError(f"{missing}; expected a {VOCAB_TXT}, a {TOKENIZER_JSON} or a folder with either")
     try:
+        content = read_bounded(file).decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is not a tokenizer: it is not text in UTF-8") from None
+    try:
+        tokenizer = load_tokenizer_json(file, content) if file.suffix == ".json" else load_vocab_txt(file, content)
         assert tokenizer.vocabulary
     except DataError as error:
-        raise DataError(f"{file}: {error}") from None
+        raise DataError(str(error) if str(file.parent) in str(error) else f"{file}: {error}") from None
     return tokenizer
 
 
-def load_tokenizer_json(file: Path) -> TextTokenizer:
+class AddedToken(msgspec.Struct):
+    content: str
+
+
+class TokenizerSettings(msgspec.Struct):
+    """What is read from tokenizer_config.json and special_tokens_map.json; None: not set."""
+
+    pad_token: str | AddedToken | None = None
+    unk_token: str | AddedToken | None = None
+    cls_token: str | AddedToken | None = None
+    sep_token: str | AddedToken | None = None
+    mask_token: str | AddedToken | None = None
+    do_lower_case: bool | None = None
+    strip_accents: bool | None = None
+    tokenize_chinese_chars: bool | None = None
+
+    def special_token(self, role: str) -> str | None:
+        token = getattr(self, f"{role}_token")
+        return token.content if isinstance(token, AddedToken) else token
+
+
+def read_settings_beside(file: Path, name: str) -> TokenizerSettings:
+    """The settings in the file `name` of the same folder, if there is one."""
+    neighbor = file.with_name(name)
+    return convert_stored(read_json(neighbor) if neighbor.exists() else {}, TokenizerSettings, neighbor)
+
+
+def load_tokenizer_json(file: Path, content: str) -> TextTokenizer:
     """The tokenizer of a tokenizer.json, with the special tokens that the files beside it name."""
     try:
-        library = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises nothing narrower
+        library = Tokenizer.from_str(content)
+    except BaseException as error:  # the library raises nothing narrower, and a panic of Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise DataError(f"{file} is not a file of the tokenizers library ({error})") from None
     library.no_truncation()
     library.no_padding()
-    settings = read_json_beside(file, SETTINGS) | read_json_beside(file, SPECIAL_TOKENS_MAP)
-    special_tokens = []
-    for role, default in SPECIAL_TOKENS.items():
-        token = settings.get(f"{role}_token") or default
-        special_tokens.append((role, token["content"] if isinstance(token, dict) else token))
-    return TextTokenizer(library, tuple(special_tokens))
+    check_growth(library)
+    settings = [read_settings_beside(file, name) for name in (SPECIAL_TOKENS_MAP, SETTINGS)]
+    named = {role: next(filter(None, (each.special_token(role) for each in settings)), None) for role in SPECIAL_TOKENS}
+    return TextTokenizer(library, tuple((role, named[role] or default) for role, default in SPECIAL_TOKENS.items()))
 
 
-def load_vocab_txt(file: Path) -> TextTokenizer:
+def check_growth(library: Tokenizer) -> None:
+    """Raise if the normalizer or the decoder may make text much longer: nested replacements could fill the memory."""
+    for component in filter(None, (library.normalizer, library.decoder)):
+        growth = max_growth(json.loads(component.__getstate__()))
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"replacements make a text up to {growth:,} times as long; at most {MAX_GROWTH} are allowed"
+            )
+
+
+def max_growth(component: Any) -> int:
+    """By which factor a normalizer or decoder, as the library describes it, can lengthen a text."""
+    if isinstance(component, dict):
+        added = component.get("content") or component.get("prepend") or ""
+        return max(1, len(added)) * max_growth(list(component.values()))
+    return math.prod(map(max_growth, component)) if isinstance(component, list) else 1
+
+
+def load_vocab_txt(file: Path, content: str) -> TextTokenizer:
     """The WordPiece tokenizer of a vocab.txt; without other settings it is cased if the vocabulary has capitals."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError:
-        raise DataError(f"{file} is not a vocabulary; expected one token per line in UTF-8") from None
-    tokens = [line.rstrip("\r") for line in lines]
+    tokens = [line.rstrip("\r") for line in content.split("\n")]
     tokens = tokens[:-1] if tokens[-1] == "" else tokens
-    settings = read_json_beside(file, SETTINGS)
+    settings = read_settings_beside(file, SETTINGS)
     has_capitals = any(token != token.lower() for token in tokens if not token.startswith("["))
     return build_wordpiece_tokenizer(
         tokens,
-        lowercase=settings.get("do_lower_case", not has_capitals),
-        strip_accents=settings.get("strip_accents"),
-        split_chinese=settings.get("tokenize_chinese_chars", True),
+        lowercase=not has_capitals if settings.do_lower_case is None else settings.do_lower_case,
+        strip_accents=settings.strip_accents,
+        split_chinese=settings.tokenize_chinese_chars is not False,
     )
-
-
-def read_json_beside(file: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of the same folder; empty if there is no such file."""
-    neighbor = file.with_name(name)
-    return read_json(neighbor) if neighbor.exists() else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,12 +293,14 @@ class TokenizerResult:
     documents: int
     megabytes: float
     replaced: int  # invalid UTF-8 characters
+    without_text: int  # rows whose text field is null or missing
 
     def __str__(self) -> str:
-        replaced = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
+        notes = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
+        notes += f"; {self.without_text:,} rows without text skipped" if self.without_text else ""
         return (
             f"{self.output}: {self.vocab_size:,} tokens, trained on {self.documents:,} documents "
-            f"({self.megabytes:,.1f} MB){replaced}"
+            f"({self.megabytes:,.1f} MB){notes}"
         )
 
 
@@ -271,6 +324,7 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
         documents=text.documents,
         megabytes=text.num_bytes / 1e6,
         replaced=text.stats.replaced,
+        without_text=text.stats.without_text,
     )
 
 

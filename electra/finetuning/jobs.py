@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from electra.data.prepare import init_worker
+from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, JobResult, read_job_result
@@ -176,8 +176,11 @@ def run_here_or_in_workers(jobs: list[Job], workers: int | None) -> Iterator[tup
     with clean_up_on_stop_signals(), start_mps() if uses_gpu else nullcontext(False) as has_mps:
         count = min(workers or default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(count, context, init_job_worker, (count,)) as pool, stop_workers_on_error(pool):
-            futures = [pool.submit(run_in_worker, job) for job in jobs]
+        with block_signals():
+            pool = ProcessPoolExecutor(count, context, init_job_worker, (count,))
+        with pool, stop_workers_on_error(pool):
+            with block_signals():
+                futures = [pool.submit(run_in_worker, job) for job in jobs]
             yield from (future.result() for future in as_completed(futures))
 
 

@@ -7,11 +7,12 @@ ordinary character. In .parquet and hub data, row numbers take the place of line
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,21 @@ from numpy.typing import NDArray
 from electra.data.corpus import MAX_DOCUMENT_BYTES
 from electra.data.files import TextFile, import_optional, open_parquet, open_streams, require_text_file
 from electra.errors import ConfigError, DataError
+from electra.runfolder import join_first_names
+
+Part = TypeVar("Part")
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 DELIMITERS = (",", ";", "\t")  # of .csv; spreadsheets write semicolons where the comma is the decimal separator
 BYTE_ORDER_MARK = "\ufeff"
+
+# Beyond these limits a file is damaged or made to exhaust memory.
+PARQUET_ROWS = 64  # in memory at a time
+MAX_COLUMNS = 10_000
+MAX_LABELS = 10_000
+MAX_LABEL_CHARACTERS = 1_000
+MAX_EXPANSION, MIN_EXPANDED_BYTES = 500, 64 << 20  # content above 64 MB is at most 500 times as large as the file
+ROW_BYTES = 100  # of the objects of a row, besides its content
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +55,9 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
         if file.format == ".parquet":
             rows = parquet_rows(file, decompressed, raw)
         elif file.format == ".jsonl":
-            rows = json_rows(name, decode_lines(name, decompressed))
+            rows = json_rows(name, decode_lines(path, decompressed))
         else:
-            lines = decode_lines(name, decompressed)
+            lines = decode_lines(path, decompressed)
             records = csv_records(name, lines) if file.format == ".csv" else tsv_records(lines)
             rows = table_rows(name, records, columns, skip_malformed)
         for row in rows:
@@ -55,17 +67,29 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
         raise DataError(f"no rows in {path}; it needs at least one, after the header in .csv and .tsv")
 
 
-def decode_lines(file_name: str, stream: BinaryIO) -> Iterator[str]:
+def decode_lines(path: Path, stream: BinaryIO) -> Iterator[str]:
     """Lines of UTF-8 text with their line ends; only line feeds end a line."""
-    for number, line in enumerate(stream, start=1):
+    lines = iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b"")
+    for number, line in enumerate(limit_expansion(path, lines, len), start=1):
+        if len(line) > MAX_DOCUMENT_BYTES:
+            raise DataError(f"{path}, line {number} is longer than {MAX_DOCUMENT_BYTES >> 20} MB; remove or split it")
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
             byte = f"byte 0x{line[error.start]:02x}"
-            raise DataError(
-                f"{file_name}, line {number}: {byte} is not UTF-8; convert the file, e.g. with iconv"
-            ) from None
+            raise DataError(f"{path}, line {number}: {byte} is not UTF-8; convert the file, e.g. with iconv") from None
         yield text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
+
+
+def limit_expansion(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> Iterator[Part]:
+    """The parts of a file's content; raises if their sizes in bytes are out of proportion to that of the file."""
+    is_pipe, total = not path.is_file(), 0
+    limit = math.inf if is_pipe else max(MIN_EXPANDED_BYTES, MAX_EXPANSION * path.stat().st_size)
+    for part in parts:
+        total += size(part) + ROW_BYTES
+        if total > limit:
+            raise DataError(f"{path} expands to over {MAX_EXPANSION:,} times its size; decompress it and check it")
+        yield part
 
 
 def csv_records(file_name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
@@ -106,16 +130,16 @@ def table_rows(
         if not header:
             has_header = len(fields) != len(columns) or not set(columns).isdisjoint(fields)
             header = fields if has_header else list(columns)
-            check_unique_columns(file_name, header)
+            check_columns(file_name, header)
             if has_header:
                 continue
         if len(fields) == len(header):
             yield Row(line, dict(zip(header, fields, strict=True)))
         elif not skip_malformed:
             raise DataError(
-                f"{file_name}, line {line}: {len(fields)} fields, but there are {len(header)} columns "
-                f"({', '.join(header)}); in .csv, quote texts that contain the delimiter or a line end; .tsv cannot "
-                "hold them"
+                f"{file_name}, line {line}: {len(fields):,} fields, but there are {len(header)} columns "
+                f"({join_first_names(header, 20)}); in .csv, quote texts that contain the delimiter or a line end; "
+                ".tsv cannot hold them"
             )
 
 
@@ -137,9 +161,13 @@ def json_rows(file_name: str, lines: Iterator[str]) -> Iterator[Row]:
 
 def parquet_rows(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Row]:
     with open_parquet(file, decompressed, raw) as table:
-        check_unique_columns(str(file.path), table.schema_arrow.names)
-        batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1024))
-        yield from (Row(number, values) for number, values in enumerate(chain.from_iterable(batches), start=1))
+        check_columns(str(file.path), table.schema_arrow.names)
+        groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
+        for _ in limit_expansion(file.path, groups, lambda group: group.total_byte_size):
+            pass  # before one is read: its pages may expand to any size
+        batches = limit_expansion(file.path, table.iter_batches(PARQUET_ROWS), lambda batch: batch.nbytes)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from (Row(number, values) for number, values in enumerate(rows, start=1))
 
 
 def hub_rows(source: str) -> Iterator[Row]:
@@ -157,11 +185,13 @@ def hub_rows(source: str) -> Iterator[Row]:
     return (Row(number, values) for number, values in enumerate(rows, start=1))
 
 
-def check_unique_columns(file_name: str, columns: list[str]) -> None:
-    """Raise if two columns share a name; unnamed columns are harmless."""
-    duplicates = sorted({column for column in columns if column and columns.count(column) > 1})
+def check_columns(file_name: str, columns: list[str]) -> None:
+    """Raise if there are too many columns or two of them share a name; unnamed columns are harmless."""
+    if len(columns) > MAX_COLUMNS:
+        raise DataError(f"{file_name} has {len(columns):,} columns; at most {MAX_COLUMNS:,} are read")
+    duplicates = sorted(column for column, count in Counter(columns).items() if column and count > 1)
     if duplicates:
-        raise DataError(f"{file_name} has several columns named {', '.join(duplicates)}; give each a unique name")
+        raise DataError(f"{file_name} has several columns named {join_first_names(duplicates)}; give each another name")
 
 
 # Labels: how each kind of task reads its label column.
@@ -195,7 +225,7 @@ def parse_class(cell: Any) -> str:
 
 def parse_classes(cell: Any) -> tuple[str, ...]:
     """The class names in a cell, a list or a string with separators; may be empty."""
-    cells = cell if isinstance(cell, list) else class_name_from_cell(cell).split(LABEL_SEPARATOR)
+    cells = cell.split(LABEL_SEPARATOR) if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
     return tuple(name for name in map(class_name_from_cell, cells) if name)
 
 
@@ -203,7 +233,10 @@ def class_name_from_cell(cell: Any) -> str:
     """A cell as a class name; integers stored as floats lose their decimal point, NaN becomes empty."""
     if cell is None or cell != cell:
         return ""
-    return str(int(cell) if isinstance(cell, float) and cell.is_integer() else cell).strip()
+    name = str(int(cell) if isinstance(cell, float) and cell.is_integer() else cell).strip()
+    if len(name) > MAX_LABEL_CHARACTERS:
+        raise DataError(f"the label has {len(name):,} characters; at most {MAX_LABEL_CHARACTERS:,} are allowed")
+    return name
 
 
 def parse_score(cell: Any) -> float:
@@ -266,6 +299,8 @@ def task_fields_from_scores(scores: list[float]) -> dict[str, Any]:
 
 def sort_labels(names: set[str]) -> tuple[str, ...]:
     """Class names in numerical order if all are numbers, otherwise in alphabetical order."""
+    if len(names) > MAX_LABELS:
+        raise DataError(f"{len(names):,} different labels; at most {MAX_LABELS:,} are allowed")
     numbers = {name: parse_number(name) for name in names}
     if None in numbers.values():
         return tuple(sorted(names))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
 from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_task_kind, read_rows
+from electra.runfolder import join_first_names
 
 HUB = "hub:"
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
@@ -193,7 +194,7 @@ def add_line_to_errors(source: str, line: int) -> Iterator[None]:
 def get_cell(task: Task, name: str, row: Row) -> Any:
     column = task.find_column(name, row.values)
     if column is None:
-        present = ", ".join(map(repr, row.values))
+        present = join_first_names([repr(column) for column in row.values], 20)
         raise DataError(
             f"no column {name!r}; the columns are {present}; --text, --text-b and --label of electra finetune set them"
         )

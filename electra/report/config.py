@@ -66,7 +66,7 @@ class FlopsConfig:
 class ReportConfig:
     """Compare pre-training runs: cost and held-out metrics, in tables and plots.
 
-    Unfinished and damaged runs are listed but not compared."""
+    Unfinished runs are compared by their last checkpoint; damaged ones are listed."""
 
     runs: Positional[tuple[Path, ...]]
     """Run folders."""

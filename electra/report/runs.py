@@ -1,7 +1,8 @@
-"""Finished pre-training runs: their cost, and their held-out metrics over time."""
+"""Pre-training runs: their cost, and their held-out metrics over time."""
 
 import sys
 from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from electra.config import config_from_flat_values, flat_defaults, flat_values
 from electra.errors import DataError
 from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE, read_glue_table
 from electra.finetuning.jobs import is_finetuning_output
+from electra.finetuning.metrics import none_to_nan
 from electra.model.storage import read_model_config
 from electra.pretraining.config import (
     BUDGETS,
@@ -22,8 +24,8 @@ from electra.pretraining.config import (
 )
 from electra.pretraining.held_out import held_out_loader_config, max_held_out_rows
 from electra.pretraining.phases import Phase, count_parameters, plan_phases
-from electra.runfolder import CONFIG, checkpoint_folders
-from electra.training.checkpoint import STATE, TrainState, read_training_state
+from electra.runfolder import damaged_file_error
+from electra.training.checkpoint import STATE, TrainState, find_model_folder, read_training_state
 from electra.training.logging import METRICS, read_metrics
 
 LOWER_IS_BETTER = ("loss",)  # suffixes of metrics
@@ -57,7 +59,7 @@ class GlueScore:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run; the cost of a branch includes its trunk."""
+    """A run up to its last checkpoint; the cost of a branch includes its trunk."""
 
     folder: str
     size: str
@@ -74,6 +76,7 @@ class Run:
     best_metrics: dict[str, float]  # in the last phase
     evaluations: list[Evaluation]
     glue: GlueScore | None
+    unfinished: str | None = None  # how far it is; None if it is finished
 
     def loss_label(self) -> str:
         """The terms of its loss; only losses of equal terms are comparable."""
@@ -81,24 +84,18 @@ class Run:
 
 
 def read_run(folder: Path, glue_table: Path | None) -> Run:
-    """Read a run folder and its GLUE table; raises a DataError if the run is unfinished or damaged."""
-    try:
-        return read_run_files(folder, glue_table)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{CONFIG}, {METRICS} or {STATE} is damaged: {error!r}") from None
-
-
-def read_run_files(folder: Path, glue_table: Path | None) -> Run:
+    """Read a run folder up to its last checkpoint, and its GLUE table; raises a DataError if it has no evaluation."""
     config = read_run_config(folder)
     model = read_model_config(folder)
-    metrics_lines = read_metrics(folder / METRICS)
     phases = plan_phases(config, model)
     last = phases[-1].config
-    state = read_final_state(folder, phases)
-    ends = phase_end_steps(phases, state, metrics_lines)
+    progress = read_progress(folder, phases)
+    state = progress.state
+    metrics_lines = [line for line in read_metrics(folder / METRICS) if line["step"] <= state.step]
+    ends = phase_end_steps(phases, progress, metrics_lines)
     evaluations = parse_evaluations(metrics_lines, phases, ends)
-    if not evaluations or evaluations[-1].step != state.step:
-        raise DataError(f"damaged: {METRICS} has no evaluation at the last step, {state.step:,}")
+    if not evaluations or (progress.unfinished is None and evaluations[-1].step != state.step):
+        raise DataError(f"{METRICS} has no evaluation at the last step, {state.step:,}")
     last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
     return Run(
         folder=str(folder),
@@ -113,9 +110,10 @@ def read_run_files(folder: Path, glue_table: Path | None) -> Run:
         tokens_per_second=state.tokens / state.seconds if state.seconds else 0.0,
         flops=flops_until(phases, ends, state.step),
         final_metrics=evaluations[-1].metrics,
-        best_metrics=best_metric_values(last_phase),
+        best_metrics=best_metric_values(last_phase or evaluations[-1:]),
         evaluations=evaluations,
         glue=None if glue_table is None else read_glue_score(folder, glue_table),
+        unfinished=progress.unfinished,
     )
 
 
@@ -153,34 +151,47 @@ def describe_setting(name: str, value: Any) -> str:
     return f"{flag} {' '.join(value) if isinstance(value, tuple) else value}"
 
 
-def read_final_state(folder: Path, phases: list[Phase]) -> TrainState:
-    """The state of the last checkpoint; raises a DataError if the budget is not used up."""
-    checkpoints = checkpoint_folders(folder)
-    if not checkpoints:
-        raise DataError("unfinished: it has no checkpoint yet")
-    state = read_training_state(checkpoints[-1]).trainer
-    resume = "continue it with electra pretrain --resume"
-    if (number := read_pretraining_state(checkpoints[-1]).phase + 1) < len(phases):
-        raise DataError(f"unfinished: in phase {number} of {len(phases)}; {resume}")
-    fraction = phases[-1].stage_budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
-    if fraction < 1:
-        raise DataError(f"unfinished: {fraction:.0%} of its budget is used; {resume}")
-    return state
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run at its last checkpoint."""
+
+    state: TrainState
+    phase: int
+    unfinished: str | None  # how far it is; None if it is finished
 
 
-def phase_end_steps(phases: list[Phase], state: TrainState, metrics_lines: list[dict[str, Any]]) -> list[float]:
-    """The last step of each phase of a finished run, counted back from its end; a trunk is part of the first phase."""
+def read_progress(folder: Path, phases: list[Phase]) -> Progress:
+    """The progress of a run; raises a DataError if it has no checkpoint."""
+    checkpoint = find_model_folder(folder)
+    state, index = read_training_state(checkpoint).trainer, read_pretraining_state(checkpoint).phase
+    if index >= len(phases):
+        raise damaged_file_error(checkpoint / STATE, f"phase {index + 1} of {len(phases)}")
+    budget = phases[index].stage_budget
+    fraction = budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
+    unfinished = f"{fraction:.0%} of its budget is used" if fraction < 1 else None
+    if index + 1 < len(phases):
+        unfinished = f"in phase {index + 1} of {len(phases)}"
+    return Progress(state, index, unfinished)
+
+
+def phase_end_steps(phases: list[Phase], progress: Progress, metrics_lines: list[dict[str, Any]]) -> list[float]:
+    """The last step of each phase, counted back from the end of the run; a trunk is part of the first phase."""
+    state, stage_budget = progress.state, phases[progress.phase].stage_budget
     later = [phases[index + 1 :] for index in range(len(phases))]
-    if phases[-1].budget.steps is not None:
-        return [state.step - sum(phase.budget.steps or 0 for phase in rest) for rest in later]
-    seconds = [state.seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in later]
+    stages = [phase.stage_budget for phase in phases[progress.phase + 1 :] if phase.starts_stage]
+    if stage_budget.steps is not None:
+        end = max(state.step, state.start_step + sum(budget.steps or 0 for budget in (stage_budget, *stages)))
+        return [end - sum(phase.budget.steps or 0 for phase in rest) for rest in later]
+    budgets = sum(budget.seconds or 0.0 for budget in (stage_budget, *stages))
+    end_seconds = max(state.seconds, state.start_seconds + budgets)
+    seconds = [end_seconds - sum(phase.budget.seconds or 0.0 for phase in rest) for rest in later]
     logged_steps, logged_seconds = logged_steps_and_seconds(metrics_lines)
     return [*np.interp(seconds[:-1], logged_seconds, logged_steps), state.step]
 
 
 def logged_steps_and_seconds(metrics_lines: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
     """Steps, and seconds of training up to each, from the training metrics."""
-    train = [line for line in metrics_lines if line["kind"] == "train"]
+    train = [line for line in metrics_lines if "seconds" in line]
     return [0, *(line["step"] for line in train)], [0.0, *(line["seconds"] for line in train)]
 
 
@@ -202,7 +213,7 @@ def parse_evaluations(
                 step=step,
                 minutes=float(np.interp(step, *logged_steps_and_seconds(metrics_lines))) / 60,
                 flops=flops_until(phases, end_steps, step),
-                metrics={name: value for name, value in line.items() if name not in ("kind", "step")},
+                metrics=none_to_nan({name: value for name, value in line.items() if name not in ("kind", "step")}),
                 phase=sum(step > end for end in end_steps[:-1]),
             )
             evaluations.append(evaluation)
@@ -213,7 +224,9 @@ def best_metric_values(evaluations: list[Evaluation]) -> dict[str, float]:
     """The best value of each metric that has one."""
     best = {}
     for name in evaluations[-1].metrics:
-        values = [evaluation.metrics[name] for evaluation in evaluations if name in evaluation.metrics]
+        values = [evaluation.metrics[name] for evaluation in evaluations if isfinite(evaluation.metrics.get(name, nan))]
+        if not values:
+            continue
         if name.endswith(LOWER_IS_BETTER):
             best[name] = min(values)
         elif name.endswith(HIGHER_IS_BETTER):

@@ -89,8 +89,13 @@ def shortest_unique_names(folders: list[Path]) -> list[str]:
 
 
 def comparison_notes(runs: dict[str, Run]) -> list[str]:
-    """Reasons why some numbers of the runs are not comparable."""
-    notes = []
+    """Unfinished runs, and reasons why some numbers of the runs are not comparable."""
+    notes = [
+        f"{name} is not finished: {run.unfinished}; its cost is that of step {run.steps:,}, its metrics those of step "
+        f"{run.evaluations[-1].step:,}"
+        for name, run in runs.items()
+        if run.unfinished
+    ]
     if len({(run.loss_label(), run.changes) for run in runs.values()}) > 1:
         notes.append(
             "loss is the sum of an objective's losses: compare it only between runs with the same objective, "

@@ -5,8 +5,11 @@ runs/x/checkpoints/step-000001000/   config.json · model.safetensors · tokeniz
                                      checksums.json                                      (of all of them)
 """
 
+import os
 import shutil
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import (
     CHECKPOINTS,
     CHECKSUMS,
+    PARTIAL,
     checkpoint_folders,
     create_folder_atomically,
     read_stored,
@@ -27,8 +31,15 @@ from electra.runfolder import (
     write_json,
 )
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 TRAINING = "training.safetensors"
 STATE = "state.json"
+KEPT: dict[Path, int | None] = {}
+"""Descriptors of checkpoints that this process reads, perhaps again: a fine-tuning does for each seed."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -36,15 +47,55 @@ def checkpoint_name(step: int) -> str:
 
 
 def find_model_folder(run_or_model: Path) -> Path:
-    """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run."""
-    if (run_or_model / WEIGHTS).exists():
+    """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run.
+
+    A run that is still training does not remove the checkpoint before this process ends."""
+    if (run_or_model / WEIGHTS).exists() and keep_checkpoint(run_or_model):
         return run_or_model
-    checkpoints = checkpoint_folders(run_or_model)
-    if not checkpoints and (run_or_model / "metrics.jsonl").exists():
+    while checkpoints := checkpoint_folders(run_or_model):
+        if keep_checkpoint(checkpoints[-1]):
+            return checkpoints[-1]
+    if (run_or_model / "metrics.jsonl").exists():
         raise DataError(
             f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
         )
-    return checkpoints[-1] if checkpoints else run_or_model
+    return run_or_model
+
+
+def keep_checkpoint(folder: Path) -> bool:
+    """Keep a checkpoint from being removed by its run until this process ends; False if it is already gone."""
+    if folder.parent.name == CHECKPOINTS and folder not in KEPT:
+        with suppress(FileNotFoundError):
+            KEPT[folder] = open_locked(folder)
+    return folder.exists()
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint at once, so that a reader finds all of it or nothing; not if a process keeps it."""
+    try:
+        descriptor = open_locked(folder, exclusive=True)
+    except BlockingIOError:
+        return  # until the next checkpoint is saved
+    removed = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
+    os.replace(folder, removed)
+    shutil.rmtree(removed)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def open_locked(folder: Path, exclusive: bool = False) -> int | None:
+    """A descriptor of a folder with a lock that ends when it is closed, where the system has such locks."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
 
 
 @dataclass
@@ -147,7 +198,7 @@ def load_optimizer_states(
 
 
 def prune_checkpoints(run: Path, keep_last: int, best_name: str | None) -> None:
-    """Remove all checkpoints but the last `keep_last` and the best."""
+    """Remove all checkpoints but the last `keep_last`, the best, and those that a process reads."""
     for folder in checkpoint_folders(run)[:-keep_last]:
         if folder.name != best_name:
-            shutil.rmtree(folder)
+            remove_checkpoint(folder)

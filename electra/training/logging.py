@@ -4,18 +4,27 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, TrainingError
-from electra.runfolder import dump_json, write_file
+from electra.runfolder import dump_json, report_damage, write_file
 
 METRICS = "metrics.jsonl"
 DIVERGED = 10
 """A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
+
+
+class MetricsLine(TypedDict):
+    """What a line of metrics.jsonl has besides metrics, which are null where they are not finite."""
+
+    kind: Literal["train", "validation"]
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    seconds: NotRequired[float]  # of training
 
 
 class RunningAverages:
@@ -74,14 +83,14 @@ class MetricsLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file, up to one that a killed process left incomplete."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """Read the lines of a metrics file, without a last one that is incomplete: its process was killed or is writing."""
+    metrics = []
+    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines, start=1):
+        with report_damage(path, advice=f"remove its line {number}"):
+            metrics.append(msgspec.json.decode(line, type=dict[str, int | float | str | None]))
+            msgspec.convert(metrics[-1], MetricsLine)
+    return metrics
 
 
 def open_tensorboard(run: Path, last_step: int) -> Any:
