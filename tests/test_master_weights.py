@@ -5,9 +5,11 @@ import torch
 from conftest import MODERN, WIDE
 from torch import nn
 
-from electra.kernels.master_weights import MasterWeights
+from electra.finetuning.model import TaskModel
+from electra.kernels.master_weights import ALIGNMENT, MasterWeights
 from electra.model.config import ElectraConfig
 from electra.model.electra import SHARING, Electra
+from electra.model.encoder import Encoder
 from electra.model.storage import read_tensors, write_tensors
 from electra.objectives.losses import total_loss
 from electra.objectives.objectives import ObjectiveContext, replaced_token_detection
@@ -40,6 +42,17 @@ def test_loss_and_gradients_are_those_of_autocast(make_pair, make_batch, vocabul
     assert copied.item() == loss.item()
     for name, parameter in electra.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=0.01, atol=1e-4)
+
+
+def test_the_norm_of_a_task_head_stays_in_fp32_and_no_layer_is_stored_twice():
+    model = TaskModel(Encoder(MODERN), num_labels=2)
+    weights = MasterWeights(model, torch.bfloat16)
+    assert weights.model.head.norm.weight is model.head.norm.weight
+    assert {weights.model.head.dense.weight.dtype, weights.model.head.weight.dtype} == {torch.bfloat16}
+    linears = [
+        p for module in model.modules() if isinstance(module, nn.Linear) for p in module.parameters(recurse=False)
+    ]
+    assert weights.master.numel() == sum(-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in linears)
 
 
 def test_gradients_accumulate_over_micro_batches_and_are_reset_between_steps():

@@ -77,7 +77,7 @@ class MasterWeights(Generic[Model]):
 def flatten_linears(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[nn.Parameter, slice]]:
     """Move the parameters of all linear layers into one fp32 buffer; also its copy in `dtype`, and each one's slice."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    parameters = [parameter for linear in linears for parameter in linear.parameters()]
+    parameters = [parameter for linear in linears for parameter in linear.parameters(recurse=False)]
     slices, end = {}, 0
     for parameter in parameters:
         slices[parameter] = slice(end, end + parameter.numel())
