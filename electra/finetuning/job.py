@@ -254,8 +254,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
-    write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})
-    write_checksums(folder, LOGITS)
+    tensors = {split: torch.from_numpy(values) for split, values in logits.items()}
+    write_tensors(folder / LOGITS, tensors, checksum=True)
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)

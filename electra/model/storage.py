@@ -4,6 +4,7 @@ Shared parameters are stored once, under their first name. Pickles are never rea
 """
 
 import errno
+import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
 from electra.runfolder import (
+    CHECKSUM,
     CONFIG,
     convert_stored,
     create_folder_atomically,
@@ -66,11 +68,12 @@ def write_model_files(
     return copy_tokenizer_files(tokenizer_folder, folder, trained_length)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, with the metadata that `transformers` requires."""
+def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False) -> None:
+    """Write a safetensors file with the metadata that `transformers` requires, or with a checksum of its tensors."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    metadata = {"checksum": tensors_checksum(tensors)} if checksum else {"format": "pt"}  # two have a random order
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:  # also when the disk is full
         raise OSError(errno.EIO, f"cannot write ({error})", str(path)) from None
 
@@ -138,7 +141,20 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
 def read_tensors(path: Path) -> dict[str, Tensor]:
     verify_checksum(path)
     with open_safetensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        checksum = (file.metadata() or {}).get("checksum")
+    if checksum is not None and checksum != tensors_checksum(tensors):
+        raise damaged_file_error(path, "its checksum differs")
+    return tensors
+
+
+def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of tensors with their names, shapes and types."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return CHECKSUM + digest.hexdigest()
 
 
 def read_tensor_names(path: Path) -> list[str]:
