@@ -75,11 +75,10 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
     folder = folder.resolve()
     if folder == Path.cwd():
         raise DataError("the output cannot be the current folder; name a new one")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists already; remove it or choose another output folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.with_name(f".{folder.name}{PARTIAL}")
-    with lock_file(folder):
+    with make_folder_removed_if_empty(folder.parent), lock_file(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DataError(f"{folder} exists already; remove it or choose another output folder")
         shutil.rmtree(draft, ignore_errors=True)  # of a killed process
         draft.mkdir()
         try:
@@ -93,8 +92,13 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what a killed process was writing in `folder` and its subfolders; lock the folder first."""
+    """Remove what a killed process was writing in `folder` and its subfolders; lock the folder first.
+
+    Subfolders with a lock are left alone: they are another command's, which may be running."""
+    others = {lock.parent for lock in folder.rglob(LOCK)} - {folder}
     for path in list(folder.rglob(f"*{PARTIAL}")):
+        if not others.isdisjoint(path.parents):
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -128,7 +132,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def lock_file(path: Path) -> AbstractContextManager[None]:
     """Keep other processes from writing a file or folder."""
-    return hold_lock(path.with_name(f"{path.name}.lock{PARTIAL}"), path)
+    return hold_lock(path.with_name(f".{path.name}.lock{PARTIAL}"), path)
 
 
 @contextmanager
@@ -285,10 +289,10 @@ def file_checksum(path: Path) -> str:
         return CHECKSUM + hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_checksums(folder: Path, *names: str) -> None:
-    """List the checksums of files, by default of all in a folder, for `verify_checksum`."""
-    files = [folder / name for name in names] or sorted(folder.iterdir())
-    write_stored(folder / CHECKSUMS, {"files": {path.name: file_checksum(path) for path in files}})
+def write_checksums(folder: Path) -> None:
+    """List the checksums of all files in a folder, for `verify_checksum`."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != CHECKSUMS]
+    write_stored(folder / CHECKSUMS, asdict(Checksums({path.name: file_checksum(path) for path in files})))
 
 
 def verify_checksum(path: Path) -> None:

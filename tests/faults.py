@@ -456,10 +456,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases with this text in their name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--list", action="store_true", help="print the outcome of every case")
     options = parser.parse_args()
     start = time.monotonic()
     verdicts = run_trial(options.cases, options.only, options.seed, options.workers)
     for verdict in verdicts:
+        if options.list:
+            last = (verdict.outcome.errors.strip().splitlines() or [""])[-1]
+            print(f"{verdict.verdict}: {verdict.case.group}: {verdict.case.name}: {last[:300]}")
         if verdict.faults:
             error = verdict.outcome.errors.strip()[-600:]
             print(f"{', '.join(verdict.faults)}: {verdict.case.group}: {verdict.case.name}\n{error}\n", file=sys.stderr)

@@ -155,10 +155,9 @@ def config_with(**values: Any) -> Damage:
     def edit(path: Path) -> None:
         content = json.loads(path.read_text())
         found = [(parent, key) for parent, key in places(content) if key in values]
+        assert found, values
         for parent, key in found:
             parent[key] = values[key]
-        if not found:
-            content |= values
         path.write_text(json.dumps(content))
 
     return edit
@@ -209,10 +208,13 @@ MODEL_FOLDERS = {  # kind: commands that a stranger's folder is given to
     "huggingface": [DETECT.format("huggingface"), "import --from huggingface --output new"],
     "tuned/seed-1/model": ["predict --model tuned/seed-1/model --input rows/dev.jsonl --output new.csv --device cpu"],
 }
-NUMBERS = (
-    "layers", "width", "heads", "feedforward", "embedding_width", "vocab_size", "positions",
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "max_position_embeddings",
-)  # fmt: skip
+SIZES = {  # names in config.json
+    "model": ("layers", "width", "heads", "feedforward", "embedding_width", "vocab_size", "positions"),
+    "huggingface": (
+        *("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "embedding_size"),
+        *("vocab_size", "max_position_embeddings", "type_vocab_size"),
+    ),
+}
 
 
 def hostile_models() -> Iterator[Hostile]:
@@ -225,7 +227,7 @@ def hostile_models() -> Iterator[Hostile]:
 
 def hostile_model_files(kind: str) -> Iterator[tuple[str, str, Damage]]:
     """Group, name and damage of every hostile file of a model folder."""
-    for name in NUMBERS:
+    for name in SIZES["huggingface" if kind == "huggingface" else "model"]:
         for value in (100_000, 2**31 - 1, 2**40):
             yield "config", f"{name} {value}", edit_in(f"{kind}/config.json", config_with(**{name: value}))
     for change in TOKENIZER_CHANGES:

@@ -84,6 +84,18 @@ def test_features_are_cached_by_texts_labels_and_length(tokenizer, tmp_path, mon
     assert len(list(tmp_path.iterdir())) == 1  # no temporary files remain
 
 
+def test_damaged_features_are_made_again(tokenizer, tmp_path):
+    examples = Examples(texts=TEXTS, labels=np.array([0, 1, 1]))
+    first = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
+    [file] = tmp_path.iterdir()
+    content = file.read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[:-9], b""):
+        file.write_bytes(damaged)
+        again = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
+        assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
+        assert file.read_bytes() == content
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8, 100])
 def test_an_epoch_contains_every_row_once(rows):
     lengths = np.random.default_rng(0).integers(3, 100, rows)

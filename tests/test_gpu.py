@@ -20,6 +20,7 @@ from electra.finetuning.config import FinetuneConfig, TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias
+from electra.kernels.side_stream import GeneratorStream
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder, make_attention_bias
 from electra.model.heads import RTDHead
@@ -303,6 +304,50 @@ def test_long_attention_is_as_exact_as_plain_attention(length):
     torch.testing.assert_close(partials.sum(0), grad_qkv.float().flatten(2).sum((0, 1)), rtol=1e-3, atol=1e-2)
     ours = [stored[0].float(), grad_qkv.float()]
     assert_as_exact_as(ours, run_plain(torch.bfloat16), run_plain(torch.float32))
+
+
+class DelayedProduct(torch.autograd.Function):
+    """weight · factor, with a backward pass that reads the factor late."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return weight * factor
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        return grad * ctx.saved_tensors[0], None
+
+
+class Allocation(torch.autograd.Function):
+    """The identity, whose backward pass takes over freed memory of the current stream."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        for _ in range(8):
+            torch.full_like(grad, 7.0)
+        return grad
+
+
+def test_memory_that_the_generator_stream_still_reads_is_not_reused():
+    stream = GeneratorStream()
+    main_weight, side_weight = (torch.ones(1 << 20, device="cuda", requires_grad=True) for _ in range(2))
+
+    def loss() -> Tensor:
+        first = Allocation.apply(main_weight)  # its backward pass is queued after the other one
+        factor = torch.full((1 << 20,), 3.0, device="cuda")
+        stream.enter()
+        second = DelayedProduct.apply(side_weight, factor)
+        stream.join(factor)
+        return first.sum() + second.sum()
+
+    loss().backward()
+    assert side_weight.grad.unique().tolist() == [3.0]
 
 
 def test_mlm_loss_and_sample_equal_the_reference():

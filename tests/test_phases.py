@@ -12,6 +12,7 @@ import torch
 from electra.cli import main
 from electra.config import build_config, replace_settings
 from electra.data.shards import open_shards
+from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError
 from electra.export.command import export
 from electra.export.config import ExportConfig
@@ -350,3 +351,17 @@ def test_a_branch_inherits_the_auxiliary_losses_of_its_trunk(run_config):
     )
     assert branch.objective.bag_of_words_weight == 0.5
     assert branch.objective.auxiliary_heads() == ("bag_of_words",)
+
+
+def test_a_model_stores_the_length_of_its_longest_rows(run_config, tmp_path):
+    """Of all phases so far and of the model it started from; an unknown length counts as all positions."""
+    trunk = run_config("trunk", steps=2, phases=("length=24", "length=16"), save_every=1, keep_checkpoints=2)
+    pretrain(trunk)
+    assert [read_trained_length(folder) for folder in checkpoint_folders(trunk.output)] == [24, 24]
+    size = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
+    for source, expected in ((trunk.output, 24), (shutil.copytree(trunk.output, tmp_path / "unknown"), 512)):
+        for file in (tmp_path / "unknown").rglob("tokenizer_config.json"):
+            file.unlink()
+        continued = run_config(f"continued-{expected}", steps=1, init=source, sinusoidal_positions=False, **size)
+        pretrain(continued)
+        assert read_trained_length(checkpoint_folders(continued.output)[-1]) == expected

@@ -88,7 +88,7 @@ def test_two_predictions_do_not_write_one_file(finetuned, tmp_path):
     output = tmp_path / "predictions.csv"
     with lock_file(output), pytest.raises(ConfigError, match=r"is using .*predictions.csv"):
         predict_file(finetuned.output, finetuned.dev, output)
-    for stray in ("predictions.csv.electra-partial", "predictions.csv.lock.electra-partial"):  # of a killed process
+    for stray in ("predictions.csv.electra-partial", ".predictions.csv.lock.electra-partial"):  # of a killed process
         (tmp_path / stray).write_text("…")
     predict_file(finetuned.output, finetuned.dev, output)
     assert list(tmp_path.iterdir()) == [output]

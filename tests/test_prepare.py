@@ -295,16 +295,26 @@ def test_a_folder_with_other_files_is_an_error_and_not_changed(text):
     assert [path.name for path in (text.parent / "shards").iterdir()] == ["thesis.doc"]
 
 
+def test_a_failed_first_run_removes_only_its_own_files(text):
+    shard(config(text))
+    unfinish(text.parent / "shards", missing=tuple(f"{number:05d}.safetensors" for number in range(FILES)))
+    (text.parent / "shards/tokenizer/notes.txt").write_text("precious")
+    (text / "0.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match="not valid UTF-8"):
+        shard(config(text, strict=True))
+    left = {str(path.relative_to(text.parent / "shards")) for path in (text.parent / "shards").rglob("*")}
+    assert left == {"tokenizer", "tokenizer/notes.txt"}
+
+
 def test_files_that_are_not_partial_shards_are_never_removed(text):
     shard(config(text))
-    for name in ("notes.partial", "notes/draft.partial"):
+    for name in ("notes.partial", "notes/draft.partial", f"notes/index.json{PARTIAL}", f"notes{PARTIAL}"):
         (text.parent / "shards" / name).parent.mkdir(exist_ok=True)
         (text.parent / "shards" / name).write_text("precious")
     (text.parent / "shards" / f"00002.safetensors{PARTIAL}").write_bytes(b"left by a killed run")
     shard(config(text))
-    assert (text.parent / "shards/notes.partial").exists()
-    assert (text.parent / "shards/notes/draft.partial").exists()
-    assert not list((text.parent / "shards").glob(f"*{PARTIAL}"))
+    left = {str(path.relative_to(text.parent / "shards")) for path in (text.parent / "shards").glob("**/*partial")}
+    assert left == {"notes.partial", "notes/draft.partial", f"notes/index.json{PARTIAL}", f"notes{PARTIAL}"}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from electra.runfolder import (
     LOCK,
     PARTIAL,
     check_same_settings,
+    checkpoint_folders,
     create_folder_atomically,
     describe_changed_settings,
     dump_json,
@@ -108,14 +109,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_what_a_killed_process_left_of_a_folder_is_removed_when_it_is_written_again(tmp_path):
+    folder = tmp_path / "checkpoints/step-000000010"
     if (child := os.fork()) == 0:
-        with create_folder_atomically(tmp_path / "model") as draft:
+        with create_folder_atomically(folder) as draft:
             (draft / "half").touch()
             os._exit(0)
     os.waitpid(child, 0)
-    with create_folder_atomically(tmp_path / "model") as draft:
+    assert checkpoint_folders(tmp_path) == []
+    with create_folder_atomically(folder) as draft:
         (draft / "whole").touch()
-    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"model", "model/whole"}
+    assert [path.name for path in folder.parent.rglob("*")] == [folder.name, "whole"]
 
 
 def test_only_partial_files_of_our_own_are_removed(tmp_path):
@@ -126,6 +129,15 @@ def test_only_partial_files_of_our_own_are_removed(tmp_path):
     remove_partial_files(tmp_path)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert left == {"download.partial", ".hidden", "below", "below/notes.txt"}
+
+
+def test_partial_files_of_a_command_in_a_subfolder_are_kept(tmp_path):
+    with lock_folder(tmp_path), lock_folder(tmp_path / "tuned"):
+        (tmp_path / f"tuned/.model{PARTIAL}").mkdir()
+        remove_partial_files(tmp_path)
+        assert (tmp_path / f"tuned/.model{PARTIAL}").exists()
+        remove_partial_files(tmp_path / "tuned")
+        assert not (tmp_path / f"tuned/.model{PARTIAL}").exists()
 
 
 def test_json_has_no_nan(tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
 from electra.model.config import EncoderConfig
-from electra.model.storage import load_model, save_model, write_tensors
+from electra.model.storage import load_model, read_tensors, save_model, write_tensors
 from electra.runfolder import CHECKSUMS, create_folder_atomically, write_checksums
 
 
@@ -102,6 +102,16 @@ def test_a_flipped_bit_is_detected(folder, name):
     (folder / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name} is damaged .*checksum"):
         load_model(folder)
+
+
+def test_a_single_file_may_hold_its_checksum(tmp_path):
+    tensors = {"a": torch.randn(3, 2).bfloat16(), "b": torch.tensor(7), "c": torch.zeros(0)}
+    write_tensors(tmp_path / "x.safetensors", tensors, checksum=True)
+    assert all(torch.equal(tensors[name], value) for name, value in read_tensors(tmp_path / "x.safetensors").items())
+    content = (tmp_path / "x.safetensors").read_bytes()
+    (tmp_path / "x.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"x.safetensors is damaged .*checksum differs"):
+        read_tensors(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(

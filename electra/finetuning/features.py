@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.finetuning.tasks import Examples, Task
 from electra.model.storage import read_tensors, write_tensors
 from electra.runfolder import PARTIAL
@@ -135,12 +136,13 @@ def load_or_make_features(
     """Features from the folder `cache_folder`, where they are stored after the first time."""
     file = cache_folder / f"{features_cache_key(task, examples, tokenizer, max_length)}.safetensors"
     if file.exists():
-        return Features(**read_tensors(file))
+        with suppress(DataError):  # damaged: made again
+            return Features(**read_tensors(file))
     features = make_features(task, examples, tokenizer, max_length)
     cache_folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}-{os.getpid()}{PARTIAL}")  # parallel seeds may write the same file
     try:
-        write_tensors(partial, vars(features))
+        write_tensors(partial, vars(features), checksum=True)
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)

@@ -127,18 +127,11 @@ class FinetuningTask:
         encoder, tuning = self.encoder, self.tuning
         pooling = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
         learning_rate = tuning.optimizer_config(encoder).learning_rate
-        lines = [
+        return [
             f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {pooling}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
         ]
-        trained_length = self.pretrained.trained_length
-        if trained_length is not None and trained_length < tuning.length and not encoder.is_modern():
-            lines.append(
-                f"warning: pre-trained on rows of {trained_length} tokens; the position embeddings of later ones are "
-                f"untrained; consider --length {trained_length}"
-            )
-        return lines
 
     def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)
@@ -261,8 +254,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
-    write_tensors(folder / LOGITS, {split: torch.from_numpy(values) for split, values in logits.items()})
-    write_checksums(folder, LOGITS)
+    tensors = {split: torch.from_numpy(values) for split, values in logits.items()}
+    write_tensors(folder / LOGITS, tensors, checksum=True)
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)

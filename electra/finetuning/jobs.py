@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from electra.data.tokenizer import read_trained_length
 from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
@@ -40,6 +41,7 @@ from electra.runfolder import (
     is_missing_or_empty,
     lock_folder,
     read_json,
+    read_stored,
     remove_partial_files,
     write_stored,
 )
@@ -82,7 +84,7 @@ def prepare_jobs(
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     del settings["micro_batches"]  # does not change results
-    check_and_write_settings(folder, {"settings": settings, "task": asdict(task), "files": files})
+    check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
     return [
         Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
         for seed in range(1, seeds + 1)
@@ -94,15 +96,24 @@ def local_file_size(source: str) -> int:
     return 0 if source.startswith(HUB) or not Path(source).exists() else Path(source).stat().st_size
 
 
-def check_and_write_settings(folder: Path, settings: dict[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FinetuningRecord:
+    """The config.json of an output folder."""
+
+    settings: dict[str, Any]
+    task: dict[str, Any]
+    files: dict[str, str]  # checksums by path
+
+
+def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
     """Store the settings of an output folder; raises if it was started with others."""
-    settings = json.loads(json.dumps(settings))  # as read from the file
+    now = json.loads(json.dumps(asdict(record)))  # as read from the file
     if any(folder.glob("seed-*")):
-        before = read_json(folder / CONFIG)
-        for part, values in settings.items():
-            check_same_settings(folder, before.get(part, {}), values, ignore=DERIVED)
+        before = asdict(read_stored(folder / CONFIG, FinetuningRecord))
+        for part, values in now.items():
+            check_same_settings(folder, before[part], values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
-    write_stored(folder / CONFIG, settings)
+    write_stored(folder / CONFIG, now)
 
 
 def is_finetuning_output(folder: Path) -> bool:
@@ -153,6 +164,8 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
 def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
     """Run all unfinished jobs, the longest first; returns the results of all jobs."""
     unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
+    for model, length in {(job.model, job.tuning.length) for job in unfinished}:
+        warn_untrained_length(model, length)
     for number, (job, result) in enumerate(run_here_or_in_workers(unfinished, workers), start=1):
         name, value = next(iter(result.metrics["dev"].items()))
         metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
@@ -160,6 +173,17 @@ def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
             f"{number} of {len(unfinished)}: {job.task.name}, seed {job.seed}: {metrics}", file=sys.stderr, flush=True
         )
     return [job.run() for job in jobs]
+
+
+def warn_untrained_length(model: Path, length: int) -> None:
+    """Print to standard error if rows may be longer than those that a model was trained on."""
+    trained_length = read_trained_length(model)
+    if trained_length is not None and trained_length < length:
+        print(
+            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
+            f"untrained; consider --length {trained_length}",
+            file=sys.stderr,
+        )
 
 
 def estimated_cost(job: Job) -> int:

@@ -45,7 +45,9 @@ class GraphedStep:
         return metrics
 
     def run_eager_step(self, batch: Any) -> Metrics:
-        """Run an eager step on the stream that captures."""
+        """Run an eager step on the stream that captures.
+
+        Each stream waits for the other before it reuses memory that the other read: batch and metrics."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             metrics = self.step(batch)

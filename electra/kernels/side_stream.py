@@ -1,10 +1,16 @@
-"""Second CUDA streams: weight gradients beside the backward pass, and the generator beside the discriminator."""
+"""Second CUDA streams: weight gradients beside the backward pass, and the generator beside the discriminator.
+
+PyTorch gives freed memory to the next tensor of the stream that allocated it, without waiting for other streams that
+still read it. So a tensor that crosses streams is kept alive until its own stream waits for the other one; after that,
+whatever reuses its memory runs later. `record_stream` would do the same with an event for each tensor in each step.
+"""
 
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @cache
@@ -56,17 +62,22 @@ class GeneratorStream:
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.main = torch.cuda.current_stream()
+        self.tensors: tuple[Tensor | None, ...] = ()  # kept alive
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # expected for shared embeddings
 
     @torch.compiler.disable
     def enter(self) -> None:
         """Queue what follows on this stream, after what is on the current one."""
         self.main = torch.cuda.current_stream()
-        self.stream.wait_stream(self.main)
+        self.stream.wait_stream(self.main)  # which waited for this stream at the end of the last backward pass
+        self.tensors = ()
         torch.cuda.set_stream(self.stream)
 
     @torch.compiler.disable
-    def join(self) -> None:
-        """Return to the main stream, which waits for this one."""
+    def join(self, *tensors: Tensor | None) -> None:
+        """Return to the main stream, which waits for this one; `tensors` that crossed are kept until the next `enter`.
+
+        The backward passes read them on both streams again, and autograd drops its own reference before that ends."""
+        self.tensors = tensors
         self.main.wait_stream(self.stream)
         torch.cuda.set_stream(self.main)

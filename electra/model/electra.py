@@ -81,7 +81,7 @@ class Generator(MaskedLanguageModel):
         run = partial(super().forward, input_ids, *inputs, **named_inputs)
         if self.side_stream is None or not torch.is_grad_enabled():
             return run()
-        return SideStreamPredictions(run, self.side_stream)
+        return SideStreamPredictions(run, (input_ids, *inputs, *named_inputs.values()), self.side_stream)
 
 
 class SideStreamPredictions(TokenPredictions):
@@ -91,15 +91,17 @@ class SideStreamPredictions(TokenPredictions):
     discriminator's. Under torch.compile everything between the two switches of streams is one graph.
     """
 
-    def __init__(self, run: Callable[[], TokenPredictions], side_stream: GeneratorStream) -> None:
-        self.run, self.side_stream = run, side_stream
+    def __init__(
+        self, run: Callable[[], TokenPredictions], inputs: tuple[Tensor | None, ...], side_stream: GeneratorStream
+    ) -> None:
+        self.run, self.inputs, self.side_stream = run, inputs, side_stream
 
     def sample(self, labels: Tensor, weights: Tensor, *arguments: Any) -> Tensor:
         self.side_stream.enter()
         predictions = self.run()
         sampled = predictions.sample(labels, weights, *arguments)
         self.loss = predictions.mlm_loss_sum(labels, weights)
-        self.side_stream.join()
+        self.side_stream.join(*self.inputs, labels, weights, sampled)
         return sampled
 
     def mlm_loss_sum(self, labels: Tensor, weights: Tensor) -> Tensor:

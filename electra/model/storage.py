@@ -4,6 +4,7 @@ Shared parameters are stored once, under their first name. Pickles are never rea
 """
 
 import errno
+import hashlib
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from electra.data.tokenizer import TextTokenizer, load_tokenizer
+from electra.data.tokenizer import SETTINGS, TOKENIZER_FILES, TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
 from electra.runfolder import (
+    CHECKSUM,
     CONFIG,
     convert_stored,
     create_folder_atomically,
@@ -35,7 +37,6 @@ from electra.runfolder import (
 )
 
 WEIGHTS = "model.safetensors"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DISCRIMINATOR_HEAD = "discriminator.head."
 
 
@@ -46,26 +47,33 @@ def save_model(electra: Electra, folder: Path, tokenizer_folder: Path | None = N
         write_checksums(draft)
 
 
-def write_model_into(electra: Electra, folder: Path, tokenizer_folder: Path | None) -> None:
+def write_model_into(
+    electra: Electra, folder: Path, tokenizer_folder: Path | None, trained_length: int | None = None
+) -> None:
     """Write the files of a model into an existing folder."""
     weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}
-    write_model_files(electra.config, weights, folder, tokenizer_folder)
+    write_model_files(electra.config, weights, folder, tokenizer_folder, trained_length)
 
 
 def write_model_files(
-    config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer_folder: Path | None
+    config: ElectraConfig,
+    weights: dict[str, Tensor],
+    folder: Path,
+    tokenizer_folder: Path | None,
+    trained_length: int | None = None,
 ) -> list[str]:
     """Write configuration, weights and tokenizer files; returns the names of the latter."""
     write_tensors(folder / WEIGHTS, weights)
     write_json(folder / CONFIG, {"model": asdict(config)})
-    return copy_tokenizer_files(tokenizer_folder, folder)
+    return copy_tokenizer_files(tokenizer_folder, folder, trained_length)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file, with the metadata that `transformers` requires."""
+def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False) -> None:
+    """Write a safetensors file with the metadata that `transformers` requires, or with a checksum of its tensors."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    metadata = {"checksum": tensors_checksum(tensors)} if checksum else {"format": "pt"}  # two have a random order
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:  # also when the disk is full
         raise OSError(errno.EIO, f"cannot write ({error})", str(path)) from None
 
@@ -133,7 +141,20 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
 def read_tensors(path: Path) -> dict[str, Tensor]:
     verify_checksum(path)
     with open_safetensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        checksum = (file.metadata() or {}).get("checksum")
+    if checksum is not None and checksum != tensors_checksum(tensors):
+        raise damaged_file_error(path, "its checksum differs")
+    return tensors
+
+
+def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
+    """The checksum of tensors with their names, shapes and types."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return CHECKSUM + digest.hexdigest()
 
 
 def read_tensor_names(path: Path) -> list[str]:
@@ -195,12 +216,16 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
     return tokenizer
 
 
-def copy_tokenizer_files(source: Path | None, folder: Path) -> list[str]:
-    """Copy the tokenizer files of the folder `source`; returns their names."""
+def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int | None = None) -> list[str]:
+    """Copy the tokenizer files of the folder `source`, with `trained_length` if given; returns their names."""
     if source is None:
         return []
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
         verify_checksum(source / name)
         shutil.copyfile(source / name, folder / name)
+    if names and trained_length is not None and read_trained_length(source) != trained_length:
+        settings = read_json(folder / SETTINGS) if SETTINGS in names else {}
+        write_json(folder / SETTINGS, settings | {"model_max_length": trained_length})
+        names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     return names

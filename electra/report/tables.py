@@ -1,6 +1,6 @@
 """`electra report`: tables and plots that compare runs."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import nan
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from electra.finetuning.glue import markdown_table
 from electra.plotting import Panel, Points, plot_panels
 from electra.report.config import ReportConfig
 from electra.report.runs import Run, find_glue_tables, read_run
-from electra.runfolder import is_missing_or_empty, write_file, write_json
+from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 
 REPORT = "report.json"
 METRICS = ("loss", "mlm_loss", "mlm_accuracy", "replace_mlm_loss", "rtd_loss", "rtd_auc", "unigram_rtd_auc")
@@ -50,7 +50,7 @@ class Report:
 
 def report(config: ReportConfig) -> Report:
     """Compare runs, and write tables and plots to `config.output`."""
-    if config.output is not None and not is_missing_or_empty(config.output) and not (config.output / REPORT).exists():
+    if config.output is not None and not is_missing_or_empty(config.output) and not is_report(config.output):
         raise DataError(f"{config.output} is not empty and not an earlier report; choose another --output")
     folders = list(dict.fromkeys(config.runs))
     tables = find_glue_tables(config.glue, folders)
@@ -65,6 +65,10 @@ def report(config: ReportConfig) -> Report:
     named = dict(zip(shortest_unique_names(list(runs)), runs.values(), strict=True))
     result = Report(named, skipped, comparison_notes(named), [], None)
     return result if config.output is None else write_report(result, config.output)
+
+
+def is_report(folder: Path) -> bool:
+    return (folder / REPORT).exists() and {field.name for field in fields(Report)} == read_json(folder / REPORT).keys()
 
 
 def write_report(result: Report, folder: Path) -> Report:

@@ -113,7 +113,8 @@ class TrainState:
 
     def __post_init__(self) -> None:
         check_range(self, "step", "tokens", "nonfinite_steps", "start_step", at_least=0, at_most=2**62)
-        check_range(self, "seconds", "start_seconds", at_least=0)
+        check_range(self, "start_step", at_most=self.step)
+        check_range(self, "start_seconds", at_least=0, at_most=self.seconds)
 
 
 @dataclass

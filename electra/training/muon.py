@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
             with torch.cuda.stream(stream):
                 update()
         for stream in self.streams[: len(updates)]:
-            main.wait_stream(stream)
+            main.wait_stream(stream)  # before gradients are freed, whose memory the main stream reuses
 
     def update_same_shape(self, parameters: tuple[Tensor, ...], groups: tuple[dict[str, Any], ...]) -> None:
         """Update matrices of one shape: m ← μm + (1 − μ)g, θ ← θ − lr (s · orthogonalize(μm + (1 − μ)g) + wd θ)."""
