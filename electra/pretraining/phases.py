@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from electra.model.flops import training_flops_per_row
 from electra.objectives.config import GeneratorName, ObjectiveName
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import PretrainConfig, read_run_settings
+from electra.pretraining.config import PretrainConfig
 from electra.training.config import Budget
 
 PHASE_SETTINGS = (
@@ -181,11 +180,3 @@ def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:
     """Whether a phase initialises a discriminator, which the previous phase lacks, from the generator."""
     is_new = previous.model.discriminator is None and phase.model.discriminator is not None
     return is_new and phase.config.init.discriminator_from_generator
-
-
-def read_longest_row_length(checkpoint: Path) -> int | None:
-    """Tokens of the longest rows that a run trains on; None if unknown or if its weights come from another model."""
-    stored = read_run_settings(checkpoint)
-    if "length" not in stored or stored["init"] or stored["branch_from"]:
-        return None
-    return max(spec.settings.get("length", stored["length"]) for spec in parse_phases(stored["phases"]))
