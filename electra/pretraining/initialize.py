@@ -140,11 +140,15 @@ def read_initial_weights(config: PretrainConfig, model: ElectraConfig) -> Initia
     init = config.init
     if init.model is None or config.resumes_checkpoint():
         return None
-    _, tensors = read_part_config_and_tensors(find_model_folder(init.model))
+    folder = find_model_folder(init.model)
+    _, tensors = read_part_config_and_tensors(folder)
     if not has_head_for(init.model, model):
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
     source = generator_init_folder(init) if model.generator and model.discriminator else None
-    generator = None if source is None else read_part_config_and_tensors(find_model_folder(source), "generator")[1]
+    generator = None
+    if source is not None:
+        is_same = source == init.model  # a run that still trains may have a newer checkpoint by now
+        _, generator = read_part_config_and_tensors(folder if is_same else find_model_folder(source), "generator")
     weights = InitialWeights(tensors, generator)
     check_shared_weights(weights, config.model)
     return weights
