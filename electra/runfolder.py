@@ -300,9 +300,9 @@ def verify_checksum(path: Path) -> None:
     list_path = path.with_name(CHECKSUMS)
     if list_path.exists():
         listed = read_stored(list_path, Checksums).files.get(path.name)
-        if listed is not None and path.is_file() and file_checksum(path) != listed:
-            reason = f"its checksum differs; if you changed it on purpose, remove {CHECKSUMS}"
-            raise damaged_file_error(path, reason)
+        if listed is not None and (not path.is_file() or file_checksum(path) != listed):
+            state = "its checksum differs" if path.is_file() else "missing"
+            raise damaged_file_error(path, f"{state}; if you changed it on purpose, remove {CHECKSUMS}")
 
 
 def check_same_settings(
