@@ -202,7 +202,7 @@ def long_words(content: dict[str, Any]) -> None:
 
 
 TOKENIZER_CHANGES = (nested_replacements, huge_ids, huge_added_id, deep_normalizer, slow_pattern, long_words)
-DETECT = "detect --device cpu --json --model {} words"
+DETECT = "detect --device cpu --json --model {} " + 40 * "e"
 MODEL_FOLDERS = {  # kind: commands that a stranger's folder is given to
     "model": [DETECT.format("model"), "export --model model --output new"],
     "huggingface": [DETECT.format("huggingface"), "import --from huggingface --output new"],

@@ -215,8 +215,9 @@ def copy_tokenizer_files(source: Path | None, folder: Path) -> list[str]:
     """Copy the tokenizer files of the folder `source`; returns their names."""
     if source is None:
         return []
+    for name in TOKENIZER_FILES:
+        verify_checksum(source / name)
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
-        verify_checksum(source / name)
         shutil.copyfile(source / name, folder / name)
     return names
