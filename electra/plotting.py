@@ -18,7 +18,7 @@ Points = list[tuple[float, float]]
 MetricPanels = dict[str, list[tuple[str, str]]]  # (kind, name) of metrics in metrics.jsonl, by panel title
 
 GENERATOR_LOSSES = ("generator",)  # names of training losses; "baseline" is part of adversarial training only
-DISCRIMINATOR_LOSSES = ("discriminator", "replace_mlm", "all_tokens_mlm")
+DISCRIMINATOR_LOSSES = ("discriminator", "replace_mlm", "all_tokens_mlm", "corrective_lm", "bag_of_words")
 HELD_OUT_LOSSES = ("mlm_loss", "rtd_loss", "replace_mlm_loss")  # terms of the held-out loss
 LOSS_TERMS = {*GENERATOR_LOSSES, *DISCRIMINATOR_LOSSES, *HELD_OUT_LOSSES}
 
@@ -90,20 +90,21 @@ def plot_metric_curves(run: Path, metrics_lines: list[dict[str, Any]], panels: M
     return plot_panels(run / CURVES, filled, columns=3, panel_height=3.5)
 
 
-def plot_pretraining_curves(run: Path, metrics_lines: list[dict[str, Any]], discriminator_weight: float) -> bool:
+def plot_pretraining_curves(run: Path, metrics_lines: list[dict[str, Any]], loss_weights: dict[str, float]) -> bool:
     """Plot the metrics of a pre-training run."""
     metrics_lines = [
-        line | {"loss": total_training_loss(line, discriminator_weight)} if line["kind"] == "train" else line
+        line | {"loss": total_training_loss(line, loss_weights)} if line["kind"] == "train" else line
         for line in metrics_lines
     ]
     return plot_metric_curves(run, metrics_lines, PRETRAINING_PANELS)
 
 
-def total_training_loss(line: dict[str, Any], discriminator_weight: float) -> float | None:
-    """The weighted sum of training losses; None in adversarial training, whose held-out loss has other terms."""
+def total_training_loss(line: dict[str, Any], loss_weights: dict[str, float]) -> float | None:
+    """The sum of training losses, those in `loss_weights` weighted; None in adversarial training, whose held-out loss
+    has other terms."""
     if "baseline" in line:
         return None
-    weights = dict.fromkeys(GENERATOR_LOSSES + DISCRIMINATOR_LOSSES, 1.0) | {"discriminator": discriminator_weight}
+    weights = dict.fromkeys(GENERATOR_LOSSES + DISCRIMINATOR_LOSSES, 1.0) | loss_weights
     return sum(weight * line[name] for name, weight in weights.items() if line.get(name) is not None)
 
 

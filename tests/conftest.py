@@ -65,13 +65,21 @@ def make_pair():
     """Build a small pair by sharing scheme, for an objective; with `all`, both parts have one size."""
 
     def build(
-        sharing: str = "embeddings", dropout: float = 0.0, size: EncoderConfig = WIDE, objective: str = "rtd"
+        sharing: str = "embeddings",
+        dropout: float = 0.0,
+        size: EncoderConfig = WIDE,
+        objective: str = "rtd",
+        auxiliary_heads: tuple[str, ...] = (),
     ) -> Electra:
         torch.manual_seed(0)
         wide = replace(size, dropout=dropout, attention_dropout=dropout)
         narrow = wide if sharing == "all" else replace(wide, width=8, heads=1, feedforward=16)
         needs = OBJECTIVES[objective]
-        heads = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline}
+        heads = {
+            "head": needs.head or "rtd",
+            "has_baseline": needs.has_baseline,
+            "auxiliary_heads": auxiliary_heads,
+        }
         return Electra(ElectraConfig(generator=narrow, discriminator=wide, sharing=sharing, **heads))
 
     return build

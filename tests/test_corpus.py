@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from electra import cli
-from electra.data import corpus
+from electra.data import corpus, files
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats, in_validation_split
 from electra.data.files import warn_skipped_files, warn_unchecked_zstd
 from electra.errors import ConfigError, DataError
@@ -196,6 +196,23 @@ def test_a_zstandard_file_without_checksum_is_mentioned_once(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert read(tmp_path) == ["one", "two", "text"]
     assert capsys.readouterr().err.startswith(".zst files without checksums are read as they are")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt.gz", gzip.compress(b"words " * 30_000)),
+        ("a.jsonl.xz", lzma.compress(b'{"text": "words"}\n' * 20_000)),
+        ("a.parquet", as_parquet(["words " * 500] * 1_000)),
+        ("b.parquet", as_parquet(["x" * 2_000_000])),
+    ],
+)
+def test_files_that_expand_out_of_proportion_are_errors(tmp_path, monkeypatch, name, content):
+    monkeypatch.setattr(files, "MIN_EXPANDED_BYTES", 100_000)
+    monkeypatch.setattr(files, "MAX_EXPANSION", 10)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name} expands to over 10 times its size"):
+        read(tmp_path)
 
 
 def test_several_zstandard_frames_are_one_text(tmp_path):

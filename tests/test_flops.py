@@ -15,6 +15,7 @@ from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra
 from electra.model.flops import TRAINING_FACTOR, component_costs, total_flops, total_parameters, training_flops_per_row
+from electra.objectives.config import ObjectiveConfig
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.report.config import FlopsConfig
@@ -64,6 +65,19 @@ def test_flops_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabul
         len(batch.input_ids) * training_flops_per_row(electra.config, 16, masked, kind.is_generator_frozen)
         == counter.get_total_flops()
     )
+
+
+@pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
+def test_flops_and_parameters_of_auxiliary_heads_equal_torchs_count(make_pair, make_batch, vocabulary, size):
+    electra = make_pair("none", size=size, auxiliary_heads=("corrective_lm", "bag_of_words"))
+    config = ObjectiveConfig(corrective_lm_weight=1.0, bag_of_words_weight=1.0)
+    context, batch = ObjectiveContext(vocabulary=vocabulary, objective=config), make_batch()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        sum(loss.sum for loss in OBJECTIVES["rtd"].losses(electra, batch, context).values()).backward()
+    masked = max_masked(16, context.masking)
+    assert counter.get_total_flops() == 4 * training_flops_per_row(electra.config, 16, masked)
+    parameters = sum(parameter.numel() for parameter in electra.discriminator.parameters())
+    assert parameters == total_parameters(component_costs(electra.config, 16, masked)["discriminator"])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

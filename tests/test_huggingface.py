@@ -1,5 +1,6 @@
 """Classic models agree with transformers' ELECTRA and BERT, and export and import without a changed byte."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import (
 )
 from transformers_models import add_noise, our_output, random_model
 
+from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError
 from electra.export.command import export, import_model
 from electra.export.config import ExportConfig, ImportConfig
@@ -214,5 +216,18 @@ def test_generator_without_discriminator_is_exported_with_part_generator(tmp_pat
 def test_tokenizer_files_are_copied(tmp_path, make_pair):
     save_model(make_pair(), tmp_path / "ours")
     (tmp_path / "ours/vocab.txt").write_text("[PAD]\n")
-    assert export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs")).tokenizer == ["vocab.txt"]
+    assert export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs")).tokenizer == [
+        *("vocab.txt", "tokenizer_config.json")
+    ]
     assert (tmp_path / "theirs/vocab.txt").read_text() == "[PAD]\n"
+    assert json.loads((tmp_path / "theirs/tokenizer_config.json").read_text()) == {"model_max_length": 32}
+
+
+def test_exported_tokenizers_truncate_to_the_trained_length(finished_run, finetuned, tmp_path):
+    """That of pre-training, which an import keeps, or that of fine-tuning."""
+    for model, length in ((finished_run, 16), (finetuned.output, 32)):
+        export(ExportConfig(model=model, output=tmp_path / str(length)))
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / str(length))
+        assert len(tokenizer("cat " * 100, truncation=True)["input_ids"]) == length
+    import_model(ImportConfig(source=tmp_path / "16", output=tmp_path / "ours"))
+    assert read_trained_length(tmp_path / "ours") == 16

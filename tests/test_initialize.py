@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,17 @@ def test_training_continues_from_another_run(run_config):
     assert losses[1] < losses[0] - 0.1
     record = json.loads((second.output / "config.json").read_text())
     assert record["pretraining"]["init"] == str(first.output)
+
+
+def test_both_parts_come_from_one_checkpoint_of_a_run_that_trains(finished_run, run_config, shards, monkeypatch):
+    config = run_config("new", init=finished_run, **SIZE_FROM_INIT)
+    [phase] = plan_and_check_phases(config, open_shards(shards))
+    first, second = checkpoint_folders(finished_run)
+    newest = chain([first], repeat(second))
+    monkeypatch.setattr(initialize_module, "find_model_folder", lambda run: next(newest))
+    weights = read_initial_weights(config, phase.model)
+    name = "encoder.embeddings.token.weight"
+    assert torch.equal(weights.generator[name], weights.discriminator[name])
 
 
 def test_trained_segments_are_kept_and_untrained_ones_copied(bert, finished_run, run_config):

@@ -8,7 +8,6 @@ from electra.errors import ConfigError, TrainingError
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.model.config import BASE, LARGE, SMALL
-from electra.pretraining.command import pretrain
 from electra.training.config import Budget, HardwareConfig
 from electra.training.trainer import Trainer
 
@@ -141,12 +140,3 @@ def interrupted_second_call(function):
         return function(*arguments)
 
     return call
-
-
-@pytest.mark.parametrize(("phases", "has_warning"), [((), True), (("fraction=0.5", "length=24"), False)])
-def test_positions_that_pre_training_did_not_reach_are_reported(make_job, run_config, phases, has_warning):
-    config = run_config(steps=2, phases=phases)  # of length 16
-    pretrain(config)
-    for length, expected in ((16, False), (24, has_warning)):
-        summary = "\n".join(FinetuningTask(make_job(model=config.output, rows=20, length=length)).describe_run())
-        assert ("pre-trained on rows of 16 tokens" in summary) == expected

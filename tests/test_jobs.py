@@ -17,7 +17,7 @@ from electra.config import build_config, replace_settings
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import jobs as jobs_module
 from electra.finetuning.command import finetune
-from electra.finetuning.config import FinetuneConfig, GlueConfig, TuningConfig
+from electra.finetuning.config import EvaluateConfig, FinetuneConfig, GlueConfig, TuningConfig
 from electra.finetuning.glue import glue
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.jobs import (
@@ -30,6 +30,7 @@ from electra.finetuning.jobs import (
     read_mean_logits,
     start_mps,
 )
+from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.model.storage import write_tensors
 from electra.runfolder import lock_folder, write_json
@@ -139,6 +140,16 @@ def test_files_of_a_killed_process_are_removed(custom_config, tmp_path):
         assert finetune(custom_config()).rows == {"train": 18, "dev": 2}
         assert not any((tmp_path / "out" / name).exists() for name in strays)
         strays += ["seed-1/result.json.electra-partial", "tokens/x.safetensors-1.electra-partial"]
+
+
+def test_rows_beyond_the_trained_length_are_reported_once(custom_config, finished_run, tmp_path, capsys):
+    for length, count in ((16, 0), (24, 1)):
+        finetune(custom_config(f"out-{length}", model=finished_run, seeds=2, length=length))
+        assert capsys.readouterr().err.count("was trained on rows of up to 16 tokens") == count
+    for length, count in ((24, 0), (32, 1)):
+        file = tmp_path / "rows.csv"
+        evaluate(build_config(EvaluateConfig, model=tmp_path / "out-24", input=file, length=length, device="cpu"))
+        assert capsys.readouterr().err.count("was trained on rows of up to 24 tokens") == count
 
 
 def test_an_output_is_used_by_one_command_at_a_time(custom_config, glue_config, tmp_path):

@@ -276,7 +276,7 @@ class FakeStream:
         self.calls.append("enter")
 
     @torch.compiler.disable
-    def join(self) -> None:
+    def join(self, *tensors: Tensor | None) -> None:
         self.calls.append("join")
 
 
@@ -336,7 +336,7 @@ def test_electra_15_has_no_loss_at_positions_that_are_not_masked(make_pair, make
     electra, batch = make_pair("none").eval(), make_batch()
     masked = context.mask(batch)
     logits = []
-    electra.discriminator.register_forward_hook(lambda module, inputs, output: logits.append(output))
+    electra.discriminator.head.register_forward_hook(lambda module, inputs, output: logits.append(output))
     loss = electra_15(electra, batch, context)["discriminator"]
     logits[0].retain_grad()
     loss.mean().backward()
@@ -520,3 +520,70 @@ def test_replacements_without_a_generator_follow_the_frequencies(make_pair, make
     assert len(losses) == 1
     assert set(replaced.tolist()) == {10, 20}
     assert (replaced == 20).float().mean().item() == pytest.approx(0.75, abs=0.06)
+
+
+AUXILIARY = ("corrective_lm", "bag_of_words")
+WITH_AUXILIARY = {"corrective_lm_weight": 2.0, "bag_of_words_weight": 0.5}
+
+
+@pytest.mark.parametrize("objective", ["rtd", "electra-15", "adversarial", "frozen-rtd"])
+@pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
+def test_auxiliary_losses_train_their_heads_and_the_encoder(make_pair, make_batch, context, objective, size):
+    electra = make_pair("none", size=size, objective=objective, auxiliary_heads=AUXILIARY)
+    losses = OBJECTIVES[objective].losses(electra, make_batch(), with_objective(context, **WITH_AUXILIARY))
+    assert [losses[name].weight for name in AUXILIARY] == [2.0, 0.5]
+    (losses["corrective_lm"].mean() + losses["bag_of_words"].mean()).backward()
+    discriminator = electra.discriminator
+    assert all(weight.grad is not None for weight in discriminator.auxiliary_heads.parameters())
+    assert discriminator.encoder.layers[0].feedforward.down.weight.grad.abs().sum() > 0
+    assert all(weight.grad is None for weight in discriminator.head.parameters())
+
+
+def test_corrective_lm_predicts_the_original_tokens_from_corrupted_text(make_pair, make_batch, context):
+    electra = make_pair(auxiliary_heads=AUXILIARY).eval()
+    batch, context = make_batch(lengths=[16, 12, 7, 3]), with_objective(context, **WITH_AUXILIARY)
+    masked = context.mask(batch)
+    hidden = electra.discriminator.encoder(corrupted_text(electra, batch, context), **batch.encoder_inputs())
+    logits = electra.discriminator.predict_tokens("corrective_lm", hidden).logits  # [B, L, V]
+    losses = functional.cross_entropy(logits.flatten(0, 1), batch.input_ids.flatten(), reduction="none")
+    expected = (losses.view_as(batch.input_ids).gather(1, masked.positions) * masked.weights).sum()
+    actual = replaced_token_detection(electra, batch, context)["corrective_lm"]
+    torch.testing.assert_close(actual.sum, expected)
+    assert actual.count == masked.weights.sum()
+
+
+def test_bag_of_words_predicts_the_masked_tokens_of_the_first_document_from_cls(make_pair, make_batch, context):
+    electra, context = make_pair(auxiliary_heads=AUXILIARY).eval(), with_objective(context, **WITH_AUXILIARY)
+    document_ids = (torch.arange(16) >= 9).int().expand(4, 16)  # two documents: 9 and 7 tokens
+    batch = replace(make_batch(), document_ids=document_ids)
+    masked = context.mask(batch)
+    hidden = electra.discriminator.encoder(corrupted_text(electra, batch, context), **batch.encoder_inputs())
+    log_probs = electra.discriminator.predict_tokens("bag_of_words", hidden[:, 0]).logits.log_softmax(1)  # [B, V]
+    expected = [
+        -log_probs[row, label]
+        for row in range(4)
+        for position, label, weight in zip(
+            *(x[row] for x in (masked.positions, masked.labels, masked.weights)), strict=True
+        )
+        if weight and position < 9
+    ]
+    actual = replaced_token_detection(electra, batch, context)["bag_of_words"]
+    torch.testing.assert_close(actual.sum, sum(expected))
+    assert actual.count == len(expected) < masked.weights.sum()
+
+
+def test_predictions_of_auxiliary_losses_are_counted_before_they_are_computed(make_pair, make_batch, context):
+    context, batch = with_objective(context, **WITH_AUXILIARY), make_batch(lengths=[16, 12, 7, 3])
+    batch = replace(batch, document_ids=(torch.arange(16) >= 9).int().expand(4, 16))
+    losses = replaced_token_detection(make_pair(auxiliary_heads=AUXILIARY), batch, context)
+    counts = OBJECTIVES["rtd"].count_predictions(batch, context)
+    assert {name: loss.count.item() for name, loss in losses.items()} == {
+        name: count.item() for name, count in counts.items()
+    }
+
+
+def test_without_a_weight_there_are_no_auxiliary_losses(make_pair, make_batch, context):
+    assert list(replaced_token_detection(make_pair(), make_batch(), context)) == ["generator", "discriminator"]
+    assert ObjectiveConfig(bag_of_words_weight=1.0).auxiliary_heads() == ("bag_of_words",)
+    with pytest.raises(ConfigError, match="at least 0"):
+        ObjectiveConfig(corrective_lm_weight=-1.0)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from electra.cli import main
-from electra.config import replace_settings
+from electra.config import build_config, replace_settings
 from electra.data.shards import open_shards
+from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError
 from electra.export.command import export
 from electra.export.config import ExportConfig
@@ -323,3 +325,43 @@ def test_segment_embeddings_of_an_earlier_phase_are_kept(run_config):
     weights = checkpoint_weights(config, 4)
     table = next(value for name, value in weights.items() if name.endswith("segment.weight"))
     assert not torch.equal(table[0], table[1])
+
+
+def test_a_run_with_auxiliary_losses_resumes_and_exports_without_their_heads(run_config, tmp_path):
+    settings = {"corrective_lm_weight": 1.0, "bag_of_words_weight": 1.0, "unigram_output_bias": True}
+    config = run_config(steps=4, save_every=2, **settings)
+    pretrain(config)
+    line = metrics(config.output, "train")[-1]
+    assert line["corrective_lm"] > 0
+    assert line["bag_of_words"] > 0
+    straight = checkpoint_weights(config, 4)
+    shutil.rmtree(config.output / "checkpoints" / "step-000000004")
+    pretrain(replace_settings(config, resume=True))
+    assert all(torch.equal(straight[name], tensor) for name, tensor in checkpoint_weights(config, 4).items())
+    assert any(name.startswith("discriminator.auxiliary_heads.bag_of_words.") for name in straight)
+    export(ExportConfig(model=config.output, output=tmp_path / "hf"))
+    assert not any("auxiliary" in name for name in read_tensors(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_a_branch_inherits_the_auxiliary_losses_of_its_trunk(run_config):
+    trunk = run_config("trunk", steps=2, bag_of_words_weight=0.5, schedule="wsd")
+    pretrain(trunk)
+    branch = build_config(
+        PretrainConfig, data=trunk.data, output=trunk.output.with_name("branch"), branch_from=trunk.output, steps=1
+    )
+    assert branch.objective.bag_of_words_weight == 0.5
+    assert branch.objective.auxiliary_heads() == ("bag_of_words",)
+
+
+def test_a_model_stores_the_length_of_its_longest_rows(run_config, tmp_path):
+    """Of all phases so far and of the model it started from; an unknown length counts as all positions."""
+    trunk = run_config("trunk", steps=2, phases=("length=24", "length=16"), save_every=1, keep_checkpoints=2)
+    pretrain(trunk)
+    assert [read_trained_length(folder) for folder in checkpoint_folders(trunk.output)] == [24, 24]
+    size = dict.fromkeys(("layers", "width", "heads", "feedforward", "embedding_width", "generator_width"))
+    for source, expected in ((trunk.output, 24), (shutil.copytree(trunk.output, tmp_path / "unknown"), 512)):
+        for file in (tmp_path / "unknown").rglob("tokenizer_config.json"):
+            file.unlink()
+        continued = run_config(f"continued-{expected}", steps=1, init=source, sinusoidal_positions=False, **size)
+        pretrain(continued)
+        assert read_trained_length(checkpoint_folders(continued.output)[-1]) == expected

@@ -30,10 +30,10 @@ def test_every_loss_of_an_objective_is_part_of_the_total(make_pair, make_batch, 
 
 
 def test_total_loss_is_weighted_and_undefined_in_adversarial_training():
-    assert total_training_loss({"generator": 2.0, "discriminator": 0.5}, discriminator_weight=3.0) == 3.5
-    assert total_training_loss({"generator": 2.0, "replace_mlm": 1.0}, discriminator_weight=3.0) == 3.0
+    assert total_training_loss({"generator": 2.0, "discriminator": 0.5}, {"discriminator": 3.0}) == 3.5
+    assert total_training_loss({"generator": 2.0, "replace_mlm": 1.0}, {"discriminator": 3.0}) == 3.0
     adversarial = {"generator": 0.1, "baseline": 0.2, "discriminator": 0.3}
-    assert total_training_loss(adversarial, discriminator_weight=50.0) is None
+    assert total_training_loss(adversarial, {"discriminator": 50.0}) is None
 
 
 def test_the_total_loss_has_a_gap_where_its_terms_change():
@@ -56,7 +56,7 @@ def test_training_and_held_out_curves_share_a_panel_only_for_the_total_loss():
 @pytest.mark.usefixtures("real_plots")
 def test_plots_are_png_files(tmp_path):
     lines = [{"kind": "train", "step": 1, "generator": 6.0}, {"kind": "validation", "step": 1, "loss": 9.0}]
-    assert plot_pretraining_curves(tmp_path, lines, discriminator_weight=50.0)
+    assert plot_pretraining_curves(tmp_path, lines, {"discriminator": 50.0})
     assert plot_confusion_matrix(tmp_path / "confusion.png", np.eye(2, dtype=int), ("no", "yes"))
     assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "confusion.png"}
     assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())

@@ -131,7 +131,7 @@ def test_the_held_out_loss_has_the_terms_of_the_training_loss(run_config, settin
     budget = {"steps": 80, "log_every": 20, "save_every": 100, "evaluate_every": 100}
     config = run_config(**budget, learning_rate=5e-3, batch_size=32, **settings)
     held_out = pretrain(config).metrics["loss"]
-    training = total_training_loss(metrics(config.output, "train")[-1], config.objective.discriminator_weight)
+    training = total_training_loss(metrics(config.output, "train")[-1], config.objective.loss_weights())
     assert held_out == pytest.approx(training, rel=0.1)
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from electra.data import files
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.readers import Row, read_rows
@@ -191,8 +192,8 @@ def test_errors_name_file_and_line(rows_in, name, content, message):
 def test_files_that_would_fill_memory_are_rejected(rows_in, monkeypatch, name, content, message):
     """Limits are lowered, so that small files exceed them."""
     monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 1_000)
-    monkeypatch.setattr(readers, "MIN_EXPANDED_BYTES", 100_000)
-    monkeypatch.setattr(readers, "MAX_EXPANSION", 10)
+    monkeypatch.setattr(files, "MIN_EXPANDED_BYTES", 100_000)
+    monkeypatch.setattr(files, "MAX_EXPANSION", 10)
     with pytest.raises(DataError, match=message):
         rows_in(name, content)
 

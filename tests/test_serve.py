@@ -81,8 +81,8 @@ def test_outputs_that_are_not_finite_are_no_answer(run, call):
         getattr(model, call)("the [MASK] sat")
 
 
-def test_fill_needs_a_mask_within_the_positions(model):
-    with pytest.raises(ConfigError, match=r"the \[MASK\] is after the first 512 tokens"):
+def test_fill_needs_a_mask_within_the_trained_length(model):
+    with pytest.raises(ConfigError, match=r"the \[MASK\] is after the first 16 tokens"):
         model.fill("cat " * 1000 + "[MASK]")
     for text in ("the cat sat", "cat " * 1000):
         with pytest.raises(ConfigError, match=r"the text has no \[MASK\]"):
@@ -103,9 +103,10 @@ def test_embed_pools_the_hidden_states(model):
     torch.testing.assert_close(model.embed("the cat", pooling="cls")[0], hidden[0].detach())
 
 
-def test_truncation_to_the_positions_is_reported(run, model, capsys):
+def test_texts_are_truncated_to_the_trained_length(run, model, capsys):
+    """The run has 512 positions, of which rows of 16 tokens train 16."""
     detection = model.detect("cat " * 1000)
-    assert len(detection.tokens) == 512
+    assert len(detection.tokens) == 16
     assert detection.is_truncated
     assert "truncated" in str(detection)
     for text, is_truncated in (("cat " * 1000, True), ("the cat", False)):

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from electra.data.files import TextFile, find_text_files, import_optional, open_parquet, open_streams
+from electra.data.files import TextFile, find_text_files, import_optional, limit_expansion, open_parquet, open_streams
 from electra.errors import ConfigError, DataError
 
 BLOCK_BYTES = 1 << 20
@@ -112,9 +112,10 @@ class Corpus:
         for file in self.files:
             with open_streams(file) as (decompressed, raw):
                 if file.format == ".parquet":
-                    yield from read_parquet_blocks(file, decompressed, raw, self.config.text_field)
+                    blocks = read_parquet_blocks(file, decompressed, raw, self.config.text_field)
                 else:
-                    yield from read_text_blocks(file, decompressed, raw, self.config.document_end)
+                    blocks = read_text_blocks(file, decompressed, raw, self.config.document_end)
+                yield from limit_expansion(file.path, blocks, len)
 
     def read_documents(self, stats: ReadStats) -> Iterator[bytes]:
         """All documents in order, as valid UTF-8."""

@@ -8,26 +8,31 @@ import gzip
 import importlib
 import io
 import lzma
+import math
 import os
 import shutil
 import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from electra.errors import ConfigError, DataError
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 ZSTD_MAGIC, ZSTD_HAS_CHECKSUM = b"\x28\xb5\x2f\xfd", 1 << 2  # a bit of the byte that follows (RFC 8878)
+MAX_EXPANSION, MIN_EXPANDED_BYTES = 500, 64 << 20  # content above 64 MB is at most 500 times as large as the file
+ROW_BYTES = 100  # of the objects of a row, besides its content
 MAX_LISTED_SUFFIXES = 5  # in the warning about skipped files
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,17 @@ def warn_unchecked_zstd() -> None:
     print(".zst files without checksums are read as they are, even if damaged; zstd --check adds one", file=sys.stderr)
 
 
+def limit_expansion(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> Iterator[Part]:
+    """The parts of a file's content; raises if their sizes in bytes are out of proportion to that of the file."""
+    is_pipe, total = not path.is_file(), 0
+    limit = math.inf if is_pipe else max(MIN_EXPANDED_BYTES, MAX_EXPANSION * path.stat().st_size)
+    for part in parts:
+        total += size(part) + ROW_BYTES
+        if total > limit:
+            raise DataError(f"{path} expands to over {MAX_EXPANSION:,} times its size; decompress it and check it")
+        yield part
+
+
 @contextmanager
 def open_parquet(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Any]:
     """The `pyarrow.parquet.ParquetFile` of a file that `open_streams` opened."""
@@ -168,7 +184,11 @@ def open_parquet(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Itera
         if file.compression:  # parquet needs random access
             shutil.copyfileobj(decompressed, copy)
         try:
-            yield parquet.ParquetFile(copy if file.compression else raw)
+            table = parquet.ParquetFile(copy if file.compression else raw)
+            groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
+            for _ in limit_expansion(file.path, groups, lambda group: group.total_byte_size):
+                pass  # before one is read: its pages may expand to any size
+            yield table
         except DataError:
             raise
         except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of either

@@ -37,6 +37,7 @@ TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 CONTINUATION_PREFIX = "##"
+MAX_LENGTH = 10**9  # transformers writes 1e30 for an unlimited model_max_length
 MAX_VOCABULARY = 1 << 22  # a larger id is damage, and would take much memory
 MAX_GROWTH = 16
 MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
@@ -178,6 +179,7 @@ class TokenizerSettings(msgspec.Struct):
     do_lower_case: bool | None = None
     strip_accents: bool | None = None
     tokenize_chinese_chars: bool | None = None
+    model_max_length: int | float | None = None
 
     def special_token(self, role: str) -> str | None:
         token = getattr(self, f"{role}_token")
@@ -188,6 +190,12 @@ def read_settings_beside(file: Path, name: str) -> TokenizerSettings:
     """The settings in the file `name` of the same folder, if there is one."""
     neighbor = file.with_name(name)
     return convert_stored(read_json(neighbor) if neighbor.exists() else {}, TokenizerSettings, neighbor)
+
+
+def read_trained_length(folder: Path) -> int | None:
+    """Tokens of the longest rows that the model in a folder was trained on: model_max_length of its tokenizer."""
+    length = read_settings_beside(folder / TOKENIZER_JSON, SETTINGS).model_max_length
+    return None if length is None or not 1 <= length < MAX_LENGTH else int(length)
 
 
 def load_tokenizer_json(file: Path, content: str) -> TextTokenizer:

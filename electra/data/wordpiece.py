@@ -96,9 +96,9 @@ class CachedWordPieceEncoder(LibraryEncoder):
 
     def encode_word(self, word: bytes) -> bytes:
         text = word.decode()
-        if word.isalnum() and len(word) <= MAX_WORD_CHARACTERS:  # ASCII: nothing to normalize
-            return self.to_bytes([token.id for token in self.model.tokenize(text)])
-        parts = (text[start : start + MAX_WORD_CHARACTERS] for start in range(0, len(text), MAX_WORD_CHARACTERS))
+        parts = [text[start : start + MAX_WORD_CHARACTERS] for start in range(0, len(text), MAX_WORD_CHARACTERS)]
+        if word.isalnum():  # ASCII: nothing to normalize
+            return self.to_bytes([token.id for part in parts for token in self.model.tokenize(part)])
         encodings = [self.library.encode(part, add_special_tokens=False) for part in parts]
         return self.to_bytes([token for encoding in encodings for token in encoding.ids])
 
@@ -112,12 +112,14 @@ class WordCache(dict[bytes, bytes]):
         self.uncovered: dict[bytes, bytes] = {}
 
     def __missing__(self, word: bytes) -> bytes:
-        ids = self.uncovered.get(word) or self.encoder.encode_word(word)
-        if self.encoder.unk_id in array(self.encoder.typecode, ids):
-            self.encoder.uncovered[word.decode()] += 1
+        ids = self.uncovered.get(word)
+        if ids is None:
+            ids = self.encoder.encode_word(word)
+            if self.encoder.unk_id not in array(self.encoder.typecode, ids):
+                self.store(self, word, ids)
+                return ids
             self.store(self.uncovered, word, ids)
-        else:
-            self.store(self, word, ids)
+        self.encoder.uncovered[word.decode()] += 1
         return ids
 
     def store(self, cache: dict[bytes, bytes], word: bytes, ids: bytes) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from electra.data.tokenizer import Vocabulary, load_tokenizer
+from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError
 from electra.export.config import ExportConfig, ImportConfig
 from electra.finetuning.jobs import best_model_folder
@@ -81,7 +81,11 @@ def export(config: ExportConfig) -> ConversionResult:
     dtype = next(iter(tensors.values())).dtype
     settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, encoder))
     return write_huggingface_folder(
-        config.output, tensors, settings | label_settings(ARCHITECTURES[name].labels), folder
+        config.output,
+        tensors,
+        settings | label_settings(ARCHITECTURES[name].labels),
+        folder,
+        read_trained_length(folder) or encoder.positions,
     )
 
 
@@ -115,7 +119,7 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
     settings |= label_settings(task.labels or ("score",)) | {"problem_type": PROBLEM_TYPES[task.kind]}
     if encoder.is_modern():
         settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
-    return write_huggingface_folder(config.output, tensors, settings, folder)
+    return write_huggingface_folder(config.output, tensors, settings, folder, finetuned.length)
 
 
 def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
@@ -125,13 +129,13 @@ def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabular
 
 
 def write_huggingface_folder(
-    output: Path, tensors: Tensors, settings: Settings, tokenizer_folder: Path
+    output: Path, tensors: Tensors, settings: Settings, tokenizer_folder: Path, max_length: int
 ) -> ConversionResult:
-    """Write a Hugging Face folder with the tokenizer files of the folder `tokenizer_folder`."""
+    """Write a Hugging Face folder with the tokenizer of `tokenizer_folder`, which truncates to `max_length` tokens."""
     with create_folder_atomically(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
-        copied = copy_tokenizer_files(tokenizer_folder, draft)
+        copied = copy_tokenizer_files(tokenizer_folder, draft, max_length)
     return ConversionResult(str(output), settings["architectures"][0], count_parameters(tensors), copied)
 
 

@@ -127,18 +127,11 @@ class FinetuningTask:
         encoder, tuning = self.encoder, self.tuning
         pooling = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
         learning_rate = tuning.optimizer_config(encoder).learning_rate
-        lines = [
+        return [
             f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {pooling}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
         ]
-        trained_length = self.pretrained.trained_length
-        if trained_length is not None and trained_length < tuning.length and not encoder.is_modern():
-            lines.append(
-                f"warning: pre-trained on rows of {trained_length} tokens; the position embeddings of later ones are "
-                f"untrained; consider --length {trained_length}"
-            )
-        return lines
 
     def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from electra.data.tokenizer import read_trained_length
 from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
@@ -163,6 +164,8 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
 def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
     """Run all unfinished jobs, the longest first; returns the results of all jobs."""
     unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
+    for model, length in {(job.model, job.tuning.length) for job in unfinished}:
+        warn_untrained_length(model, length)
     for number, (job, result) in enumerate(run_here_or_in_workers(unfinished, workers), start=1):
         name, value = next(iter(result.metrics["dev"].items()))
         metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
@@ -170,6 +173,17 @@ def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
             f"{number} of {len(unfinished)}: {job.task.name}, seed {job.seed}: {metrics}", file=sys.stderr, flush=True
         )
     return [job.run() for job in jobs]
+
+
+def warn_untrained_length(model: Path, length: int) -> None:
+    """Print to standard error if rows may be longer than those that a model was trained on."""
+    trained_length = read_trained_length(model)
+    if trained_length is not None and trained_length < length:
+        print(
+            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
+            f"untrained; consider --length {trained_length}",
+            file=sys.stderr,
+        )
 
 
 def estimated_cost(job: Job) -> int:

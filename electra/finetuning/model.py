@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError, check_range
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
@@ -32,7 +33,6 @@ from electra.model.storage import (
     read_tensors,
     write_tensors,
 )
-from electra.pretraining.phases import read_longest_row_length
 from electra.runfolder import CONFIG, convert_stored, read_json, write_json
 from electra.training.checkpoint import find_model_folder
 
@@ -133,7 +133,6 @@ class PretrainedModel:
     head: Tensors  # weights of the loaded model's head, if any
     pooling: Pooling  # pooling of that head
     folder: Path
-    trained_length: int | None  # tokens of the longest rows of its pre-training, if known
     seed_offset: int = 0  # a model that was fine-tuned before gets other random numbers for its new head
 
 
@@ -162,7 +161,6 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
         select_and_strip_prefix(tensors, "head."),
         pooling,
         folder,
-        read_longest_row_length(folder),
         seed_offset,
     )
 
@@ -223,7 +221,8 @@ def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
     config = FinetunedConfig(encoder=model.encoder.config, task=task, length=length, pooling=model.pooling)
     write_json(folder / CONFIG, asdict(config))
-    copy_tokenizer_files(tokenizer, folder)
+    trained_length = read_trained_length(tokenizer)
+    copy_tokenizer_files(tokenizer, folder, trained_length and max(trained_length, length))
 
 
 def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits, make_features
-from electra.finetuning.jobs import best_model_folder, seed_model_folders
+from electra.finetuning.jobs import best_model_folder, seed_model_folders, warn_untrained_length
 from electra.finetuning.metrics import Metrics, confusion_matrix
 from electra.finetuning.model import OUTPUT_TYPES, load_finetuned_model
 from electra.finetuning.readers import LABEL_SEPARATOR
@@ -87,6 +87,7 @@ class Predictor:
         self.task = first.task
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
+        warn_untrained_length(self.folders[0], self.length)
         self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far

@@ -8,21 +8,19 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra.data.corpus import MAX_DOCUMENT_BYTES
-from electra.data.files import TextFile, import_optional, open_parquet, open_streams, require_text_file
+from electra.data.files import TextFile, import_optional, limit_expansion, open_parquet, open_streams, require_text_file
 from electra.errors import ConfigError, DataError
 from electra.runfolder import join_first_names
-
-Part = TypeVar("Part")
 
 FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 DELIMITERS = (",", ";", "\t")  # of .csv; spreadsheets write semicolons where the comma is the decimal separator
@@ -33,8 +31,6 @@ PARQUET_ROWS = 64  # in memory at a time
 MAX_COLUMNS = 10_000
 MAX_LABELS = 10_000
 MAX_LABEL_CHARACTERS = 1_000
-MAX_EXPANSION, MIN_EXPANDED_BYTES = 500, 64 << 20  # content above 64 MB is at most 500 times as large as the file
-ROW_BYTES = 100  # of the objects of a row, besides its content
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +75,6 @@ def decode_lines(path: Path, stream: BinaryIO) -> Iterator[str]:
             byte = f"byte 0x{line[error.start]:02x}"
             raise DataError(f"{path}, line {number}: {byte} is not UTF-8; convert the file, e.g. with iconv") from None
         yield text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
-
-
-def limit_expansion(path: Path, parts: Iterable[Part], size: Callable[[Part], int]) -> Iterator[Part]:
-    """The parts of a file's content; raises if their sizes in bytes are out of proportion to that of the file."""
-    is_pipe, total = not path.is_file(), 0
-    limit = math.inf if is_pipe else max(MIN_EXPANDED_BYTES, MAX_EXPANSION * path.stat().st_size)
-    for part in parts:
-        total += size(part) + ROW_BYTES
-        if total > limit:
-            raise DataError(f"{path} expands to over {MAX_EXPANSION:,} times its size; decompress it and check it")
-        yield part
 
 
 def csv_records(file_name: str, lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
@@ -162,9 +147,6 @@ def json_rows(file_name: str, lines: Iterator[str]) -> Iterator[Row]:
 def parquet_rows(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Row]:
     with open_parquet(file, decompressed, raw) as table:
         check_columns(str(file.path), table.schema_arrow.names)
-        groups = (table.metadata.row_group(index) for index in range(table.num_row_groups))
-        for _ in limit_expansion(file.path, groups, lambda group: group.total_byte_size):
-            pass  # before one is read: its pages may expand to any size
         batches = limit_expansion(file.path, table.iter_batches(PARQUET_ROWS), lambda batch: batch.nbytes)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from (Row(number, values) for number, values in enumerate(rows, start=1))

@@ -37,10 +37,10 @@ ENCODER_PREFIXES = ("embeddings", "encoder.", "pooler.", "layers.", "final_norm.
 
 
 def to_huggingface_tensors(state: Tensors, architecture: Architecture) -> Tensors:
-    """Rename the tensors of a generator or discriminator; those of its head are dropped if the class has none."""
+    """Rename the tensors of a generator or discriminator; those of auxiliary heads are dropped."""
     renamed: Tensors = {}
     for name, tensor in state.items():
-        if not name.startswith("encoder.") and not architecture.head:
+        if name.startswith("auxiliary_heads.") or (not name.startswith("encoder.") and not architecture.head):
             continue
         if architecture.labels and name.startswith("head.classifier."):
             tensor = torch.cat([torch.zeros_like(tensor), tensor])  # softmax of logits (0, z) is sigmoid of z

@@ -11,6 +11,7 @@ from electra.errors import ConfigError, check_choice, check_range
 Style = Literal["classic", "modern"]
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
 Head = Literal["rtd", "mlm", "copy_mlm"]
+AuxiliaryHead = Literal["corrective_lm", "bag_of_words"]
 Size = Literal["tiny", "small", "base", "large"]
 Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
@@ -118,12 +119,16 @@ class ElectraConfig:
     sharing: Sharing = "embeddings"
     head: Head = "rtd"
     """The discriminator's head: replaced token detection; or the original token, without or with a copy gate."""
+    auxiliary_heads: tuple[AuxiliaryHead, ...] = ()
+    """Heads of the discriminator, beside that for replaced token detection, which only pre-training uses."""
     has_baseline: bool = False
     """Whether the generator has a head that predicts its reward, the baseline of adversarial training."""
 
     def __post_init__(self) -> None:
         check_choice(self, "head", get_args(Head))
         check_choice(self, "sharing", get_args(Sharing))
+        if self.auxiliary_heads and (self.discriminator is None or self.head != "rtd"):
+            raise ConfigError("auxiliary heads need a discriminator with a head for replaced token detection")
         if self.generator is None and self.discriminator is None:
             raise ConfigError("a model with neither a generator nor a discriminator")
         if self.generator is None or self.discriminator is None:

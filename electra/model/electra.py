@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
-from electra.model.config import ElectraConfig, EncoderConfig, Head, Sharing
+from electra.model.config import AuxiliaryHead, ElectraConfig, EncoderConfig, Sharing
 from electra.model.encoder import Encoder, create_disentangled_embeddings
 from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
 
@@ -111,22 +111,31 @@ class SideStreamPredictions(TokenPredictions):
 class Discriminator(nn.Module):
     """Classifies every token of corrupted text as original or replaced."""
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: EncoderConfig, auxiliary_heads: Iterable[AuxiliaryHead] = ()) -> None:
         super().__init__()
         self.encoder = Encoder(config)
         self.head = RTDHead(config)
+        self.auxiliary_heads = nn.ModuleDict({name: MLMHead(config) for name in auxiliary_heads})
+
+    def predict_tokens(self, head: AuxiliaryHead, hidden: Tensor) -> TokenPredictions:
+        """Predictions of an auxiliary head from hidden states [..., D]."""
+        module = self.auxiliary_heads[head]
+        assert isinstance(module, MLMHead)
+        states = module(hidden, self.encoder.tied_projection())
+        return TokenPredictions(hidden, states, self.encoder.embeddings.token_table(), module.bias)
 
     def forward(self, input_ids: Tensor, *inputs: Tensor | None, **named_inputs: Tensor | None) -> Tensor:
         """Logits [B, L], positive for replaced tokens; the arguments are those of `Encoder.forward`."""
         return self.head(self.encoder(input_ids, *inputs, **named_inputs))
 
 
-DISCRIMINATORS: dict[Head, type[Discriminator] | type[MaskedLanguageModel]] = {
-    # head: the model that is trained on corrupted text
-    "rtd": Discriminator,
-    "mlm": MaskedLanguageModel,
-    "copy_mlm": CopyMaskedLanguageModel,
-}
+def build_discriminator(config: ElectraConfig) -> Discriminator | MaskedLanguageModel | None:
+    """The model that is trained on corrupted text, by its head."""
+    if config.discriminator is None:
+        return None
+    if config.head == "rtd":
+        return Discriminator(config.discriminator, config.auxiliary_heads)
+    return {"mlm": MaskedLanguageModel, "copy_mlm": CopyMaskedLanguageModel}[config.head](config.discriminator)
 
 
 def share_nothing(generator: Generator, discriminator: Discriminator | MaskedLanguageModel) -> None:
@@ -166,9 +175,7 @@ class Electra(nn.Module):
         super().__init__()
         self.config = config
         self.generator = Generator(config.generator) if config.generator else None
-        self.discriminator: Discriminator | MaskedLanguageModel | None = (
-            DISCRIMINATORS[config.head](config.discriminator) if config.discriminator else None
-        )
+        self.discriminator = build_discriminator(config)
         self.baseline = BaselineHead(config.generator) if config.generator and config.has_baseline else None
         if self.generator is not None and self.discriminator is not None:
             SHARING[config.sharing](self.generator, self.discriminator)

@@ -68,18 +68,23 @@ def encoder_costs(config: EncoderConfig, length: int, last_layer_tokens: int) ->
 
 
 def mlm_costs(config: EncoderConfig, length: int, num_masked: int, last_layer_tokens: int) -> list[ComponentCost]:
-    """The costs of a masked language model with predictions at `num_masked` positions and a tied output table."""
+    """The costs of a masked language model with predictions at `num_masked` positions."""
+    return [*encoder_costs(config, length, last_layer_tokens), *mlm_head_costs(config, num_masked)]
+
+
+def mlm_head_costs(config: EncoderConfig, num_predictions: int, prefix: str = "") -> list[ComponentCost]:
+    """The costs of a head that predicts tokens, with a tied output table."""
     E, D, V = config.embedding_width, config.width, config.vocab_size
     has_bias = not config.is_modern()
     head_width = D if config.is_modern() else E
-    tied_projection = [ComponentCost("hidden to embeddings", 0, 2 * D * E * num_masked)] if head_width != E else []
-    return [
-        *encoder_costs(config, length, last_layer_tokens),
-        linear_cost("head", D, head_width, num_masked, has_bias),
+    projection = [ComponentCost("hidden to embeddings", 0, 2 * D * E * num_predictions)] if head_width != E else []
+    costs = [
+        linear_cost("head", D, head_width, num_predictions, has_bias),
         norm_cost("head norm", head_width, has_bias),
-        *tied_projection,
-        ComponentCost("vocabulary logits", V, 2 * E * V * num_masked),
+        *projection,
+        ComponentCost("vocabulary logits", V, 2 * E * V * num_predictions),
     ]
+    return [replace(cost, name=prefix + cost.name) for cost in costs]
 
 
 def rtd_costs(config: EncoderConfig, length: int) -> list[ComponentCost]:
@@ -105,7 +110,15 @@ def component_costs(
         costs["generator"] = mlm_costs(config.generator, length, num_masked, outputs)
     if (size := config.discriminator) is not None:
         if config.head == "rtd":
-            costs["discriminator"] = rtd_costs(size, length)
+            predictions = {"corrective_lm": num_masked, "bag_of_words": 1}
+            costs["discriminator"] = [
+                *rtd_costs(size, length),
+                *(
+                    cost
+                    for head in config.auxiliary_heads
+                    for cost in mlm_head_costs(size, predictions[head], f"{head.replace('_', ' ')} ")
+                ),
+            ]
         elif config.head == "mlm":
             costs["discriminator"] = mlm_costs(size, length, num_masked, outputs)
         elif config.head == "copy_mlm":

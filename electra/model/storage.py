@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from electra.data.tokenizer import TextTokenizer, load_tokenizer
+from electra.data.tokenizer import SETTINGS, TOKENIZER_FILES, TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra
@@ -37,7 +37,6 @@ from electra.runfolder import (
 )
 
 WEIGHTS = "model.safetensors"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 DISCRIMINATOR_HEAD = "discriminator.head."
 
 
@@ -48,19 +47,25 @@ def save_model(electra: Electra, folder: Path, tokenizer_folder: Path | None = N
         write_checksums(draft)
 
 
-def write_model_into(electra: Electra, folder: Path, tokenizer_folder: Path | None) -> None:
+def write_model_into(
+    electra: Electra, folder: Path, tokenizer_folder: Path | None, trained_length: int | None = None
+) -> None:
     """Write the files of a model into an existing folder."""
     weights = {name: parameter.detach() for name, parameter in electra.named_parameters()}
-    write_model_files(electra.config, weights, folder, tokenizer_folder)
+    write_model_files(electra.config, weights, folder, tokenizer_folder, trained_length)
 
 
 def write_model_files(
-    config: ElectraConfig, weights: dict[str, Tensor], folder: Path, tokenizer_folder: Path | None
+    config: ElectraConfig,
+    weights: dict[str, Tensor],
+    folder: Path,
+    tokenizer_folder: Path | None,
+    trained_length: int | None = None,
 ) -> list[str]:
     """Write configuration, weights and tokenizer files; returns the names of the latter."""
     write_tensors(folder / WEIGHTS, weights)
     write_json(folder / CONFIG, {"model": asdict(config)})
-    return copy_tokenizer_files(tokenizer_folder, folder)
+    return copy_tokenizer_files(tokenizer_folder, folder, trained_length)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False) -> None:
@@ -211,8 +216,8 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
     return tokenizer
 
 
-def copy_tokenizer_files(source: Path | None, folder: Path) -> list[str]:
-    """Copy the tokenizer files of the folder `source`; returns their names."""
+def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int | None = None) -> list[str]:
+    """Copy the tokenizer files of the folder `source`, with `trained_length` if given; returns their names."""
     if source is None:
         return []
     for name in TOKENIZER_FILES:
@@ -220,4 +225,8 @@ def copy_tokenizer_files(source: Path | None, folder: Path) -> list[str]:
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
         shutil.copyfile(source / name, folder / name)
+    if names and trained_length is not None and read_trained_length(source) != trained_length:
+        settings = read_json(folder / SETTINGS) if SETTINGS in names else {}
+        write_json(folder / SETTINGS, settings | {"model_max_length": trained_length})
+        names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
     return names

@@ -1,11 +1,12 @@
 """Settings of masking and of the objective; parsing flags needs them, so this imports no torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
 from electra.errors import ConfigError
+from electra.model.config import AuxiliaryHead
 
 ObjectiveName = Literal["rtd", "electra-15", "replace-mlm", "all-tokens-mlm", "mlm", "adversarial", "frozen-rtd"]
 GeneratorName = Literal["model", "uniform", "unigram"]
@@ -55,6 +56,12 @@ class ObjectiveConfig:
     """What samples the replacements: the generator, or without one a uniform or unigram distribution over tokens."""
     discriminator_weight: float = 50.0
     """λ, the weight of the discriminator's loss."""
+    corrective_lm_weight: float = 0.0
+    """Weight of an auxiliary loss of the discriminator, corrective language modeling (COCO-LM): it also predicts the
+    original tokens at the masked positions of the corrupted text. 0: no such loss."""
+    bag_of_words_weight: float = 0.0
+    """Weight of an auxiliary loss of the discriminator: from its [CLS] state it predicts which tokens were masked in
+    the document. 0: no such loss."""
     temperature: float = 1.0
     """Temperature of the softmax that replacements are sampled from."""
     disallow_correct: bool = False
@@ -67,11 +74,27 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"is {self.temperature}; it must be above 0, usually 1", field="temperature")
-        if self.discriminator_weight < 0:
-            raise ConfigError(
-                f"is {self.discriminator_weight}; it must be at least 0, usually 50", field="discriminator_weight"
-            )
-        if self.entropy_bonus < 0:
-            raise ConfigError(
-                f"is {self.entropy_bonus}; it must be at least 0, for instance 0.01", field="entropy_bonus"
-            )
+        weights = {
+            "discriminator_weight": 50,
+            "corrective_lm_weight": 1,
+            "bag_of_words_weight": 1,
+            "entropy_bonus": 0.01,
+        }
+        for name, example in weights.items():
+            if getattr(self, name) < 0:
+                raise ConfigError(
+                    f"is {getattr(self, name)}; it must be at least 0, for instance {example}", field=name
+                )
+
+    def auxiliary_heads(self) -> tuple[AuxiliaryHead, ...]:
+        """The heads of the auxiliary losses that have a weight."""
+        weights = self.loss_weights()
+        return tuple(head for head in get_args(AuxiliaryHead) if weights[head])
+
+    def loss_weights(self) -> dict[str, float]:
+        """The weights of the discriminator's losses, by name."""
+        return {
+            "discriminator": self.discriminator_weight,
+            "corrective_lm": self.corrective_lm_weight,
+            "bag_of_words": self.bag_of_words_weight,
+        }

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
-from electra.model.config import Head
+from electra.model.config import AuxiliaryHead, Head
 from electra.model.electra import Electra
 from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
@@ -47,9 +47,10 @@ def replaced_token_detection(electra: Electra, batch: Batch, context: ObjectiveC
     predictions = predict_masked(electra, masked, batch, context)  # p_G at the masked positions
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
-    logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
-    loss = sum_token_losses(rtd_losses(logits, corrupted), token_weights(batch), context.objective.discriminator_weight)
-    return generator_loss(predictions, masked) | {"discriminator": loss}
+    hidden, losses = detect_replaced(electra, corrupted, batch)
+    loss = sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)
+    auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
+    return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
 
 
 def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -58,10 +59,11 @@ def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Los
     predictions = predict_masked(electra, masked, batch, context)
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
-    logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
-    losses = rtd_losses(logits, corrupted).gather(1, masked.positions)  # [B, M]
-    loss = sum_token_losses(losses, masked.weights, context.objective.discriminator_weight)
-    return generator_loss(predictions, masked) | {"discriminator": loss}
+    hidden, losses = detect_replaced(electra, corrupted, batch)
+    at_masked = losses.gather(1, masked.positions)  # [B, M]
+    loss = sum_token_losses(at_masked, masked.weights, context.objective.discriminator_weight)
+    auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
+    return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
 
 
 def replace_mlm(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -104,8 +106,7 @@ def adversarial(electra: Electra, batch: Batch, context: ObjectiveContext) -> Lo
     policy = predictions.sampling_logits(masked.labels, config.temperature, config.disallow_correct)  # [B, M, V]
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, config.correct_sample_label)
-    logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
-    losses = rtd_losses(logits, corrupted)
+    hidden, losses = detect_replaced(electra, corrupted, batch)
     rewards = losses.detach().gather(1, masked.positions)  # [B, M]
     baseline = electra.require_baseline()(predictions.hidden.detach()).float()  # [B, M] logits
     advantages = rewards - functional.softplus(-baseline).detach()  # R − b
@@ -113,7 +114,7 @@ def adversarial(electra: Electra, batch: Batch, context: ObjectiveContext) -> Lo
         "generator": policy_loss(policy, sampled, advantages, masked, config.entropy_bonus),
         "baseline": baseline_loss(baseline, rewards, masked),
         "discriminator": sum_token_losses(losses, token_weights(batch), config.discriminator_weight),
-    }
+    } | auxiliary_losses(electra, hidden, masked, batch, context)
 
 
 def frozen_generator_rtd(electra: Electra, batch: Batch, context: ObjectiveContext) -> Losses:
@@ -123,12 +124,17 @@ def frozen_generator_rtd(electra: Electra, batch: Batch, context: ObjectiveConte
         predictions = predict_masked(electra, masked, batch, context)
         sampled = sample(predictions, masked, batch, context)
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
-    logits = electra.require_discriminator()(corrupted.input_ids, **batch.encoder_inputs())  # [B, L]
-    losses = rtd_losses(logits, corrupted)
-    return {"discriminator": sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)}
+    hidden, losses = detect_replaced(electra, corrupted, batch)
+    loss = sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)
+    return {"discriminator": loss} | auxiliary_losses(electra, hidden, masked, batch, context)
 
 
-LossPositions = Literal["masked", "all"]  # the masked positions, or all tokens that are not padding
+LossPositions = Literal["masked", "masked_in_first_document", "all"]  # all: all tokens that are not padding
+
+AUXILIARY_POSITIONS: dict[AuxiliaryHead, LossPositions] = {
+    "corrective_lm": "masked",
+    "bag_of_words": "masked_in_first_document",
+}
 
 
 @dataclass(frozen=True)
@@ -144,8 +150,15 @@ class Objective:
 
     def count_predictions(self, batch: Batch, context: ObjectiveContext) -> Counts:
         """The number of predictions of each loss, before the losses are computed."""
-        counts = {"masked": context.mask(batch).weights.sum(), "all": batch.lengths().sum()}
-        return {name: counts[positions] for name, positions in self.positions.items()}
+        masked, all_positions = context.mask(batch), dict(self.positions)
+        if self.head == "rtd":
+            all_positions |= {head: AUXILIARY_POSITIONS[head] for head in context.objective.auxiliary_heads()}
+        counts: dict[LossPositions, Callable[[], Tensor]] = {
+            "masked": lambda: masked.weights.sum(),
+            "masked_in_first_document": lambda: first_document_weights(masked, batch).sum(),
+            "all": lambda: batch.lengths().sum(),
+        }
+        return {name: counts[positions]() for name, positions in all_positions.items()}
 
     @property
     def has_independent_backward(self) -> bool:
@@ -201,14 +214,47 @@ def corrupt(
     return Corrupted(corrupted, is_replaced=corrupted != input_ids)
 
 
+def detect_replaced(electra: Electra, corrupted: Corrupted, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The discriminator's hidden states [B, L, D] and the loss of each token [B, L]."""
+    discriminator = electra.require_discriminator()
+    hidden = discriminator.encoder(corrupted.input_ids, **batch.encoder_inputs())
+    return hidden, rtd_losses(discriminator.head(hidden), corrupted)
+
+
+def auxiliary_losses(
+    electra: Electra, hidden: Tensor, masked: Masked, batch: Batch, context: ObjectiveContext
+) -> Losses:
+    """The auxiliary losses that have a weight, from the discriminator's `hidden` states [B, L, D]."""
+    config, discriminator = context.objective, electra.require_discriminator()
+    losses: Losses = {}
+    if config.corrective_lm_weight:
+        at_masked = hidden.gather(1, masked.positions[:, :, None].expand(-1, -1, hidden.shape[2]))  # [B, M, D]
+        restored = discriminator.predict_tokens("corrective_lm", at_masked)
+        losses["corrective_lm"] = mlm_loss(restored, masked, config.corrective_lm_weight)
+    if config.bag_of_words_weight:
+        words = discriminator.predict_tokens("bag_of_words", hidden[:, 0])
+        log_likelihood = words.logits.float().log_softmax(1).gather(1, masked.labels)  # [B, M]
+        weights = first_document_weights(masked, batch)
+        losses["bag_of_words"] = sum_token_losses(-log_likelihood, weights, config.bag_of_words_weight)
+    return losses
+
+
+def first_document_weights(masked: Masked, batch: Batch) -> Tensor:
+    """[B, M] the weights of masked positions in the first document of each row, the only one that [CLS] attends to."""
+    if batch.document_ids is None:
+        return masked.weights
+    is_first = batch.document_ids.gather(1, masked.positions) == batch.document_ids[:, :1]
+    return masked.weights * is_first
+
+
 def generator_loss(predictions: TokenPredictions | None, masked: Masked) -> Losses:
     """L_MLM of the generator, if there is one."""
     return {} if predictions is None else {"generator": mlm_loss(predictions, masked)}
 
 
-def mlm_loss(predictions: TokenPredictions, masked: Masked) -> Loss:
+def mlm_loss(predictions: TokenPredictions, masked: Masked, weight: float = 1.0) -> Loss:
     """L_MLM: negative log-likelihood of the original tokens."""
-    return Loss(predictions.mlm_loss_sum(masked.labels, masked.weights), masked.weights.sum())
+    return Loss(predictions.mlm_loss_sum(masked.labels, masked.weights), masked.weights.sum(), weight)
 
 
 def rtd_losses(logits: Tensor, corrupted: Corrupted) -> Tensor:

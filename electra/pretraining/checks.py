@@ -151,7 +151,9 @@ def check_branch_matches_trunk(config: PretrainConfig, model: ElectraConfig, sha
 def model_settings_to_compare(pair: ElectraConfig) -> dict[str, Any]:
     """What the models of a trunk and its branch must have in common, by setting."""
     parts = ["generator with baseline" if pair.has_baseline else "generator"] if pair.generator else []
-    parts += [f"discriminator with {pair.head} head"] if pair.discriminator else []
+    parts += (
+        [f"discriminator with {' and '.join((pair.head, *pair.auxiliary_heads))} head"] if pair.discriminator else []
+    )
     settings: dict[str, Any] = {"parts": " and ".join(parts), "sharing": pair.sharing}
     for prefix, encoder in (("", pair.discriminator), ("generator_", pair.generator)):
         values = asdict(encoder) if encoder else {}

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from electra.data.shards import Shards, open_shards
+from electra.data.tokenizer import read_trained_length
 from electra.plotting import plot_pretraining_curves
 from electra.pretraining.checks import (
     build_run_record,
@@ -83,7 +84,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
         if result.signal:
             break
     metrics = read_metrics(config.output / METRICS)
-    plot_pretraining_curves(config.output, metrics, config.objective.discriminator_weight)
+    plot_pretraining_curves(config.output, metrics, config.objective.loss_weights())
     if not result.signal:
         check_final_losses(metrics, shards.tokenizer.vocabulary.size, result.checkpoint)
     return result
@@ -98,8 +99,11 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         trainer.start_branch(find_model_folder(config.init.branch_from))
     elif weights is not None:
         weights.load_into(task.model)
-    if checkpoint is not None or config.init.model is not None or config.init.branch_from is not None:
+    if source := config.init.branch_from or config.init.model or checkpoint:
         task.trains_segments |= has_trained_segments(task.model)
+        positions = max(encoder.positions for encoder in task.phase.model.encoder_configs().values())
+        trained_length = read_trained_length(checkpoint or find_model_folder(source)) or positions
+        task.trained_length = max(task.trained_length, trained_length)
     if task.is_compiled and not trainer.is_finished():
         print("compiling the first step takes about a minute, less with a warm cache", file=sys.stderr, flush=True)
     return trainer.train()

@@ -291,7 +291,7 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         stored = read_run_settings(checkpoint)
         task_state = asdict(read_pretraining_state(checkpoint))
         pair = read_model_config(checkpoint)
-        inherited = ("recipe", "optimizer", "generator")
+        inherited = ("recipe", "optimizer", "generator", "corrective_lm_weight", "bag_of_words_weight")
         settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
         settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
         size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))

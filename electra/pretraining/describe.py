@@ -47,6 +47,8 @@ def describe_model(config: PretrainConfig, model: ElectraConfig) -> str:
     parts = []
     if model.discriminator is not None:
         parts.append(describe_encoder(MODEL_NAMES[model.head], model.discriminator))
+    if model.auxiliary_heads:
+        parts.append(f"auxiliary losses {', '.join(model.auxiliary_heads)}")
     if model.generator is not None:
         parts.append(describe_encoder("generator" if parts else "masked language model", model.generator))
     elif config.objective.generator != "model":
@@ -215,7 +217,8 @@ def activation_bytes_per_row(phase: Phase, device: torch.device) -> int:
         width = encoder.width
         per_token = width if hardware.activation_checkpointing else 10 * width + 2 * encoder.feedforward
         total += bytes_per_number * length * encoder.layers * per_token
-    predicting = [model.generator, model.discriminator if model.head == "mlm" else None]  # copy_mlm works in chunks
+    predicts_masked = model.head == "mlm" or "corrective_lm" in model.auxiliary_heads  # copy_mlm works in chunks
+    predicting = [model.generator, model.discriminator if predicts_masked else None]
     for encoder in filter(None, predicting):
         total += 3 * 4 * max_masked(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
     return total

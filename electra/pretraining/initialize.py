@@ -26,8 +26,9 @@ from electra.model.config import (
     size_name_for_encoder,
     with_scaled_init_std,
 )
-from electra.model.electra import Electra, MaskedLanguageModel
+from electra.model.electra import Electra
 from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
+from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder
@@ -139,11 +140,15 @@ def read_initial_weights(config: PretrainConfig, model: ElectraConfig) -> Initia
     init = config.init
     if init.model is None or config.resumes_checkpoint():
         return None
-    _, tensors = read_part_config_and_tensors(find_model_folder(init.model))
+    folder = find_model_folder(init.model)
+    _, tensors = read_part_config_and_tensors(folder)
     if not has_head_for(init.model, model):
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("encoder.")}
     source = generator_init_folder(init) if model.generator and model.discriminator else None
-    generator = None if source is None else read_part_config_and_tensors(find_model_folder(source), "generator")[1]
+    generator = None
+    if source is not None:
+        is_same = source == init.model  # a run that still trains may have a newer checkpoint by now
+        _, generator = read_part_config_and_tensors(folder if is_same else find_model_folder(source), "generator")
     weights = InitialWeights(tensors, generator)
     check_shared_weights(weights, config.model)
     return weights
@@ -213,9 +218,9 @@ def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
 @torch.no_grad()
 def set_unigram_output_bias(model: Electra, frequencies: Tensor) -> None:
     """Set the output bias of token predictions to the log of `frequencies` [V], smoothed so that none is zero."""
-    for part in (model.generator, model.discriminator):
-        if isinstance(part, MaskedLanguageModel):
-            part.head.bias.copy_((frequencies + frequencies[frequencies > 0].min() / 10).log())
+    for module in model.modules():
+        if isinstance(module, MLMHead):
+            module.bias.copy_((frequencies + frequencies[frequencies > 0].min() / 10).log())
 
 
 @torch.no_grad()

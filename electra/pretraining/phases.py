@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from electra.errors import ConfigError, suggest
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.flops import training_flops_per_row
-from electra.objectives.config import GeneratorName, ObjectiveName
+from electra.objectives.config import ObjectiveConfig, ObjectiveName
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import PretrainConfig, read_run_settings
+from electra.pretraining.config import PretrainConfig
 from electra.training.config import Budget
 
 PHASE_SETTINGS = (
@@ -141,12 +140,7 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
     pair = pair_config_for_objectives(pair, [config.objective.name for config in configs])
     for encoder in pair.encoder_configs().values():
         encoder.check_length(max(config.loader.length for config in configs))
-    return [
-        model_config_for_objective(
-            pair.with_dropout(config.model.dropout), config.objective.name, config.objective.generator
-        )
-        for config in configs
-    ]
+    return [model_config_for_objective(pair.with_dropout(config.model.dropout), config.objective) for config in configs]
 
 
 def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:
@@ -155,18 +149,17 @@ def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveNa
     return pair if has_discriminator or not pair.discriminator else replace(pair, generator=pair.discriminator)
 
 
-def model_config_for_objective(
-    pair: ElectraConfig, name: ObjectiveName, generator: GeneratorName = "model"
-) -> ElectraConfig:
+def model_config_for_objective(pair: ElectraConfig, config: ObjectiveConfig) -> ElectraConfig:
     """The parts of a pair that an objective trains, with the heads it needs."""
-    objective = OBJECTIVES[name]
-    generator_config = pair.generator if generator == "model" else None
-    discriminator_config = pair.discriminator if objective.head else None
+    objective = OBJECTIVES[config.name]
+    generator = pair.generator if config.generator == "model" else None
+    discriminator = pair.discriminator if objective.head else None
     return ElectraConfig(
-        generator=generator_config,
-        discriminator=discriminator_config,
-        sharing=pair.sharing if generator_config and discriminator_config else "none",
+        generator=generator,
+        discriminator=discriminator,
+        sharing=pair.sharing if generator and discriminator else "none",
         head=objective.head or "rtd",
+        auxiliary_heads=config.auxiliary_heads() if objective.head == "rtd" else (),
         has_baseline=objective.has_baseline,
     )
 
@@ -181,11 +174,3 @@ def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:
     """Whether a phase initialises a discriminator, which the previous phase lacks, from the generator."""
     is_new = previous.model.discriminator is None and phase.model.discriminator is not None
     return is_new and phase.config.init.discriminator_from_generator
-
-
-def read_longest_row_length(checkpoint: Path) -> int | None:
-    """Tokens of the longest rows that a run trains on; None if unknown or if its weights come from another model."""
-    stored = read_run_settings(checkpoint)
-    if "length" not in stored or stored["init"] or stored["branch_from"]:
-        return None
-    return max(spec.settings.get("length", stored["length"]) for spec in parse_phases(stored["phases"]))

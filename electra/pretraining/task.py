@@ -54,6 +54,7 @@ class PretrainingTask:
         if config.init.sinusoidal_positions:
             set_sinusoidal_positions(self.model)
         self.trains_segments = config.loader.packing != "packed"
+        self.trained_length = config.loader.length
         losses = self.objective.losses
         self.compute_losses = torch.compile(losses, dynamic=False) if self.is_compiled else losses
 
@@ -131,7 +132,7 @@ class PretrainingTask:
     def write_model(self, folder: Path) -> None:
         if not self.trains_segments:
             copy_first_segment_embedding(self.model)
-        write_model_into(self.model, folder, self.shards.folder / TOKENIZER)
+        write_model_into(self.model, folder, self.shards.folder / TOKENIZER, self.trained_length)
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict() | {"phase": self.phase.index, "objective": self.config.objective.name}

@@ -12,7 +12,7 @@ from electra.model.flops import (
     total_parameters,
     training_flops_per_row,
 )
-from electra.objectives.config import MaskingConfig
+from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import count_parameters, model_config_for_objective, pair_config_for_objectives
@@ -49,7 +49,8 @@ def counted_model_config(config: FlopsConfig) -> ElectraConfig:
     pair = replace(config.model, sharing=sharing).electra_config(config.vocab_size)
     if config.inference:
         return ElectraConfig(generator=None, discriminator=pair.discriminator, sharing="none")
-    return model_config_for_objective(pair_config_for_objectives(pair, [config.objective]), config.objective)
+    pair = pair_config_for_objectives(pair, [config.objective])
+    return model_config_for_objective(pair, ObjectiveConfig(name=config.objective))
 
 
 def format_item_row(name: str, parameters: int, flops: int) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from electra.data.tokenizer import TextTokenizer
+from electra.data.tokenizer import TextTokenizer, read_trained_length
 from electra.errors import ConfigError, check_finite
 from electra.huggingface.folders import read_config_and_tensors
 from electra.model.config import Pooling
@@ -28,7 +28,7 @@ class TokenizedText:
 
     input_ids: Tensor  # [1, L]
     tokens: list[str]
-    is_truncated: bool  # to the model's positions
+    is_truncated: bool  # to the length that the model was trained on
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,18 @@ class Model:
     """A generator, a discriminator or both, with their tokenizer."""
 
     def __init__(
-        self, electra: Electra, tokenizer: TextTokenizer, device: torch.device, has_rtd_head: bool = True
+        self,
+        electra: Electra,
+        tokenizer: TextTokenizer,
+        device: torch.device,
+        has_rtd_head: bool = True,
+        trained_length: int | None = None,  # longer texts are truncated
     ) -> None:
         self.electra = electra.float().to(device).eval()
         self.tokenizer = tokenizer
         self.device = device
         self.has_rtd_head = has_rtd_head
+        self.trained_length = trained_length
 
     @torch.no_grad()
     def detect(self, text: str) -> Detection:
@@ -165,9 +171,10 @@ class Model:
         return (self.electra.discriminator or self.electra.require_generator()).encoder
 
     def tokenize(self, text: str, encoder: Encoder) -> TokenizedText:
-        """The tokens of a text, truncated to the encoder's positions."""
+        """The tokens of a text, truncated to the length that the model was trained on."""
         ids = self.tokenizer.library.encode(text).ids
-        kept = ids[: encoder.config.positions]
+        positions = encoder.config.positions
+        kept = ids[: min(positions, self.trained_length or positions)]
         input_ids = torch.tensor([kept], device=self.device)
         return TokenizedText(input_ids, [self.token_name(token_id) for token_id in kept], len(kept) < len(ids))
 
@@ -182,11 +189,11 @@ def load(path: str | Path, device: Device = "auto") -> Model:
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))
     electra = build_model(config, weights, folder / WEIGHTS)
-    return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights))
+    return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
 def truncation_note(is_truncated: bool) -> str:
-    return "\n(the text was truncated to the model's positions)" if is_truncated else ""
+    return "\n(the text was truncated to the length that the model was trained on)" if is_truncated else ""
 
 
 def detect(config: DetectConfig) -> Detection:
