@@ -19,8 +19,8 @@ from electra.kernels import dispatch, reference
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder, make_attention_bias, make_rope
-from electra.objectives.losses import total_loss
 from electra.objectives.config import ObjectiveConfig
+from electra.objectives.losses import total_loss
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.command import pretrain
 
