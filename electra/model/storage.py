@@ -220,9 +220,10 @@ def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int 
     """Copy the tokenizer files of the folder `source`, with `trained_length` if given; returns their names."""
     if source is None:
         return []
+    for name in TOKENIZER_FILES:
+        verify_checksum(source / name)
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     for name in names:
-        verify_checksum(source / name)
         shutil.copyfile(source / name, folder / name)
     if names and trained_length is not None and read_trained_length(source) != trained_length:
         settings = read_json(folder / SETTINGS) if SETTINGS in names else {}
