@@ -6,16 +6,19 @@
         [--data shards/] [--steps 30] [--json]
 
 Kernel and PyTorch compute the same from the same bf16 inputs, captured as CUDA graphs, so launch times do not count.
---ablate times a step of joint pre-training with all kernels, without each one that applies, and with none of them; each
-is compiled again, which takes most of a minute.
+--ablate times a step of joint pre-training with all kernels, without each one that applies, and with none of them; they
+are compiled in parallel, which takes a minute or two per shape, and timed one after the other.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from itertools import product
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier, Lock
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ if HAS_TRITON:
 Function = Callable[..., Tensor]
 ALL = "all"
 EPSILON, NO_WINDOW, VOCAB_SIZE, EMBEDDING_WIDTH, MASK_FRACTION = 1e-12, -1, 30522, 128, 0.15
+COMPILE_TIMEOUT = 300  # seconds
 DOCUMENT_START = 0.004  # probability: a document has 250 tokens on average
 APPLICABLE = {  # kernels used by a style at rows of up to 128 tokens, and at longer rows
     ("classic", "short"): ("short_attention", "classic_layer", "linear_gelu", "mlm_head", "weight_gradient_stream"),
@@ -201,44 +205,89 @@ def measure(case: Case) -> Times:
     return Times(case.name, *forward_and_both(case.kernel), *forward_and_both(case.pytorch))
 
 
-def ablate(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Milliseconds of a training step by shape and style: with all kernels, without each, and with none."""
+@dataclass(frozen=True)
+class Variant:
+    """A training step with or without some kernels."""
+
+    shape: str
+    style: str
+    kernels: str  # for the table
+    without: tuple[str, ...] = ()
+    kernel_mode: str = "auto"
+
+
+def variants(shape: str, style: str) -> list[Variant]:
+    """A step with all kernels, without each that applies, and with none."""
+    from pretrain import parse_shape
+
+    rows = "short" if parse_shape(shape).length <= MAX_LENGTH else "long"
+    without_one = [Variant(shape, style, f"without {name}", (name,)) for name in APPLICABLE[style, rows]]
+    return [Variant(shape, style, ALL), *without_one, Variant(shape, style, "none", kernel_mode="off")]
+
+
+def time_variant(
+    variant: Variant, shards: Path, mode: str, steps: int, compiled: Barrier, timing: Lock, milliseconds: Queue
+) -> None:
+    """Compile a step, wait until all are compiled, and time it while no other step runs."""
     from pretrain import WARMUP_STEPS, Environment, build_electra, parse_shape
-    from synthetic_shards import write_synthetic_shards
-    from timing import mean_seconds, median_seconds, reset
+    from timing import mean_seconds, median_seconds
 
     from electra.data.shards import open_shards
 
-    def step_milliseconds(shape: str, style: str, *without: str, kernels: str = "auto") -> float:
-        with dispatch.without_kernels(*without):
-            settings = {"style": style, "kernels": kernels}
-            contender = build_electra(parse_shape(shape), environment, arguments.mode, **settings)
+    try:
+        environment = Environment(open_shards(shards), torch.device("cuda"), peak_flops_per_second=1.0)
+        with dispatch.without_kernels(*variant.without):
+            settings = {"style": variant.style, "kernels": variant.kernel_mode}
+            contender = build_electra(parse_shape(variant.shape), environment, mode, **settings)
             mean_seconds(contender.step, 1 + WARMUP_STEPS, environment.device)
-            seconds = median_seconds(contender.step, arguments.steps, environment.device)
-            del contender
-            reset(environment.device)
-        return 1000 * seconds
+            compiled.wait(COMPILE_TIMEOUT)
+            with timing:
+                mean_seconds(contender.step, WARMUP_STEPS, environment.device)
+                seconds = median_seconds(contender.step, steps, environment.device)
+        milliseconds.put((variant, 1000 * seconds))
+    except BaseException:
+        compiled.abort()
+        milliseconds.put((variant, None))
+        raise
 
+
+def ablate(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a training step by shape and style: with all kernels, without each, and with none.
+
+    The steps of a shape are compiled in parallel, a process each, and then timed one after the other."""
+    from synthetic_shards import write_synthetic_shards
+
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        shards = open_shards(arguments.data or write_synthetic_shards(Path(folder)))
-        environment = Environment(shards, torch.device("cuda"), peak_flops_per_second=1.0)
-        for shape, style in product(arguments.shapes, arguments.styles):
-            rows = "short" if parse_shape(shape).length <= MAX_LENGTH else "long"
-            fields = {"shape": shape, "style": style}
-            yield fields | {"kernels": ALL, "milliseconds": step_milliseconds(shape, style)}
-            for name in APPLICABLE[style, rows]:
-                yield fields | {"kernels": f"without {name}", "milliseconds": step_milliseconds(shape, style, name)}
-            yield fields | {"kernels": "none", "milliseconds": step_milliseconds(shape, style, kernels="off")}
+        shards = arguments.data or write_synthetic_shards(Path(folder))
+        for shape in arguments.shapes:
+            steps = [variant for style in arguments.styles for variant in variants(shape, style)]
+            shared = spawn.Barrier(len(steps)), spawn.Lock(), spawn.Queue()
+            workers = [
+                spawn.Process(target=time_variant, args=(step, shards, arguments.mode, arguments.steps, *shared))
+                for step in steps
+            ]
+            for worker in workers:
+                worker.start()
+            times = dict(shared[2].get() for _ in workers)  # by variant
+            for worker in workers:
+                worker.join()
+            for step in steps:
+                fields = {"shape": step.shape, "style": step.style, "kernels": step.kernels}
+                yield fields | {"milliseconds": times[step]}
 
 
 def print_markdown(rows: Iterable[dict[str, Any]]) -> None:
     """A table of step times and their ratio to the step with all kernels."""
     print("| shape | style | kernels | step, ms | ratio |\n|---|---|---|---|---|")
-    baseline = 0.0
+    baseline: float | None = None
     for row in rows:
         baseline = row["milliseconds"] if row["kernels"] == ALL else baseline
-        cells = [row["shape"], row["style"], row["kernels"], f"{row['milliseconds']:.2f}"]
-        print(f"| {' | '.join(cells)} | {row['milliseconds'] / baseline:.2f} |", flush=True)
+        time, ratio = "failed", "–"
+        if row["milliseconds"] is not None and baseline:
+            time, ratio = f"{row['milliseconds']:.2f}", f"{row['milliseconds'] / baseline:.3f}"
+        print(f"| {row['shape']} | {row['style']} | {row['kernels']} | {time} | {ratio} |", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -296,13 +296,13 @@ def write_checksums(folder: Path) -> None:
 
 
 def verify_checksum(path: Path) -> None:
-    """Raise a DataError if a file has another checksum than is listed beside it; files that are not listed pass."""
+    """Raise a DataError if a file is missing or has another checksum than is listed beside it; others pass."""
     list_path = path.with_name(CHECKSUMS)
     if list_path.exists():
         listed = read_stored(list_path, Checksums).files.get(path.name)
-        if listed is not None and (not path.is_file() or file_checksum(path) != listed):
-            state = "its checksum differs" if path.is_file() else "missing"
-            raise damaged_file_error(path, f"{state}; if you changed it on purpose, remove {CHECKSUMS}")
+        if listed is not None and not (path.is_file() and file_checksum(path) == listed):
+            reason = f"it is missing or its checksum differs; if you changed it on purpose, remove {CHECKSUMS}"
+            raise damaged_file_error(path, reason)
 
 
 def check_same_settings(

@@ -276,7 +276,7 @@ class FakeStream:
         self.calls.append("enter")
 
     @torch.compiler.disable
-    def join(self) -> None:
+    def join(self, *tensors: Tensor | None) -> None:
         self.calls.append("join")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from electra.errors import DataError
 from electra.model.config import EncoderConfig
-from electra.model.storage import load_model, read_tensors, save_model, write_tensors
+from electra.model.storage import copy_tokenizer_files, load_model, read_tensors, save_model, write_tensors
 from electra.runfolder import CHECKSUMS, create_folder_atomically, write_checksums
 
 
@@ -102,6 +103,13 @@ def test_a_flipped_bit_is_detected(folder, name):
     (folder / name).write_bytes(content)
     with pytest.raises(DataError, match=f"{name} is damaged .*checksum"):
         load_model(folder)
+
+
+def test_a_missing_tokenizer_file_is_not_left_out_of_a_copy(encoder_folder, tmp_path):
+    shutil.copytree(encoder_folder, tmp_path / "model")
+    (tmp_path / "model/vocab.txt").unlink()
+    with pytest.raises(DataError, match=r"vocab.txt is damaged .*missing"):
+        copy_tokenizer_files(tmp_path / "model", tmp_path)
 
 
 def test_a_single_file_may_hold_its_checksum(tmp_path):
