@@ -38,7 +38,7 @@ from electra.config import (
     settings_by_name,
     union_members,
 )
-from electra.errors import ConfigError, DataError, TrainingError, suggest
+from electra.errors import ConfigError, DataError, TrainingError, report_panics, suggest
 from electra.runfolder import dump_json
 from electra.signals import clean_up_on_stop_signals, exit_on_stop_signals
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for terminals without UTF-8
     try:
-        with clean_up_on_stop_signals():
+        with clean_up_on_stop_signals(), report_panics():
             run_command(arguments)
     except (ConfigError, DataError, TrainingError) as error:
         exit_with_error(str(error), arguments)

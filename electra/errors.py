@@ -10,7 +10,8 @@ A message states what was passed, what is allowed and what to do. It may name se
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -35,6 +36,17 @@ def check_finite(outputs: Any, model: object) -> None:
     """Raise a DataError if outputs of a model, a tensor or an array, are not finite."""
     if not math.isfinite(abs(outputs).max()):
         raise DataError(f"the outputs of {model} are not finite: its training diverged, or its weights are damaged")
+
+
+@contextmanager
+def report_panics() -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which is a BaseException of no public class, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"the tokenizers library failed ({error}); use another tokenizer") from None
 
 
 def check_range(

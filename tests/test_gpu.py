@@ -399,9 +399,12 @@ def difference(one, other) -> float:
 
 
 @COMPILED
+@pytest.mark.parametrize("auxiliary", [False, True])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style):
+def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style, auxiliary):
     positions = {} if style == "classic" else {"sinusoidal_positions": False}
+    weights = dict.fromkeys(("corrective_lm_weight", "bag_of_words_weight"), float(auxiliary))
+    names = ["generator", "discriminator"] + (["corrective_lm", "bag_of_words"] if auxiliary else [])
     same = {
         "device": "cuda",
         "style": style,
@@ -409,7 +412,7 @@ def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style):
         "log_every": 1,
         "width": 64,
         "generator_width": 64,
-        **positions,
+        **(positions | weights),
     }
     plain = run_config("plain", compile="off", precision="fp32", **same)
     fast = run_config("fast", precision="bf16", **same)
@@ -417,10 +420,8 @@ def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style):
     for run in (plain, fast):
         pretrain(run)
         lines = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
-        losses.append(
-            torch.tensor([[line["generator"], line["discriminator"]] for line in lines if line["kind"] == "train"])
-        )
-    assert losses[0].shape == (30, 2)
+        losses.append(torch.tensor([[line[name] for name in names] for line in lines if line["kind"] == "train"]))
+    assert losses[0].shape == (30, len(names))
     torch.testing.assert_close(losses[1].mean(0), losses[0].mean(0), rtol=0.01, atol=0)
 
 

@@ -19,6 +19,7 @@ from electra.kernels import dispatch, reference
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder, make_attention_bias, make_rope
+from electra.objectives.config import ObjectiveConfig
 from electra.objectives.losses import total_loss
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.command import pretrain
@@ -269,15 +270,17 @@ def test_objectives_have_the_same_losses_and_gradients(kernels_off, one_program,
     torch.manual_seed(0)
     discriminator = {"discriminator": size, "sharing": "embeddings"}
     pair = discriminator if needs.head else {"discriminator": None, "sharing": "none"}
-    config = ElectraConfig(generator=size, **pair, head=needs.head or "rtd", has_baseline=needs.has_baseline)
-    electra = Electra(config)
+    objective_config = ObjectiveConfig(name=objective, corrective_lm_weight=1.0, bag_of_words_weight=1.0)
+    heads = {"head": needs.head or "rtd", "has_baseline": needs.has_baseline}
+    auxiliary_heads = objective_config.auxiliary_heads() if needs.head == "rtd" else ()
+    electra = Electra(ElectraConfig(generator=size, **pair, **heads, auxiliary_heads=auxiliary_heads))
     input_ids = torch.randint(110, vocabulary.size, (3, 20))
     document_ids = (torch.rand(3, 20) < 0.1).cumsum(1).int()
     batch = Batch(input_ids, torch.tensor(3), torch.arange(3), document_ids=document_ids)
     assert electra.require_generator().encoder.attention_backend(20) == "short"
 
     def run() -> tuple[Tensor, ...]:
-        losses = needs.losses(electra, batch, ObjectiveContext(vocabulary=vocabulary))
+        losses = needs.losses(electra, batch, ObjectiveContext(vocabulary=vocabulary, objective=objective_config))
         total_loss(losses).backward()
         return tuple(loss.sum / loss.count for loss in losses.values())
 

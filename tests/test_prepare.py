@@ -20,7 +20,7 @@ from electra.config import build_config
 from electra.data import corpus
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
-from electra.data.tokenizer import TokenizerConfig, train_tokenizer
+from electra.data.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.runfolder import PARTIAL, lock_folder
 
@@ -337,6 +337,16 @@ def test_an_error_in_a_worker_is_a_one_line_error(text, capsys):
     (text / "5.txt").write_bytes(b"bad \xff")
     error = run_failing(capsys, *command(config(text, workers=2, strict=True)))
     assert "5.txt, line 1: not valid UTF-8" in error
+
+
+def test_a_panic_of_the_tokenizers_library_is_a_one_line_error(text, capfd):
+    tokenizer = json.loads(load_tokenizer(text.parent / "vocab.txt").library.to_str())
+    slow = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+    (text.parent / "slow.json").write_text(json.dumps(tokenizer | {"normalizer": slow}))
+    (text / "0.txt").write_text("a" * 100 + "b")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(command(config(text, tokenizer=text.parent / "slow.json", workers=2)))
+    assert "electra: the tokenizers library failed (" in capfd.readouterr().err
 
 
 def test_after_a_full_disk_the_run_can_be_resumed(text, capsys, monkeypatch):

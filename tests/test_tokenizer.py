@@ -205,7 +205,7 @@ def test_a_panic_of_the_library_is_an_error(tmp_path, capfd):
     description = json.loads(build_wordpiece_tokenizer(SPECIAL_TOKENS, lowercase=True).library.to_str())
     damaged = description | {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(damaged))
-    with pytest.raises(DataError, match=r"tokenizer.json is not a file of the tokenizers library \(Precompiled"):
+    with pytest.raises(DataError, match=r"tokenizer.json is not a file of the tokenizers library \(.*Precompiled"):
         load_tokenizer(tmp_path)
 
 

@@ -45,7 +45,7 @@ from electra.data.shards import (
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from electra.data.wordpiece import LibraryEncoder, create_encoder
 from electra.data.workers import count_usable_cores, map_in_order
-from electra.errors import ConfigError, DataError, check_range
+from electra.errors import ConfigError, DataError, check_range, report_panics
 from electra.runfolder import (
     CHECKSUM,
     PARTIAL,
@@ -312,6 +312,7 @@ def load_cached_encoder(tokenizer_folder: Path, fingerprint: str) -> LibraryEnco
     return create_encoder(tokenizer)
 
 
+@report_panics()
 def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> EncodedShard:
     """Encode the text of one shard; runs in a worker."""
     encoder = load_cached_encoder(config.output / TOKENIZER, fingerprint)

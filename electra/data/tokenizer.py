@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
-from electra.errors import ConfigError, DataError, check_range
+from electra.errors import ConfigError, DataError, check_range, report_panics
 from electra.runfolder import (
     convert_stored,
     create_folder_atomically,
@@ -201,10 +201,9 @@ def read_trained_length(folder: Path) -> int | None:
 def load_tokenizer_json(file: Path, content: str) -> TextTokenizer:
     """The tokenizer of a tokenizer.json, with the special tokens that the files beside it name."""
     try:
-        library = Tokenizer.from_str(content)
-    except BaseException as error:  # the library raises nothing narrower, and a panic of Rust is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
+        with report_panics():
+            library = Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing narrower
         raise DataError(f"{file} is not a file of the tokenizers library ({error})") from None
     library.no_truncation()
     library.no_padding()
