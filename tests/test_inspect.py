@@ -98,7 +98,7 @@ def test_verify_detects_a_flipped_bit(folder, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["inspect", str(folder), "--verify"])
     error = capsys.readouterr().err
-    assert "00000.safetensors; make only what is damaged again with: electra shard --corpus" in error
+    assert "00000.safetensors is damaged; make only what is damaged again with: electra shard --corpus" in error
 
 
 def test_the_command_prints_text_or_json(folder, capsys):

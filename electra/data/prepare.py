@@ -34,7 +34,6 @@ from electra.data.shards import (
     ShardFile,
     ShardIndex,
     ShardInfo,
-    Shards,
     Split,
     most_frequent_words,
     open_shard_file,
@@ -246,16 +245,13 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
 
 def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
     """The undamaged shards of a folder by name."""
-    if index is not None:
-        damaged = Shards(output, index).find_damaged_shards()
-        return {shard.name: shard for shard in index.shards if shard.name not in damaged}
     finished = {}
     for path in shard_files(output):
         with suppress(DataError):  # damaged: made again
             file = open_shard_file(path)
             file.verify_all()
             finished[path.name] = file.read_info()
-    return finished
+    return finished if index is None else {info.name: info for info in index.shards if finished.get(info.name) == info}
 
 
 def shard_files(output: Path) -> list[Path]:

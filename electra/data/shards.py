@@ -27,7 +27,7 @@ from safetensors.numpy import save
 
 from electra.data.tokenizer import TextTokenizer, load_tokenizer
 from electra.errors import DataError
-from electra.runfolder import CHECKSUM, join_first_names
+from electra.runfolder import CHECKSUM, report_damage
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -76,8 +76,8 @@ class ShardIndex:
     shards: list[ShardInfo]
 
     def __post_init__(self) -> None:
-        if "--output" not in shlex.split(self.command):
-            raise ValueError("command is not one of electra shard")
+        if not self.shards or "--output" not in shlex.split(self.command):
+            raise ValueError("it lists no shards, or not the command that made them")
 
     def totals_by_split(self, field: Literal["documents", "tokens"]) -> dict[str, int]:
         """Number of documents or tokens by split."""
@@ -199,13 +199,10 @@ class ShardFile:
 
 def open_shard_file(path: Path, advice: str = "") -> ShardFile:
     """Map a shard into memory."""
-    try:
-        with open(path, "rb") as file:
-            return ShardFile(mmap(file.fileno(), 0, access=ACCESS_READ), path, advice)
-    except (OSError, ValueError) as error:  # missing or empty
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} cannot be read ({error}){advice}") from None
+    if not path.is_file() or not path.stat().st_size:  # of which there is no map
+        raise DataError(f"{path} is missing or empty{advice}")
+    with open(path, "rb") as file:
+        return ShardFile(mmap(file.fileno(), 0, access=ACCESS_READ), path, advice)
 
 
 class ShardArray:
@@ -240,11 +237,12 @@ class Shards:
     @cached_property
     def tokenizer(self) -> TextTokenizer:
         """The tokenizer that the shards were made with."""
-        tokenizer = load_tokenizer(self.folder / TOKENIZER)
-        if CHECKSUM + tokenizer.fingerprint != self.index.settings.get("tokenizer"):
-            raise DataError(
-                f"{self.folder / TOKENIZER} is not the tokenizer that the shards were made with{self.advice}"
-            )
+        try:
+            tokenizer = load_tokenizer(self.folder / TOKENIZER)
+            if CHECKSUM + tokenizer.fingerprint != self.index.settings.get("tokenizer"):
+                raise DataError(f"{self.folder / TOKENIZER} is not the tokenizer that the shards were made with")
+        except DataError as error:
+            raise DataError(f"{error}{self.advice}") from None
         return tokenizer
 
     @cached_property
@@ -256,16 +254,13 @@ class Shards:
 
     @cached_property
     def files(self) -> list[ShardFile]:
-        """All shards, memory-mapped."""
+        """All shards, memory-mapped; raises if one is missing, truncated or another than the index says."""
         raise_open_file_limit(len(self.index.shards))
-        return [self.open_file(shard) for shard in self.index.shards]
-
-    def open_file(self, shard: ShardInfo) -> ShardFile:
-        """A shard, memory-mapped; raises if it is missing or if its size or header is not the index's."""
-        file = open_shard_file(self.folder / shard.name, self.advice)
-        if (len(file.content), file.checksum()) != (shard.bytes, shard.checksum):
-            raise file.damage()
-        return file
+        files = [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
+        for file, shard in zip(files, self.index.shards, strict=True):
+            if (len(file.content), file.checksum()) != (shard.bytes, shard.checksum):
+                raise file.damage()
+        return files
 
     def arrays(self, split: Split, name: Literal["tokens", "ends"]) -> list[ShardArray]:
         """An array of each shard."""
@@ -278,21 +273,6 @@ class Shards:
     def document_ends_by_shard(self, split: Split) -> list[NDArray]:
         """The end of each document in `tokens` of each shard, memory-mapped."""
         return [array.read() for array in self.arrays(split, "ends")]
-
-    def find_damaged_shards(self) -> list[str]:
-        """The names of shards that are missing or damaged, all checksums verified."""
-        damaged = []
-        for shard in self.index.shards:
-            try:
-                self.open_file(shard).verify_all()
-            except DataError:
-                damaged.append(shard.name)
-        return damaged
-
-    def is_missing_or_truncated(self, shard: ShardInfo) -> bool:
-        """Whether a shard is missing or truncated."""
-        path = self.folder / shard.name
-        return not path.is_file() or path.stat().st_size != shard.bytes
 
     def check_same_tokenizer(self, model_tokenizer: TextTokenizer) -> None:
         """Raise if a model's tokenizer is not the one that the shards were made with."""
@@ -308,7 +288,7 @@ class Shards:
 
 
 def open_shards(folder: Path) -> Shards:
-    """The shards in a folder; raises if they are missing, unfinished or truncated."""
+    """The shards in a folder; raises if they are unfinished, or if one is missing or truncated."""
     if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
         raise DataError(f"the shards in {folder} are unfinished; run the same electra shard command again to resume")
     if not (folder / INDEX).is_file():
@@ -317,9 +297,7 @@ def open_shards(folder: Path) -> Shards:
             f"{explain_missing_shards(folder)}; make shards with: electra shard --corpus {corpus} --output shards/"
         )
     shards = Shards(folder, read_index(folder))
-    damaged = [shard.name for shard in shards.index.shards if shards.is_missing_or_truncated(shard)]
-    if damaged:
-        raise damaged_shards_error(shards, damaged)
+    assert shards.files is not None
     return shards
 
 
@@ -331,19 +309,10 @@ def explain_missing_shards(path: Path) -> str:
 
 def read_index(folder: Path) -> ShardIndex:
     content = (folder / INDEX).read_bytes()
-    try:
-        index = msgspec.json.decode(content, type=ShardIndex)
+    with report_damage(folder / INDEX, "if it is an index of shards, make them again in another folder"):
         if content != append_checksum(content.rpartition(CHECKSUM_FIELD)[0]):
-            raise ValueError("it has other content than its checksum says")
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DataError(
-            f"{folder / INDEX} is damaged or not an index of shards ({error}); make the shards again in another folder"
-        ) from None
-    return index
-
-
-def damaged_shards_error(shards: Shards, names: list[str]) -> DataError:
-    return DataError(f"damaged shards in {shards.folder}: {join_first_names(names)}{shards.advice}")
+            raise msgspec.ValidationError("its checksum is missing or differs")
+        return msgspec.json.decode(content, type=ShardIndex)
 
 
 class TokenRing:
