@@ -244,6 +244,9 @@ def test_a_missing_corpus_and_one_without_text_have_different_errors(tmp_path):
         read(tmp_path / "gone")
     with pytest.raises(DataError, match=r"no text files in .*\*.txt; a corpus is"):
         read(tmp_path / "*.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe.txt is a pipe or device; a corpus is"):
+        read(tmp_path / "pipe.txt")
     with pytest.raises(ConfigError, match="hub: names no dataset; use hub:NAME"):
         read("hub:")
 
