@@ -35,7 +35,7 @@ test: check
 	$(PYTEST)
 	TRITON_INTERPRET=1 $(PYTEST) tests/test_kernels.py
 
-# What is long by nature: kill loops, the demo, benchmark scripts.
+# What is long by nature: faults and kills, the demo, benchmark scripts.
 test-slow: install
 	$(PYTEST) -m slow
 

@@ -28,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -102,7 +103,8 @@ class Case:
     inputs: tuple[str, ...]
     prepare: Callable[[Path], None] = lambda folder: None  # damages the inputs
     damaged: str = ""  # the file
-    stop: tuple[int, float] | None = None  # signal, and the fraction of the command's file operations before it
+    stop: tuple[int, float] | None = None  # signal, and the fraction of the command before it,
+    is_timed: bool = False  # in seconds or else in file operations
     is_checked: bool = False  # another result is wrong
 
 
@@ -115,6 +117,7 @@ class Outcome:
     errors: str = ""
     resident_bytes: int = 0
     cpu_seconds: float = 0.0
+    seconds: float = 0.0
     operations: int = 0
     is_timeout: bool = False
 
@@ -127,8 +130,10 @@ class Verdict:
     faults: list[str] = field(default_factory=list)
 
 
-def run_electra(command: str, folder: Path, stop_at: tuple[int, int] | None = None) -> Outcome:
-    """Run a command in a forked process; `stop_at` sends it a signal at its n-th file operation."""
+def run_electra(
+    command: str, folder: Path, stop_at: tuple[int, int] | None = None, stop_after: tuple[int, float] | None = None
+) -> Outcome:
+    """Run a command in a forked process; send it a signal at its n-th file operation, or after some seconds."""
     out, err, counter = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err", "count"))
     child = os.fork()
     if child == 0:
@@ -137,6 +142,9 @@ def run_electra(command: str, folder: Path, stop_at: tuple[int, int] | None = No
     ticks, is_timeout = 0, False
     while (ended := os.wait4(child, os.WNOHANG))[0] == 0:
         now = time.monotonic()
+        if stop_after is not None and now - start >= stop_after[1]:
+            os.kill(child, stop_after[0])
+            stop_after = None
         if (used := processor_ticks(child)) != ticks:
             ticks, progress = used, now
         if now - start > MAX_SECONDS or now - progress > MAX_IDLE_SECONDS:
@@ -150,6 +158,7 @@ def run_electra(command: str, folder: Path, stop_at: tuple[int, int] | None = No
         errors=err.read_text(errors="replace"),
         resident_bytes=usage.ru_maxrss * 1024,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
+        seconds=time.monotonic() - start,
         operations=counter.stat().st_size if counter.exists() else 0,
         is_timeout=is_timeout,
     )
@@ -233,7 +242,8 @@ class Trial:
     def __init__(self, work: Path) -> None:
         self.work, self.good = work, work / "good"
         self.results: dict[str, dict[str, str | None]] = {}  # of commands without a fault, and
-        self.operations: dict[str, int] = {}  # their file operations
+        self.operations: dict[str, int] = {}  # their file operations,
+        self.seconds: dict[str, float] = {}  # their time,
         self.files: dict[str, set[str]] = {}  # and the files there are after them
         write_inputs(self.good)
         for output, (_, command) in WRITERS.items():
@@ -269,6 +279,7 @@ class Trial:
             self.require_success(outcome, case.command)
         self.results[case.command] = result_of(case.command, folder, outcome)
         self.operations[case.command] = outcome.operations
+        self.seconds[case.command] = outcome.seconds
         self.files[case.command] = set(read_files(folder))
         shutil.rmtree(folder.parent)
 
@@ -324,9 +335,12 @@ class Trial:
         assert case.stop is not None
         number, fraction = case.stop
         before = read_files(folder)
-        operation = 1 + int(fraction * self.operations[case.command])
-        stopped = run_electra(case.command, folder, (number, operation))
-        faults = self.common_faults(stopped) if number != signal.SIGKILL else []
+        if case.is_timed:
+            after = number, fraction * self.seconds[case.command]
+            stopped = run_electra(case.command, folder, stop_after=after)
+        else:
+            stopped = run_electra(case.command, folder, (number, 1 + int(fraction * self.operations[case.command])))
+        faults = self.common_faults(stopped) if stopped.code != -number else []  # SIGKILL, or before it began
         strays = [path for path in folder.rglob("*electra-partial") if "lock" not in path.name]  # locks are taken over
         if strays and number != signal.SIGKILL:
             faults.append("lost")
@@ -353,16 +367,15 @@ def all_cases(draw: random.Random) -> Iterator[Case]:
         yield Case(f"hostile {hostile.group}", hostile.name, hostile.command, hostile.inputs, hostile.prepare)
 
 
-def stop_cases(draw: random.Random, count: int = 12) -> Iterator[Case]:
+def stop_cases(draw: random.Random) -> Iterator[Case]:
     """Every command that writes, stopped at different moments."""
+    counts = {signal.SIGKILL: 12, signal.SIGTERM: 3, signal.SIGHUP: 3, signal.SIGINT: 3}  # of each way
     for inputs, command in WRITERS.values():
-        name = command.split()[0]
-        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP):
-            for _ in range(count if number == signal.SIGKILL else count // 4):
-                stop = (number, draw.random())
-                yield Case(
-                    f"{signal.Signals(number).name}", f"{name} at {stop[1]:.0%}", command, tuple(inputs), stop=stop
-                )
+        for number, is_timed in product(counts, (True, False)):
+            for fraction in (draw.random() for _ in range(counts[number])):
+                name = f"{command.split()[0]} at {fraction:.0%} of its {'time' if is_timed else 'file operations'}"
+                stop = (number, fraction)
+                yield Case(signal.Signals(number).name, name, command, tuple(inputs), stop=stop, is_timed=is_timed)
 
 
 def damage_cases(draw: random.Random) -> Iterator[Case]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (
 CONTINUATION_PREFIX = "##"
 MAX_LENGTH = 10**9  # transformers writes 1e30 for an unlimited model_max_length
 MAX_VOCABULARY = 1 << 22  # a larger id is damage, and would take much memory
-MAX_GROWTH = 16
+MAX_GROWTH, MAX_REPLACEMENTS = 100, 3_000
 MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
 
 
@@ -214,21 +213,37 @@ def load_tokenizer_json(file: Path, content: str) -> TextTokenizer:
 
 
 def check_growth(library: Tokenizer) -> None:
-    """Raise if the normalizer or the decoder may make text much longer: nested replacements could fill the memory."""
+    """Raise if the normalizer or the decoder may make a text much longer: nested replacements could fill the memory."""
     for component in filter(None, (library.normalizer, library.decoder)):
-        growth = max_growth(json.loads(component.__getstate__()))
-        if growth > MAX_GROWTH:
-            raise DataError(
-                f"replacements make a text up to {growth:,} times as long; at most {MAX_GROWTH} are allowed"
-            )
+        steps = list(find_replacements(json.loads(component.__getstate__())))
+        texts = [" ", *(old for old, _ in steps)]
+        if len(texts) > MAX_REPLACEMENTS or sum(map(len, texts)) > 100 * MAX_REPLACEMENTS:
+            raise DataError(f"it has more than {MAX_REPLACEMENTS:,} replacements, or too long ones")
+        if any(is_growing(text, steps) for text in texts):
+            raise DataError(f"its replacements could make a text over {MAX_GROWTH} times as long")
 
 
-def max_growth(component: Any) -> int:
-    """By which factor a normalizer or decoder, as the library describes it, can lengthen a text."""
-    if isinstance(component, dict):
-        added = component.get("content") or component.get("prepend") or ""
-        return max(1, len(added)) * max_growth(list(component.values()))
-    return math.prod(map(max_growth, component)) if isinstance(component, list) else 1
+def find_replacements(component: Any) -> Iterator[tuple[str, str]]:
+    """What a normalizer or decoder replaces, in order; "" by what takes the place of regular expressions."""
+    match component:
+        case {"type": "Replace", "pattern": pattern, "content": content}:
+            yield pattern.get("String", ""), content
+        case {"type": "Prepend", "prepend": content}:
+            yield "", content
+        case {"normalizers": steps} | {"decoders": steps}:
+            for step in steps:
+                yield from find_replacements(step)
+
+
+def is_growing(text: str, steps: list[tuple[str, str]]) -> bool:
+    """Whether replacements make a text much longer, if regular expressions match every character."""
+    limit = MAX_GROWTH * max(1, len(text))
+    for old, new in steps:
+        size = len(text) + text.count(old) * (len(new) - len(old)) if old else len(text) * max(1, len(new))
+        if size > limit:
+            return True
+        text = text.replace(old, new) if old else text * max(1, len(new))
+    return False
 
 
 def load_vocab_txt(file: Path, content: str) -> TextTokenizer:

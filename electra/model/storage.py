@@ -139,8 +139,8 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    verify_checksum(path)
     with open_safetensors(path) as file:
+        verify_checksum(path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         checksum = (file.metadata() or {}).get("checksum")
     if checksum is not None and checksum != tensors_checksum(tensors):
