@@ -120,7 +120,7 @@ def test_index_without_files_is_an_error(tmp_path, weight_map):
     random_model(ElectraForPreTraining).save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs/model.safetensors").unlink()
     (tmp_path / "theirs/model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
-    with pytest.raises(DataError, match="weight_map must map each tensor to its file"):
+    with pytest.raises(DataError, match=r"index.json .*weight_map"):
         import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "ours"))
 
 
