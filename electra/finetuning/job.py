@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from electra.errors import ConfigError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
 from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
@@ -56,6 +57,10 @@ class JobResult:
     seconds: float
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
+
+    def __post_init__(self) -> None:
+        if not self.metrics.get("dev"):
+            raise ConfigError("no metrics of the dev rows")
 
     @property
     def main_metric(self) -> float:
