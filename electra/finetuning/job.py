@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra.errors import ConfigError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
 from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
@@ -60,7 +59,7 @@ class JobResult:
 
     def __post_init__(self) -> None:
         if not self.metrics.get("dev"):
-            raise ConfigError("no metrics of the dev rows")
+            raise ValueError("no metrics of the dev rows")
 
     @property
     def main_metric(self) -> float:
