@@ -100,6 +100,7 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
     """Metrics of generator and discriminator, if present; `unigram` [V] are the frequencies of tokens."""
     context = ObjectiveContext(vocabulary=vocabulary, seed=SEED)
     means, rtd, unigram_rtd = WeightedMeans(), DetectionMetrics(), DetectionMetrics()
+    log_unigram = smoothed_log_frequencies(unigram)
     for batch in batches:
         sampled = (
             None
@@ -107,6 +108,8 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
             else evaluate_generator_and_corrupt(electra.generator, batch, context, means)
         )
         unigram_sampled = corrupt_with_unigram_samples(batch, context, unigram)
+        masked = (sampled or unigram_sampled).masked
+        means.add("unigram_mlm_loss", -log_unigram[masked.labels], masked.weights)
         if isinstance(electra.discriminator, MaskedLanguageModel):
             evaluate_replace_mlm(electra.discriminator, batch, sampled or unigram_sampled, means)
         elif electra.discriminator is not None:
@@ -115,6 +118,11 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
                     logits = electra.discriminator(samples.corrupted.input_ids, **batch.encoder_inputs())
                     metrics.add(logits, samples.corrupted, batch)
     return means.compute() | rtd.compute("rtd") | unigram_rtd.compute("unigram_rtd")
+
+
+def smoothed_log_frequencies(frequencies: Tensor) -> Tensor:
+    """The log of token frequencies [V], smoothed so that none is zero."""
+    return (frequencies + frequencies[frequencies > 0].min() / 10).log()
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from electra.pretraining.initialize import (
     unigram_frequencies,
 )
 from electra.pretraining.phases import Phase
+from electra.pretraining.verdict import describe_metrics
 from electra.training.hardware import choose_dtype, peak_flops_per_second, should_compile
 
 
@@ -122,6 +123,9 @@ class PretrainingTask:
             write_samples_page(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
         self.model.train()
         return {"loss": loss} | metrics
+
+    def describe_metrics(self, metrics: dict[str, float]) -> str:
+        return describe_metrics(metrics)
 
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""
