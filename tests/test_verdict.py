@@ -2,7 +2,8 @@
 
 import pytest
 
-from electra.pretraining.verdict import assess_run, describe_metrics
+from electra.objectives.evaluation import describe_metrics
+from electra.pretraining.verdict import assess_run
 
 LEARNT = {"loss": 20.0, "mlm_loss": 4.0, "mlm_accuracy": 0.3, "unigram_mlm_loss": 7.0, "rtd_auc": 0.8}
 LEARNT |= {"unigram_rtd_auc": 0.9, "unigram_rtd_loss": 0.2}

@@ -29,6 +29,8 @@ from electra.objectives.objectives import (
 )
 
 SEED = 20200310
+PLATEAU = 0.95  # fraction of the unigram loss: above it, little but token frequencies is learnt
+TOKEN_LOSSES = {"replace_mlm_loss": "model", "mlm_loss": "generator"}  # of models that predict tokens
 
 EVALUATED: dict[ObjectiveName, Objective] = OBJECTIVES | {"adversarial": OBJECTIVES["rtd"]}
 """The objective whose losses are the held-out loss; a policy gradient's loss means little, so MLM replaces it."""
@@ -165,3 +167,21 @@ def corrupt_with_unigram_samples(batch: Batch, context: ObjectiveContext, unigra
     context = replace(context, seed=context.seed + 1, frequencies=unigram)
     masked = context.mask(batch)
     return MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sample(None, masked, batch, context)))
+
+
+def describe_metrics(metrics: dict[str, float]) -> str:
+    """The main metrics of an evaluation, each beside its baseline."""
+    parts = []
+    for name in TOKEN_LOSSES.keys() & metrics.keys():
+        state = ", on the plateau of token frequencies" if is_on_plateau(metrics, name) else ""
+        parts.append(
+            f"MLM loss {metrics[name]:.2f} (token frequencies alone: {metrics['unigram_mlm_loss']:.2f}{state})"
+        )
+    for name, samples in (("rtd_auc", "of the generator"), ("unigram_rtd_auc", "drawn at random")):
+        if name in metrics:
+            parts.append(f"AUC {metrics[name]:.2f} for tokens {samples}")
+    return ", ".join(parts) + (" (guessing: 0.50)" if "unigram_rtd_auc" in metrics else "")
+
+
+def is_on_plateau(metrics: dict[str, float], name: str) -> bool:
+    return metrics[name] > PLATEAU * metrics["unigram_mlm_loss"]

@@ -13,7 +13,7 @@ from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import write_model_into
-from electra.objectives.evaluation import evaluate, held_out_loss
+from electra.objectives.evaluation import describe_metrics, evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
@@ -24,7 +24,6 @@ from electra.pretraining.initialize import (
     unigram_frequencies,
 )
 from electra.pretraining.phases import Phase
-from electra.pretraining.verdict import describe_metrics
 from electra.training.hardware import choose_dtype, peak_flops_per_second, should_compile
 
 

@@ -2,37 +2,19 @@
 
 from typing import Any
 
+from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
+
 Metrics = dict[str, float]
 
-PLATEAU = 0.95  # fraction of the unigram loss: above it, little but token frequencies is learnt
 GUESSING_AUC = 0.55  # up to here a ranking is hardly better than guessing, which has 0.5
 OVERFITTING = 1.02  # times the lowest held-out loss
 MANY_EPOCHS = 20
-TOKEN_LOSSES = {"replace_mlm_loss": "model", "mlm_loss": "generator"}  # of models that predict tokens
 RISING = (*TOKEN_LOSSES, "unigram_rtd_loss")  # losses with the same masks and samples at every evaluation
-
-
-def describe_metrics(metrics: Metrics) -> str:
-    """The main metrics of an evaluation, each beside its baseline."""
-    parts = []
-    for name in TOKEN_LOSSES.keys() & metrics.keys():
-        state = ", on the plateau of token frequencies" if is_on_plateau(metrics, name) else ""
-        parts.append(
-            f"MLM loss {metrics[name]:.2f} (token frequencies alone: {metrics['unigram_mlm_loss']:.2f}{state})"
-        )
-    for name, samples in (("rtd_auc", "of the generator"), ("unigram_rtd_auc", "drawn at random")):
-        if name in metrics:
-            parts.append(f"AUC {metrics[name]:.2f} for tokens {samples}")
-    return ", ".join(parts) + (" (guessing: 0.50)" if "unigram_rtd_auc" in metrics else "")
 
 
 def is_guessing(metrics: Metrics) -> bool:
     """Whether random tokens are hardly detected; samples of a poor generator differ in frequency, which is easier."""
     return metrics["unigram_rtd_auc"] < GUESSING_AUC
-
-
-def is_on_plateau(metrics: Metrics, name: str) -> bool:
-    return metrics[name] > PLATEAU * metrics["unigram_mlm_loss"]
 
 
 def assess_run(lines: list[dict[str, Any]], epochs: float, run: str) -> dict[str, str]:
