@@ -135,6 +135,8 @@ def run_electra(
 ) -> Outcome:
     """Run a command in a forked process; send it a signal at its n-th file operation, or after some seconds."""
     out, err, counter = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err", "count"))
+    for path in (out, err, counter):
+        path.write_bytes(b"")
     child = os.fork()
     if child == 0:
         run_in_child(command, folder, (out, err, counter), stop_at)
@@ -159,7 +161,7 @@ def run_electra(
         resident_bytes=usage.ru_maxrss * 1024,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         seconds=time.monotonic() - start,
-        operations=counter.stat().st_size if counter.exists() else 0,
+        operations=counter.stat().st_size,
         is_timeout=is_timeout,
     )
 
@@ -424,17 +426,27 @@ def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[li
         if child := os.fork():
             children[child] = path
             continue
-        with path.open("w") as file:
-            for number in range(worker, len(cases), workers):
-                verdict = trial.run(cases[number], number)
-                outcome = replace(verdict.outcome, output="", errors=verdict.outcome.errors[-3000:])
-                file.write(json.dumps([number, verdict.verdict, verdict.faults, outcome.__dict__]) + "\n")
-                file.flush()
-        os._exit(0)
+        try:
+            run_cases(trial, cases, range(worker, len(cases), workers), path)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     for child, path in children.items():
-        os.waitpid(child, 0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit("the trial itself failed")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         yield [Verdict(cases[number], name, Outcome(**outcome), faults) for number, name, faults, outcome in lines]
+
+
+def run_cases(trial: Trial, cases: list[Case], numbers: range, path: Path) -> None:
+    """Run some of the cases and write their verdicts to a file."""
+    with path.open("w") as file:
+        for number in numbers:
+            verdict = trial.run(cases[number], number)
+            outcome = replace(verdict.outcome, output="", errors=verdict.outcome.errors[-3000:])
+            file.write(json.dumps([number, verdict.verdict, verdict.faults, outcome.__dict__]) + "\n")
+            file.flush()
 
 
 def import_libraries() -> None:
