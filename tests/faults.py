@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -34,7 +35,7 @@ from pathlib import Path
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from hostile_files import HOSTILE_CASES, damages, write_inputs  # noqa: E402  # after the settings of the environment
+from hostile_files import HOSTILE_CASES, damages, remove_checksums, write_inputs  # noqa: E402  # after the settings of the environment
 
 FAULTS = ("lost", "wrong", "traceback", "crash", "memory", "slow")
 MAX_RESIDENT_BYTES = 2e9
@@ -88,6 +89,12 @@ READERS = {  # commands that read each kind of folder: other inputs, commands
     "huggingface": ([], [f"{DETECT} huggingface words", WRITERS["model"][1]]),
     "tuned": (["model", "rows"], [WRITERS["tuned"][1], f"{EVALUATE} tuned", "export --model tuned --output new"]),
     "glued": (["model", "glue"], [WRITERS["glued"][1]]),
+}
+PLAIN = ("model", "tuned")  # kinds that are also tried without checksums, as a stranger may send
+READERS |= {
+    f"plain-{kind}": (inputs, [re.sub(rf"(?<!-)\b{kind}\b", f"plain-{kind}", command) for command in commands])
+    for kind in PLAIN
+    for inputs, commands in [READERS[kind]]
 }
 CHECKED = ("shards", "stopped", "run", "model", "tuned", "glued")  # kinds whose files are covered by checksums
 UNCHECKED_FILES = ("metrics.jsonl", "samples.md", "curves.png")  # of these, for people to read
@@ -254,6 +261,9 @@ class Trial:
             self.require_success(run_electra(command, self.good), command)
         shutil.copytree(self.good / "run", self.good / "stopped")
         shutil.rmtree(self.good / "stopped/checkpoints/step-000000008")
+        for kind in PLAIN:
+            shutil.copytree(self.good / kind, self.good / f"plain-{kind}")
+            remove_checksums(self.good / f"plain-{kind}")
 
     def require_success(self, outcome: Outcome, command: str) -> None:
         if outcome.code != 0:
@@ -330,7 +340,8 @@ class Trial:
         """Files that were changed or removed, except those that a successful command replaces in its output."""
         output = output_of(case.command)
         lost = [name for name, content in before.items() if after.get(name) != content]
-        is_own = (lambda name: Path(name).name not in FOREIGN) if code == 0 else (lambda name: "metrics.jsonl" in name)
+        replaced = ("metrics.jsonl", "config.json") if case.group.startswith("plain") else ("metrics.jsonl",)
+        is_own = (lambda name: Path(name).name not in FOREIGN) if code == 0 else (lambda name: name.endswith(replaced))
         return [name for name in lost if not name.startswith(f"{output}/") or not is_own(name)]
 
     def run_stopped(self, case: Case, folder: Path) -> Verdict:
@@ -389,6 +400,7 @@ def damage_cases(draw: random.Random) -> Iterator[Case]:
                 for command in commands:
                     path = f"{kind}/{file}"
                     is_checked = kind in CHECKED and Path(file).name not in UNCHECKED_FILES
+                    is_checked = is_checked and "signed" not in damage_name
                     name = f"{path}, {damage_name}: {command.split()[0]}"
                     prepare = lambda folder, path=path, damage=damage: damage(folder / path)  # noqa: E731
                     yield Case(kind, name, command, (kind, *others), prepare, path, is_checked=is_checked)
