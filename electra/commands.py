@@ -5,11 +5,14 @@ A command is a config dataclass, whose fields are its flags, and a function that
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from electra.config import build_config
+
+WAIT_POLICY = "OMP_WAIT_POLICY"
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,11 @@ class Command:
 
 
 def import_object(reference: str) -> Any:
-    """The object that "module:name" refers to."""
+    """The object that "module:name" refers to.
+
+    Its module may import torch, whose OpenMP threads would spin while they wait: next to any other busy process, steps
+    on a CPU then take several times as long as with threads that sleep (docs/log.md)."""
+    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
     module, name = reference.split(":")
     return getattr(importlib.import_module(f"electra.{module}"), name)
 
@@ -36,7 +43,7 @@ def import_object(reference: str) -> Any:
 COMMANDS = {
     "demo": Command("demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
     "tokenizer": Command(
-        "data.tokenizer:TokenizerConfig", "data.tokenizer:train_tokenizer", "train a WordPiece vocabulary"
+        "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
     ),
     "shard": Command("data.prepare:ShardConfig", "data.prepare:shard", "tokenize text into shards"),
     "inspect": Command("data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),

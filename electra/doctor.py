@@ -1,6 +1,9 @@
 """`electra doctor`: the hardware and libraries of this machine, and what a run would use."""
 
+import os
 from dataclasses import dataclass
+
+from electra.commands import WAIT_POLICY
 
 EXTRAS = {
     # optional dependencies of pyproject.toml: library, purpose
@@ -48,7 +51,7 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
         "precision": str(precision).removeprefix("torch."),
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
-        "threads": str(torch.get_num_threads()),
+        "threads": f"{torch.get_num_threads()}, {WAIT_POLICY} {os.environ.get(WAIT_POLICY, 'not set')}",
         "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",
     }
     extras = {name: describe_extra(*row) for name, row in EXTRAS.items()}

@@ -238,7 +238,7 @@ def convert_stored(value: Any, kind: type[Stored], path: Path) -> Stored:
     with report_damage(path):
         stored: Any = msgspec.convert(value, kind)
         if is_dataclass(kind) and (field := find_other_field(value, asdict(stored))):
-            raise msgspec.ValidationError(f"Missing or unknown field - at `${field}`")
+            raise msgspec.ValidationError(f"Missing or unknown field - at `${field}`, perhaps of another version")
     return stored
 
 
@@ -278,7 +278,7 @@ def repair_advice(path: Path) -> str:
     if folder.parent.name != CHECKPOINTS:
         return ""
     earlier = [other.name for other in checkpoint_folders(folder.parent.parent) if other < folder]
-    return f"remove {folder} to use {earlier[-1]}" if earlier else "there is no earlier checkpoint"
+    return f"remove {folder} to {f'use {earlier[-1]}' if earlier else 'start over: there is no earlier checkpoint'}"
 
 
 def join_first_names(names: list[str], count: int = 3) -> str:

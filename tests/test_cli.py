@@ -18,7 +18,7 @@ import electra.__main__
 from electra.cli import main, name_flags_in_errors, parse_config
 from electra.commands import COMMANDS
 from electra.config import flat_values, settings_by_name
-from electra.data.tokenizer import TokenizerConfig
+from electra.data.train_tokenizer import TokenizerConfig
 from electra.errors import ConfigError
 from electra.export.command import export
 from electra.export.config import ExportConfig, ImportConfig
@@ -438,3 +438,13 @@ def test_resume_without_a_run_and_a_run_without_resume(tmp_path, capsys):
     code, _, error = run_command(capsys, "pretrain", "--output", str(tmp_path))
     assert code == 2
     assert "--resume" in error
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_openmp_threads_wait_passively_unless_the_user_chose_otherwise(given):
+    code = "import os, sys; from electra.commands import COMMANDS; COMMANDS['doctor'].load_function(); "
+    code += "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [given or "PASSIVE", "False"]  # set before torch is imported

@@ -201,7 +201,7 @@ def test_a_zstandard_file_without_checksum_is_mentioned_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.txt.gz", gzip.compress(b"words " * 30_000)),
+        ("a.txt.gz", gzip.compress(b"words " * 30_000, mtime=0)),
         ("a.jsonl.xz", lzma.compress(b'{"text": "words"}\n' * 20_000)),
         ("a.parquet", as_parquet(["words " * 500] * 1_000)),
         ("b.parquet", as_parquet(["x" * 2_000_000])),
@@ -244,6 +244,9 @@ def test_a_missing_corpus_and_one_without_text_have_different_errors(tmp_path):
         read(tmp_path / "gone")
     with pytest.raises(DataError, match=r"no text files in .*\*.txt; a corpus is"):
         read(tmp_path / "*.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe.txt is a pipe or device; a corpus is"):
+        read(tmp_path / "pipe.txt")
     with pytest.raises(ConfigError, match="hub: names no dataset; use hub:NAME"):
         read("hub:")
 

@@ -120,7 +120,7 @@ def test_index_without_files_is_an_error(tmp_path, weight_map):
     random_model(ElectraForPreTraining).save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs/model.safetensors").unlink()
     (tmp_path / "theirs/model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
-    with pytest.raises(DataError, match="weight_map must map each tensor to its file"):
+    with pytest.raises(DataError, match=r"index.json .*weight_map"):
         import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "ours"))
 
 
@@ -163,7 +163,7 @@ def check_import_fails(source: Path, folder: Path, settings: dict, weights: dict
         ({"max_position_embeddings": 16}, r"position_embeddings.weight has shape \(32, 16\), .* \(16, 16\)"),
         ({"embedding_size": 8}, r"LayerNorm.bias has shape \(16,\), but config.json requires \(8,\)"),
         ({"intermediate_size": 63}, r"intermediate.dense.bias has shape \(64,\), but config.json requires \(63,\)"),
-        ({"num_hidden_layers": 100_000}, "config.json has layers 100,000, but the weights have no more than 59"),
+        ({"num_hidden_layers": 900}, "config.json has layers 900, but the weights have no more than 59"),
         ({"hidden_size": 2**20}, "config.json has width 1,048,576, but the weights have no more than 64"),
         ({"max_position_embeddings": 10**30}, r"config.json .*positions is 1\d*; it must be"),
     ],

@@ -15,7 +15,7 @@ from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens,
 from electra.data.packing import LoaderConfig, Permutation, count_documents_in_spans, split_documents_into_rows
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
-from electra.data.tokenizer import TokenizerConfig, train_tokenizer
+from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.errors import ConfigError, DataError
 
 PAD, UNK, CLS, SEP, MASK = range(5)

@@ -59,6 +59,8 @@ def test_sharing_all_makes_the_generator_as_large_as_the_discriminator():
         ({"size": "huge"}, "size is 'huge'; choose from tiny, small, base, large"),
         ({"generator_width": 0}, "generator_width is 0; it must be at least 1"),
         ({"generator_layers": 0}, "generator_layers is 0; it must be at least 1"),
+        ({"layers": 100_000}, "layers is 100000; it must be at most 1000"),
+        ({"positions": 10**30}, "it must be at least 1 and at most 2147483647"),
         ({"heads": 3}, "width is 256, not a multiple of 3 heads; try 255"),
         ({"sharing": "all", "generator_width": 64}, "the generator has 64 and the discriminator 256"),
         ({"global_attention_every": 3}, "global_attention_every is 3, but only --style modern has it"),

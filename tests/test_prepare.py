@@ -20,7 +20,8 @@ from electra.config import build_config
 from electra.data import corpus
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
-from electra.data.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer
+from electra.data.tokenizer import load_tokenizer
+from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.runfolder import PARTIAL, lock_folder
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from kills import kill_repeatedly
 
+import electra
 from electra.cli import main
 from electra.config import build_config, replace_settings
 from electra.data.loader import validation_batches
@@ -21,6 +22,7 @@ from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
+from electra.export.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
@@ -282,6 +284,26 @@ def test_an_edited_config_does_not_silently_change_a_resumed_run(finished_copy, 
     with pytest.raises(SystemExit, match="2"):
         main(["pretrain", "--output", str(finished_copy.output), "--resume"])
     assert "config.json is damaged" in capsys.readouterr().err
+
+
+def test_a_damaged_last_checkpoint_is_named_and_the_one_before_is_used_without_it(finished_copy, tmp_path):
+    first, last = checkpoint_folders(finished_copy.output)
+    expected = (last / "model.safetensors").read_bytes()
+    content = bytearray(expected)
+    content[-3] ^= 64  # a weight near 1e19
+    (last / "model.safetensors").write_bytes(content)
+    readers = [
+        lambda: electra.load(finished_copy.output),
+        lambda: export(ExportConfig(model=finished_copy.output, output=tmp_path / "hf")),
+        lambda: pretrain(finished_copy),
+    ]
+    for read in readers:
+        with pytest.raises(DataError, match=f"model.safetensors is damaged .*; remove {last} to use {first.name}"):
+            read()
+    assert not (tmp_path / "hf").exists()
+    shutil.rmtree(last)
+    pretrain(finished_copy)
+    assert (last / "model.safetensors").read_bytes() == expected
 
 
 def test_a_run_is_not_mixed_with_another(finished_copy):

@@ -53,12 +53,12 @@ def find_text_files(source: str) -> list[TextFile]:
         candidates = list(walk_visible_files(path))
         files = [file for candidate in candidates if (file := as_text_file(candidate))]
         details = f" ({len(candidates):,} files of other types)" if candidates else " (the folder is empty)"
-    elif path.exists():
+    elif path.is_file():
         files = [require_text_file(path)]
     elif glob.has_magic(source):
         files = [require_text_file(Path(name)) for name in glob.glob(source, recursive=True) if Path(name).is_file()]
     else:
-        raise DataError(f"{source} does not exist; {expected}")
+        raise DataError(f"{source} {'is a pipe or device' if path.exists() else 'does not exist'}; {expected}")
     if not files:
         raise DataError(f"no text files in {source}{details}; {expected}")
     return sorted(files, key=lambda file: str(file.path))

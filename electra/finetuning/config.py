@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task, get_glue_task, with_inferred_labels
 from electra.model.config import EncoderConfig, Pooling
@@ -12,14 +12,6 @@ from electra.training.config import Device, HardwareConfig, OptimizerConfig, Pre
 
 SAVE_EVERY = 2000
 """Steps between checkpoints; small tasks finish without one."""
-
-
-def check_minimum(config: Any, **minimums: int) -> None:
-    """Raise a ConfigError if a setting is below its minimum."""
-    for name, minimum in minimums.items():
-        value = getattr(config, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"is {value}; it must be at least {minimum}", field=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +46,7 @@ class TaskConfig:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
-        if self.dev_fraction is not None and not 0 < self.dev_fraction < 1:
-            raise ConfigError(f"is {self.dev_fraction}; it must be above 0 and below 1", field="dev_fraction")
+        check_range(self, "dev_fraction", above=0, below=1)
         columns = [column for column in (self.text, self.text_b, self.label) if column is not None]
         if len(set(columns)) < len(columns):
             raise ConfigError(f"--text, --text-b and --label are {', '.join(columns)}; they must be different columns")
@@ -114,12 +105,12 @@ class TuningConfig:
     and layer-wise decay counted from one layer higher."""
 
     def __post_init__(self) -> None:
-        check_minimum(self, epochs=1, batch_size=1, micro_batches=1, length=8)
+        check_range(self, "epochs", "batch_size", "micro_batches", at_least=1)
+        check_range(self, "length", at_least=8)
+        check_range(self, "layer_decay", above=0, at_most=1)
         if self.batch_size % self.micro_batches:
             message = f"is {self.micro_batches}; it must divide --batch-size {self.batch_size}"
             raise ConfigError(message, field="micro_batches")
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise ConfigError(f"is {self.layer_decay}; it must be above 0 and at most 1", field="layer_decay")
         if self.faithful and self.optimizer != "adamw":
             raise ConfigError(f"--faithful uses Adam; it cannot be combined with --optimizer {self.optimizer}")
 
@@ -165,7 +156,7 @@ class JobsConfig:
     where it is installed."""
 
     def __post_init__(self) -> None:
-        check_minimum(self, seeds=1, workers=1)
+        check_range(self, "seeds", "workers", at_least=1)
         if self.ensemble and self.seeds == 1:
             raise ConfigError("--ensemble needs --seeds 2 or more")
 
@@ -220,7 +211,7 @@ class GlueConfig:
     """Print the table as JSON."""
 
     def __post_init__(self) -> None:
-        check_minimum(self, large_seeds=1)
+        check_range(self, "large_seeds", at_least=1)
         if self.submission is not None and not self.submission.parent.is_dir():
             folder = self.submission.parent
             raise ConfigError(f"is {self.submission}, but there is no folder {folder}", field="submission")
@@ -250,7 +241,8 @@ class PredictorConfig:
     """auto: bf16 on a GPU that supports it, else fp32."""
 
     def __post_init__(self) -> None:
-        check_minimum(self, batch_size=1, length=8)
+        check_range(self, "batch_size", at_least=1)
+        check_range(self, "length", at_least=8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,10 @@ class JobResult:
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
 
+    def __post_init__(self) -> None:
+        if not self.metrics.get("dev"):
+            raise ValueError("no metrics of the dev rows")
+
     @property
     def main_metric(self) -> float:
         """The task's first metric on the dev split, to compare seeds by."""

@@ -227,7 +227,7 @@ def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
             worker.terminate()  # SIGTERM: the trainer saves a checkpoint and exits
         pool.shutdown(cancel_futures=True)
         if isinstance(error, KeyboardInterrupt | SystemExit):
-            print(f"stopped; checkpoints saved; {CONTINUE}", file=sys.stderr)
+            print(f"stopped; {CONTINUE}", file=sys.stderr)
         raise
 
 

@@ -18,6 +18,7 @@ from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, inf
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
+MAX_CHUNK_CHARACTERS = 16 << 20  # of the rows in memory at a time, besides the last one
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
 
 
@@ -139,8 +140,19 @@ def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: boo
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
     rows = chain([first], rows)
-    while chunk := list(islice(rows, chunk_size)):
+    while chunk := take_chunk(rows, chunk_size):
         yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
+
+
+def take_chunk(rows: Iterator[Row], max_rows: int) -> list[Row]:
+    """The next rows, fewer if they are long."""
+    chunk, size = [], 0
+    for row in islice(rows, max_rows):
+        chunk.append(row)
+        size += sum(len(cell) for cell in row.values.values() if isinstance(cell, str))
+        if size > MAX_CHUNK_CHARACTERS:
+            break
+    return chunk
 
 
 def read_split_rows(task: Task, split: str) -> Iterator[Row]:

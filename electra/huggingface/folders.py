@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 
-from electra.errors import DataError
 from electra.huggingface.convert import (
     Tensors,
     from_huggingface_config,
@@ -25,7 +25,13 @@ from electra.model.storage import (
     read_tensor_names,
     read_tensors,
 )
-from electra.runfolder import CONFIG, read_json
+from electra.runfolder import CONFIG, convert_stored, read_json
+
+
+class WeightIndex(msgspec.Struct):
+    """What is read from the index of weights in several files."""
+
+    weight_map: dict[str, str]  # tensor → file
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,8 @@ def list_weight_files(folder: Path) -> list[Path]:
     index = folder / f"{WEIGHTS}.index.json"
     if (folder / WEIGHTS).is_file() or not index.is_file():
         return [folder / WEIGHTS]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DataError(f"{index}: weight_map must map each tensor to its file; copy or download the index again")
-    return [folder / file for file in sorted({Path(file).name for file in weight_map.values()})]
+    files = convert_stored(read_json(index), WeightIndex, index).weight_map.values()
+    return [folder / file for file in sorted({Path(file).name for file in files})]
 
 
 def read_encoder_configs(folder: Path) -> dict[str, EncoderConfig]:

@@ -17,6 +17,7 @@ Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
 
 MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
+MAX_LAYERS = 1000  # no model is deeper, and millions would be built for hours
 
 MODERN_FIELDS = ("global_attention_every", "local_attention", "global_theta", "local_theta")
 
@@ -62,6 +63,7 @@ class EncoderConfig:
         check_choice(self, "style", get_args(Style))
         integers = [field.name for field in fields(self) if field.type == "int" and field.name != "pad_id"]
         check_range(self, *integers, at_least=1, at_most=MAX_SIZE)
+        check_range(self, "layers", at_most=MAX_LAYERS)
         check_range(self, "dropout", "attention_dropout", at_least=0, below=1)
         check_range(self, "init_std", "norm_epsilon", above=0, below=1)
         check_range(self, "global_theta", "local_theta", above=1)

@@ -28,7 +28,7 @@ from electra.pretraining.initialize import (
     pair_config,
     read_initial_weights,
 )
-from electra.pretraining.phases import Phase, plan_phases
+from electra.pretraining.phases import Phase, plan_phases, read_phase_index
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_stored
 from electra.training.checkpoint import find_model_folder
@@ -70,7 +70,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
     checkpoint = find_resume_checkpoint(config, record)
     weights = read_initial_weights(config, phases[0].model)
     print(*summarize_run(config, phases), sep="\n", file=sys.stderr, flush=True)
-    for phase in phases[0 if checkpoint is None else read_pretraining_state(checkpoint).phase :]:
+    for phase in phases[0 if checkpoint is None else read_phase_index(checkpoint, phases) :]:
         if len(phases) > 1:
             name = phase.config.objective.name
             print(f"phase {phase.index + 1} of {len(phases)}: {name}", file=sys.stderr, flush=True)

@@ -268,7 +268,7 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import find_model_folder
 
-    with suppress(DataError, KeyError):
+    with suppress(DataError):
         folder = find_model_folder(Path(explicit_values["init"]))
         encoders = read_encoder_configs(folder)
         encoder = main_encoder_config(encoders)

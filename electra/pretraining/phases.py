@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from electra.model.flops import training_flops_per_row
 from electra.objectives.config import ObjectiveConfig, ObjectiveName
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import PretrainConfig
+from electra.pretraining.config import PretrainConfig, read_pretraining_state
+from electra.runfolder import damaged_file_error
+from electra.training.checkpoint import STATE
 from electra.training.config import Budget
 
 PHASE_SETTINGS = (
@@ -168,6 +171,14 @@ def count_parameters(model: ElectraConfig) -> int:
     """The number of parameters, shared ones counted once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in Electra(model).parameters())
+
+
+def read_phase_index(checkpoint: Path, phases: list[Phase]) -> int:
+    """The index of the phase in which a checkpoint was saved."""
+    index = read_pretraining_state(checkpoint).phase
+    if index >= len(phases):
+        raise damaged_file_error(checkpoint / STATE, f"phase {index + 1} of {len(phases)}")
+    return index
 
 
 def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:

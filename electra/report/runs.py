@@ -18,14 +18,12 @@ from electra.pretraining.config import (
     BUDGETS,
     CHANGEABLE_ON_RESUME,
     PretrainConfig,
-    read_pretraining_state,
     read_run_record,
     recipe_settings,
 )
 from electra.pretraining.held_out import held_out_loader_config, max_held_out_rows
-from electra.pretraining.phases import Phase, count_parameters, plan_phases
-from electra.runfolder import damaged_file_error
-from electra.training.checkpoint import STATE, TrainState, find_model_folder, read_training_state
+from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
+from electra.training.checkpoint import TrainState, find_model_folder, read_training_state
 from electra.training.logging import METRICS, read_metrics
 
 LOWER_IS_BETTER = ("loss",)  # suffixes of metrics
@@ -163,9 +161,7 @@ class Progress:
 def read_progress(folder: Path, phases: list[Phase]) -> Progress:
     """The progress of a run; raises a DataError if it has no checkpoint."""
     checkpoint = find_model_folder(folder)
-    state, index = read_training_state(checkpoint).trainer, read_pretraining_state(checkpoint).phase
-    if index >= len(phases):
-        raise damaged_file_error(checkpoint / STATE, f"phase {index + 1} of {len(phases)}")
+    state, index = read_training_state(checkpoint).trainer, read_phase_index(checkpoint, phases)
     budget = phases[index].stage_budget
     fraction = budget.fraction_used(state.step - state.start_step, state.seconds - state.start_seconds)
     unfinished = f"{fraction:.0%} of its budget is used" if fraction < 1 else None
