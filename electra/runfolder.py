@@ -212,7 +212,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_bounded(path: Path) -> bytes:
-    """The content of a file that is not too large to be JSON or a vocabulary."""
+    """The content of a file that is not too large to be JSON or a vocabulary, nor endless as a pipe or device is."""
+    if not path.is_file():
+        raise damaged_file_error(path, "not a file")
     if path.stat().st_size > MAX_JSON_BYTES:
         raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
     return path.read_bytes()
