@@ -250,7 +250,7 @@ def test_a_zstandard_file_without_checksum_is_mentioned_once(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("a.txt.gz", gzip.compress(b"words " * 30_000)),
+        ("a.txt.gz", gzip.compress(b"words " * 30_000, mtime=0)),
         ("a.jsonl.xz", lzma.compress(b'{"text": "words"}\n' * 20_000)),
         ("a.parquet", as_parquet(["words " * 500] * 1_000)),
         ("b.parquet", as_parquet(["x" * 2_000_000])),

@@ -196,6 +196,9 @@ class FinetuningTask:
         labels = targets if self.task.labels else self.task.denormalize_scores(targets)
         return self.task.compute_metrics(self.output_type.predict(logits, self.task), labels)
 
+    def describe_metrics(self, metrics: Metrics) -> str:
+        return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss")
+
     def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}
 
