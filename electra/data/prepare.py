@@ -193,7 +193,7 @@ def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText
 
 def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Everything that determines the content of the shards."""
-    names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
+    names = ("text_field", "document_end", "encoding", "strict", "validation_fraction", "shard_megabytes")
     settings = {name: flat_values(config)[name] for name in names}
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.hub_name_or_file_sizes()}
 

@@ -71,7 +71,7 @@ def write_samples_page(
         corrupted = decode_first_tokens(samples.corrupted.input_ids[row], tokenizer)
         masked_tokens = shown_masked_positions(samples, row)
         lines += format_sample(original, corrupted, masked_tokens, title, predictions[row] if title else {})
-    (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_file(run / SAMPLES, "\n".join(lines) + "\n")
 
 
 def shown_masked_positions(samples: MaskedAndCorrupted, row: int) -> list[int]:
