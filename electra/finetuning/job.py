@@ -4,18 +4,27 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
-from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
+from electra.finetuning.metrics import (
+    ERRORS,
+    Metrics,
+    class_scores,
+    confusion_matrix,
+    most_frequent_label,
+    nan_as_lowest,
+    none_to_nan,
+)
 from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned_model
 from electra.finetuning.tasks import HUB, Task, read_examples
 from electra.kernels import dispatch
@@ -56,6 +65,8 @@ class JobResult:
     seconds: float
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
+    baseline: Metrics = field(default_factory=dict)  # of one prediction for all dev rows: `most_frequent_label`
+    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
 
     def __post_init__(self) -> None:
         if not self.metrics.get("dev"):
@@ -114,6 +125,10 @@ class FinetuningTask:
         self.output_type = OUTPUT_TYPES[self.task.kind]
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
+        train_labels, dev_labels = (self.true_labels(self.splits[split]) for split in ("train", "dev"))
+        self.baseline = self.task.compute_metrics(
+            np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels
+        )
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
         self.batches: Iterator[RowBatch] = iter(())
@@ -192,12 +207,18 @@ class FinetuningTask:
         return logits
 
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
+        return self.task.compute_metrics(self.output_type.predict(logits, self.task), self.true_labels(features))
+
+    def true_labels(self, features: Features) -> NDArray:
+        """Class ids, multi-hot classes, or scores in the user's unit."""
         targets = features.labels.cpu().numpy()
-        labels = targets if self.task.labels else self.task.denormalize_scores(targets)
-        return self.task.compute_metrics(self.output_type.predict(logits, self.task), labels)
+        return targets if self.task.labels else self.task.denormalize_scores(targets)
 
     def describe_metrics(self, metrics: Metrics) -> str:
-        return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss")
+        baseline = next(iter(self.baseline.values()))
+        constant = "" if math.isnan(baseline) else f" (most frequent class: {baseline:.3f})"
+        values = [f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss"]
+        return ", ".join([values[0] + constant, *values[1:]])
 
     def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}
@@ -268,9 +289,9 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         finetuning.write_model(draft)
         write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
+    predicted, dev_labels = finetuning.output_type.predict(logits["dev"], task), finetuning.true_labels(splits["dev"])
     if task.kind == "classification":
-        predicted = finetuning.output_type.predict(logits["dev"], task)
-        counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
+        counts = confusion_matrix(predicted, dev_labels, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     result = JobResult(
         task=task.name,
@@ -284,6 +305,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         seconds=seconds,
         rows={split: len(features) for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
+        baseline=finetuning.baseline,
+        classes=class_scores(predicted, dev_labels, task.labels) if task.kind == "multi-label" else {},
     )
     write_stored(folder / RESULT, asdict(result))
 
@@ -301,6 +324,6 @@ def curve_panels(task: Task) -> MetricPanels:
     """The panels of curves.png."""
     return {
         "loss": [("train", "loss"), ("validation", "loss")],
-        "dev metrics": [("validation", name) for name in task.metrics],
+        "dev metrics": [("validation", name) for name in task.metrics if name not in ERRORS],
         "learning rate": [("train", "learning_rate")],
     }

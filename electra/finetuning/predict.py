@@ -19,7 +19,7 @@ from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits, make_features
 from electra.finetuning.jobs import best_model_folder, seed_model_folders, warn_untrained_length
-from electra.finetuning.metrics import Metrics, confusion_matrix
+from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import OUTPUT_TYPES, load_finetuned_model
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors, stream_examples
@@ -55,12 +55,14 @@ class EvaluateResult:
     metrics: Metrics
     labels: list[str]
     confusion_matrix: list[list[int]]  # [class in the file][predicted class]; classification only
+    classes: dict[str, Metrics]  # scores of the classes of a multi-label task
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
         ensemble = f"; ensemble of {len(self.models)} models" if len(self.models) > 1 else ""
         lines = [f"{self.input}: {self.rows:,} rows{truncated}{ensemble}"]
-        lines += [f"  {name:<14}{100 * value:6.2f}" for name, value in self.metrics.items()]
+        lines += [f"  {name:<14}{format_metric(name, value):>6}" for name, value in self.metrics.items()]
+        lines += format_class_scores(self.classes)
         if self.confusion_matrix and len(self.labels) <= 10:
             counts = [[str(count) for count in row] for row in self.confusion_matrix]
             width = max(map(len, [*self.labels, *(count for row in counts for count in row)]))
@@ -237,4 +239,5 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         metrics=task.compute_metrics(predicted, truth),
         labels=list(task.labels),
         confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist() if has_matrix else [],
+        classes=class_scores(predicted, truth, task.labels) if task.kind == "multi-label" else {},
     )
