@@ -198,14 +198,14 @@ def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText
 
 
 def choose_validation_fraction(config: ShardConfig, corpus: Corpus, first: ShardText) -> float:
-    """VALIDATION_FRACTION, or the fraction that selects enough documents of the first shard if the corpus is small."""
+    """VALIDATION_FRACTION, or for a small corpus the fraction that selects enough documents."""
     blocks = (parse_documents(block, config.source, ReadStats()) for block in first.blocks)
     hashes = sorted({hash_document(document) for documents in blocks for document in documents})
-    num_documents = len(hashes) * max(1, sum(corpus.file_sizes()) / (first.position or 1))  # estimated from the first
-    share = min(MIN_VALIDATION_DOCUMENTS / max(1, num_documents), MAX_VALIDATION_FRACTION)
+    num_shards = max(1, sum(corpus.file_sizes()) / (first.position or 1))
+    share = min(MIN_VALIDATION_DOCUMENTS / max(1, len(hashes) * num_shards), MAX_VALIDATION_FRACTION)
     if share <= VALIDATION_FRACTION or len(hashes) < 2:
         return VALIDATION_FRACTION
-    return hashes[ceil(share * len(hashes))]
+    return share if num_shards > 1 else hashes[ceil(share * len(hashes))]
 
 
 def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
