@@ -400,3 +400,20 @@ def test_the_result_can_be_printed_as_json(text, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert summary["shards"] == FILES
     assert summary["documents"]["train"] + summary["documents"]["validation"] == 4 * FILES
+
+
+@pytest.mark.parametrize(("documents", "expected"), [(2, 1), (50, 5), (300, 30), (1500, 100), (30_000, 150)])
+def test_a_small_corpus_holds_out_a_hundred_documents_or_a_tenth(text, documents, expected):
+    (text.parent / "corpus.txt").write_text("\n\n".join(f"word {number}" for number in range(documents)))
+    source = str(text.parent / "corpus.txt")
+    result = shard(config(text, corpus=source, validation_fraction=None, shard_megabytes=32))
+    assert result.documents["validation"] == pytest.approx(expected, abs=25 if documents == 30_000 else 0)
+
+
+def test_the_validation_fraction_is_estimated_from_the_first_shard(text):
+    for file in range(FILES):
+        (text / f"{file}.txt").write_text("\n\n".join(f"word {file} {number}" for number in range(500)))
+    result = shard(config(text, validation_fraction=None))
+    assert result.shards > 1
+    assert 80 < result.documents["validation"] < 120
+    assert shard(config(text, validation_fraction=None)).new_shards == 0
