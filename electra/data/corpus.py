@@ -303,7 +303,6 @@ def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) ->
         yield parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
 
 
-def in_validation_split(document: bytes, fraction: float) -> bool:
-    """Whether a document is held out; depends on its text only, so adding files moves no document."""
-    number = int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big")
-    return number < fraction * 2**64
+def hash_document(document: bytes) -> float:
+    """A number from 0 to 1 that depends on the text only: a document below the validation fraction is held out."""
+    return int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big") / 2**64
