@@ -112,7 +112,6 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("export --model x", "missing --output: "),
         ("glue --model x --output y", "missing --data: "),
         ("inspect", "missing SHARDS: "),
-        ("inspect", "missing SHARDS: "),
         ("flops --config", "--config needs a value: "),
         ("flops --config missing.json", "missing.json does not exist; --config takes a JSON, YAML or TOML file"),
         ("flops --length 0", "length is 0; "),
