@@ -182,6 +182,7 @@ TaskKind = Literal["classification", "multi-label", "regression"]
 
 LABEL_SEPARATOR = "|"  # between the labels of a multi-label cell that is a string
 MAX_CLASSES = 20  # integers with more distinct values are scores, unless the user sets the kind
+MISSING_NAMES = ("nan", "n/a", "na", "null")  # what spreadsheets and data frames write for a missing label
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
@@ -316,6 +317,21 @@ LABEL_TYPES: dict[TaskKind, LabelType] = {
         dtype=np.float32,
     ),
 }
+
+
+def label_warnings(kind: TaskKind, labels: list[Any]) -> Iterator[str]:
+    """What is probably not intended in the parsed labels of all training rows."""
+    if kind == "regression":
+        if len(labels) > MAX_CLASSES and len(set(labels)) == len(labels) and all(map(float.is_integer, labels)):
+            yield "every score is another integer, as in a column of ids; --label sets the column"
+        return
+    counts = Counter(labels if kind == "classification" else chain.from_iterable(labels))
+    if missing := [repr(name) for name in counts if name.lower() in MISSING_NAMES]:
+        yield f"{join_first_names(missing)} is a class; if it stands for missing labels, remove these rows"
+    if kind == "classification" and (several := [repr(name) for name in counts if LABEL_SEPARATOR in name]):
+        yield f"classes contain {LABEL_SEPARATOR}: {join_first_names(several)}; --kind multi-label separates them there"
+    if single := [repr(name) for name, count in counts.items() if count == 1]:
+        yield f"classes of a single row, which cannot be both learnt and evaluated: {join_first_names(single)}"
 
 
 def infer_task_kind(cells: list[Any]) -> TaskKind:

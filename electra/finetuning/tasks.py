@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_task_kind, read_rows
+from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_task_kind, label_warnings, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -373,6 +374,8 @@ def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     for line, cell in cells.items():
         with add_line_to_errors(source, line):
             parsed.append(LABEL_TYPES[kind].parse(cell))
+    for warning in label_warnings(kind, parsed):
+        print(f"{source}: {warning}", file=sys.stderr)
     try:
         return replace(task, kind=kind, **LABEL_TYPES[kind].infer(parsed))
     except DataError as error:

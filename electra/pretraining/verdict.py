@@ -48,8 +48,9 @@ def assess_token_predictions(metrics: Metrics, name: str, model: str) -> dict[st
         accuracy = metrics[name.replace("loss", "accuracy")]
         better = f"better than token frequencies alone ({numbers}; {accuracy:.0%} are its first choice)"
         return {model: f"The {model} predicts masked tokens {better}."}
+    comparison = "hardly better" if metrics[name] < metrics["unigram_mlm_loss"] else "no better"
     return {
-        model: f"The {model} predicts masked tokens hardly better than token frequencies alone, or worse ({numbers}).",
+        model: f"The {model} predicts masked tokens {comparison} than token frequencies alone ({numbers}).",
         "plateau": "This is the plateau of token frequencies: every model first learns how frequent each token is, and "
         "uses the context only later, often all at once.",
     }
