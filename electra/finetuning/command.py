@@ -11,6 +11,7 @@ from electra.finetuning.jobs import (
     prepare_jobs,
     run_jobs,
 )
+from electra.finetuning.kinds import define_task
 from electra.finetuning.metrics import Metrics
 from electra.finetuning.tasks import Task
 
@@ -53,7 +54,7 @@ class FinetuneResult:
 
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
-    task = config.task.make_task()
+    task = define_task(config.task)
     with lock_output(config.output, [config.output]):
         return finetune_task(task, config)
 
