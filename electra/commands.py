@@ -43,7 +43,7 @@ def import_object(reference: str) -> Any:
 COMMANDS = {
     "demo": Command("demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
     "tokenizer": Command(
-        "data.tokenizer:TokenizerConfig", "data.tokenizer:train_tokenizer", "train a WordPiece vocabulary"
+        "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
     ),
     "shard": Command("data.prepare:ShardConfig", "data.prepare:shard", "tokenize text into shards"),
     "inspect": Command("data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),

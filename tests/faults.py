@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -34,7 +35,7 @@ from pathlib import Path
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from hostile_files import HOSTILE_CASES, damages, write_inputs  # noqa: E402  # after the settings of the environment
+from hostile_files import HOSTILE_CASES, damages, remove_checksums, write_inputs  # noqa: E402  # after the settings of the environment
 
 FAULTS = ("lost", "wrong", "traceback", "crash", "memory", "slow")
 MAX_RESIDENT_BYTES = 2e9
@@ -89,6 +90,12 @@ READERS = {  # commands that read each kind of folder: other inputs, commands
     "tuned": (["model", "rows"], [WRITERS["tuned"][1], f"{EVALUATE} tuned", "export --model tuned --output new"]),
     "glued": (["model", "glue"], [WRITERS["glued"][1]]),
 }
+PLAIN = ("model", "tuned")  # kinds that are also tried without checksums, as a stranger may send
+READERS |= {
+    f"plain-{kind}": (inputs, [re.sub(rf"(?<!-)\b{kind}\b", f"plain-{kind}", command) for command in commands])
+    for kind in PLAIN
+    for inputs, commands in [READERS[kind]]
+}
 CHECKED = ("shards", "stopped", "run", "model", "tuned", "glued")  # kinds whose files are covered by checksums
 UNCHECKED_FILES = ("metrics.jsonl", "samples.md", "curves.png")  # of these, for people to read
 
@@ -135,6 +142,8 @@ def run_electra(
 ) -> Outcome:
     """Run a command in a forked process; send it a signal at its n-th file operation, or after some seconds."""
     out, err, counter = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err", "count"))
+    for path in (out, err, counter):
+        path.write_bytes(b"")
     child = os.fork()
     if child == 0:
         run_in_child(command, folder, (out, err, counter), stop_at)
@@ -159,7 +168,7 @@ def run_electra(
         resident_bytes=usage.ru_maxrss * 1024,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         seconds=time.monotonic() - start,
-        operations=counter.stat().st_size if counter.exists() else 0,
+        operations=counter.stat().st_size,
         is_timeout=is_timeout,
     )
 
@@ -252,6 +261,9 @@ class Trial:
             self.require_success(run_electra(command, self.good), command)
         shutil.copytree(self.good / "run", self.good / "stopped")
         shutil.rmtree(self.good / "stopped/checkpoints/step-000000008")
+        for kind in PLAIN:
+            shutil.copytree(self.good / kind, self.good / f"plain-{kind}")
+            remove_checksums(self.good / f"plain-{kind}")
 
     def require_success(self, outcome: Outcome, command: str) -> None:
         if outcome.code != 0:
@@ -328,7 +340,9 @@ class Trial:
         """Files that were changed or removed, except those that a successful command replaces in its output."""
         output = output_of(case.command)
         lost = [name for name, content in before.items() if after.get(name) != content]
-        return [name for name in lost if code != 0 or not name.startswith(f"{output}/") or Path(name).name in FOREIGN]
+        replaced = ("metrics.jsonl", "config.json") if case.group.startswith("plain") else ("metrics.jsonl",)
+        is_own = (lambda name: Path(name).name not in FOREIGN) if code == 0 else (lambda name: name.endswith(replaced))
+        return [name for name in lost if not name.startswith(f"{output}/") or not is_own(name)]
 
     def run_stopped(self, case: Case, folder: Path) -> Verdict:
         """Stop a command by a signal and repeat it: its result must be that of an uninterrupted one."""
@@ -386,6 +400,7 @@ def damage_cases(draw: random.Random) -> Iterator[Case]:
                 for command in commands:
                     path = f"{kind}/{file}"
                     is_checked = kind in CHECKED and Path(file).name not in UNCHECKED_FILES
+                    is_checked = is_checked and "signed" not in damage_name
                     name = f"{path}, {damage_name}: {command.split()[0]}"
                     prepare = lambda folder, path=path, damage=damage: damage(folder / path)  # noqa: E731
                     yield Case(kind, name, command, (kind, *others), prepare, path, is_checked=is_checked)
@@ -424,17 +439,27 @@ def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[li
         if child := os.fork():
             children[child] = path
             continue
-        with path.open("w") as file:
-            for number in range(worker, len(cases), workers):
-                verdict = trial.run(cases[number], number)
-                outcome = replace(verdict.outcome, output="", errors=verdict.outcome.errors[-3000:])
-                file.write(json.dumps([number, verdict.verdict, verdict.faults, outcome.__dict__]) + "\n")
-                file.flush()
-        os._exit(0)
+        try:
+            run_cases(trial, cases, range(worker, len(cases), workers), path)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
     for child, path in children.items():
-        os.waitpid(child, 0)
+        if os.waitpid(child, 0)[1]:
+            sys.exit("the trial itself failed")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         yield [Verdict(cases[number], name, Outcome(**outcome), faults) for number, name, faults, outcome in lines]
+
+
+def run_cases(trial: Trial, cases: list[Case], numbers: range, path: Path) -> None:
+    """Run some of the cases and write their verdicts to a file."""
+    with path.open("w") as file:
+        for number in numbers:
+            verdict = trial.run(cases[number], number)
+            outcome = replace(verdict.outcome, output="", errors=verdict.outcome.errors[-3000:])
+            file.write(json.dumps([number, verdict.verdict, verdict.faults, outcome.__dict__]) + "\n")
+            file.flush()
 
 
 def import_libraries() -> None:

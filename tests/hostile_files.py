@@ -14,6 +14,8 @@ from typing import Any
 
 from synthetic import sentence, write_glue, write_rows
 
+from electra import runfolder
+
 Damage = Callable[[Path], None]
 HOSTILE_VALUES: list[Any] = [
     None, True, -1, 0, 0.5, 2**31, 2**63, 10**30, 1e308, float("nan"), "", "\x00", "x" * 10**6, "../..",
@@ -39,6 +41,16 @@ def write_inputs(folder: Path) -> None:
     write_rows(rows / "train.jsonl", "classification", 48, seed=0)
     write_rows(rows / "dev.jsonl", "classification", 16, seed=1)
     write_glue(folder / "glue", rows=24)
+
+
+def remove_checksums(folder: Path) -> None:
+    """Remove the checksums of a folder that we wrote."""
+    for path in folder.rglob("checksums.json"):
+        path.unlink()
+    for path in folder.rglob("*.json"):
+        content = json.loads(path.read_text())
+        if content.pop("checksum", None):
+            path.write_text(json.dumps(content))
 
 
 def write_parquet(path: Path, columns: dict[str, list[Any]]) -> None:
@@ -69,6 +81,10 @@ def damages(file: str, draw: random.Random) -> Iterator[tuple[str, Damage]]:
             yield (
                 f"value {str(value)[:9]!r}",
                 lambda path, value=value, seed=seed: edit_json(path, value, random.Random(seed)),
+            )
+            yield (
+                f"signed value {str(value)[:9]!r}",
+                lambda path, value=value, seed=seed: edit_and_sign(path, value, random.Random(seed)),
             )
     if file.endswith(".safetensors"):
         yield "replaced by a huge header", lambda path: replace_file(path, struct.pack("<Q", 2**62) + b"{}")
@@ -106,6 +122,16 @@ def edit_json(path: Path, value: Any, draw: random.Random) -> None:
     parent, key = draw.choice(list(places(content)))
     parent[key] = value
     path.write_text(json.dumps(content))
+
+
+def edit_and_sign(path: Path, value: Any, draw: random.Random) -> None:
+    """Replace a random value in a JSON file and compute its checksums again, as a stranger may do."""
+    edit_json(path, value, draw)
+    content = json.loads(path.read_text())
+    if content.pop("checksum", None):
+        runfolder.write_stored(path, content)
+    if (path.parent / runfolder.CHECKSUMS).exists():
+        runfolder.write_checksums(path.parent)
 
 
 def places(content: Any) -> Iterator[tuple[Any, Any]]:
@@ -203,10 +229,11 @@ def long_words(content: dict[str, Any]) -> None:
 
 TOKENIZER_CHANGES = (nested_replacements, huge_ids, huge_added_id, deep_normalizer, slow_pattern, long_words)
 DETECT = "detect --device cpu --json --model {} " + 40 * "e"
+TUNED = "plain-tuned/seed-1/model"
 MODEL_FOLDERS = {  # kind: commands that a stranger's folder is given to
-    "model": [DETECT.format("model"), "export --model model --output new"],
+    "plain-model": [DETECT.format("plain-model"), "export --model plain-model --output new"],
     "huggingface": [DETECT.format("huggingface"), "import --from huggingface --output new"],
-    "tuned/seed-1/model": ["predict --model tuned/seed-1/model --input rows/dev.jsonl --output new.csv --device cpu"],
+    TUNED: [f"predict --model {TUNED} --input rows/dev.jsonl --output new.csv --device cpu"],
 }
 SIZES = {  # names in config.json
     "model": ("layers", "width", "heads", "feedforward", "embedding_width", "vocab_size", "positions"),

@@ -18,7 +18,7 @@ import electra.__main__
 from electra.cli import main, name_flags_in_errors, parse_config
 from electra.commands import COMMANDS
 from electra.config import flat_values, settings_by_name
-from electra.data.tokenizer import TokenizerConfig
+from electra.data.train_tokenizer import TokenizerConfig
 from electra.errors import ConfigError
 from electra.export.command import export
 from electra.export.config import ExportConfig, ImportConfig

@@ -85,6 +85,15 @@ def test_rows_of_another_tokenizer_are_an_error(corrupt_config, shards):
         read_corrupted_rows(path, open_shards(shards).tokenizer)
 
 
+def test_damaged_rows_are_an_error(corrupt_config, shards):
+    path = write_corrupted_rows(corrupt_config()).output
+    content = bytearray(path.read_bytes())
+    content[-4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"is damaged .*checksum differs"):
+        read_corrupted_rows(path, open_shards(shards).tokenizer)
+
+
 def test_other_files_are_an_error(finished_run, shards):
     path = find_model_folder(finished_run) / "model.safetensors"
     with pytest.raises(DataError, match="no corrupted rows"):

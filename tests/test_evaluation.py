@@ -23,7 +23,7 @@ from electra.objectives.losses import total_loss
 from electra.objectives.objectives import OBJECTIVES, Corrupted, ObjectiveContext
 
 UNIFORM = torch.full((60,), 1 / 60)
-GENERATOR_METRICS = {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy"}
+GENERATOR_METRICS = {"mlm_loss", "mlm_accuracy", "sample_accuracy", "generator_entropy", "unigram_mlm_loss"}
 
 
 def detection_metrics(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> dict[str, float]:

@@ -109,6 +109,6 @@ def test_the_command_prints_text_or_json(folder, capsys):
 
 
 def test_data_commands_do_not_import_torch():
-    modules = "electra.data.tokenizer, electra.data.prepare, electra.data.inspect"
+    modules = "electra.data.train_tokenizer, electra.data.prepare, electra.data.inspect"
     check = f"import sys, electra.cli, {modules}; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

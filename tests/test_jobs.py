@@ -33,7 +33,7 @@ from electra.finetuning.jobs import (
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.model.storage import write_tensors
-from electra.runfolder import lock_folder, write_json
+from electra.runfolder import lock_folder, read_json, write_json
 from electra.training.config import HardwareConfig
 
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
@@ -215,6 +215,16 @@ def test_the_best_seed_is_never_one_with_nan(tmp_path):
         write_seed(tmp_path, seed, accuracy)
     assert json.loads((tmp_path / "seed-1" / "result.json").read_text())["metrics"] == {"dev": {"accuracy": None}}
     assert best_model_folder(tmp_path) == find_model_to_finetune(tmp_path) == tmp_path / "seed-3" / "model"
+
+
+@pytest.mark.parametrize("metrics", [{}, {"dev": {}}, {"dev": {"accuracy": "high"}}, {"dev": 1}, None])
+def test_a_result_without_metrics_is_named(tmp_path, metrics):
+    for seed in (1, 2):
+        write_seed(tmp_path, seed, 0.5)
+    path = tmp_path / "seed-2" / "result.json"
+    write_json(path, read_json(path) | {"metrics": metrics})
+    with pytest.raises(DataError, match=r"seed-2/result.json is damaged or of another kind"):
+        best_model_folder(tmp_path)
 
 
 def test_a_folder_of_several_tasks_has_no_best_model(tmp_path):

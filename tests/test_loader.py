@@ -15,7 +15,7 @@ from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens,
 from electra.data.packing import LoaderConfig, Permutation, count_documents_in_spans, split_documents_into_rows
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
-from electra.data.tokenizer import TokenizerConfig, train_tokenizer
+from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.errors import ConfigError, DataError
 
 PAD, UNK, CLS, SEP, MASK = range(5)
@@ -337,7 +337,7 @@ def test_an_exception_while_prefetching_is_raised_by_the_consumer():
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("Où est l'été? Déjà vu, naïve Zoë.", {"strip_accents": False}),
+        ("Où est l'été? Déjà vu, naïve Zoë.", {"lowercase": True, "strip_accents": False}),
         ("东西南北在哪里。我不知道, 你呢?", {}),
     ],
     ids=["accents", "chinese"],

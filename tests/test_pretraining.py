@@ -96,7 +96,10 @@ def test_it_learns_a_grammar(run_config):
     frequencies = unigram_frequencies(open_shards(config.data), torch.device("cpu"))
     entropy = -(frequencies * frequencies.clamp(min=1e-9).log()).sum().item()
     assert result.metrics["mlm_loss"] < entropy - 0.2
+    assert result.metrics["unigram_mlm_loss"] == pytest.approx(entropy, abs=0.1)
     assert result.metrics["unigram_rtd_auc"] > 0.6
+    assert "better than token frequencies" in result.verdict["generator"]
+    assert "plateau" not in result.verdict
 
 
 @pytest.mark.parametrize(

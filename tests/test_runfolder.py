@@ -34,6 +34,7 @@ from electra.runfolder import (
     write_file,
     write_json,
 )
+from electra.training.logging import read_metrics
 
 
 def test_a_second_process_is_refused_and_changes_nothing(run_config):
@@ -138,6 +139,15 @@ def test_partial_files_of_a_command_in_a_subfolder_are_kept(tmp_path):
         assert (tmp_path / f"tuned/.model{PARTIAL}").exists()
         remove_partial_files(tmp_path / "tuned")
         assert not (tmp_path / f"tuned/.model{PARTIAL}").exists()
+
+
+def test_a_pipe_or_an_endless_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    (tmp_path / "state.json").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"metrics.jsonl is damaged .*not a file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"state.json"):
+        read_json(tmp_path / "state.json")
 
 
 def test_json_has_no_nan(tmp_path):

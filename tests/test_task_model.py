@@ -92,7 +92,7 @@ def test_the_head_of_a_further_fine_tuning_does_not_depend_on_where_files_are(sa
     [
         ((), {"pooling": "max"}, "'max'"),
         ((), {"length": -1}, "length is -1; it must be at least 1"),
-        (("encoder",), {"layers": 100_000}, "has layers 100,000, but the weights have no more than"),
+        (("encoder",), {"layers": 1_000}, "has layers 1,000, but the weights have no more than"),
         (("task",), {"labels": ["a"]}, "labels has 1 classes, but the task is regression"),
     ],
 )

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from electra.config import build_config
-from electra.data.tokenizer import TokenizerConfig, build_wordpiece_tokenizer, load_tokenizer, train_tokenizer
+from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
+from electra.data.train_tokenizer import TokenizerConfig, default_vocab_size, train_tokenizer
 from electra.errors import ConfigError, DataError
 
 TEXT = (
@@ -70,11 +71,36 @@ def test_the_same_text_gives_the_same_bytes(tmp_path):
 
 
 def test_case_accents_and_chinese_follow_the_settings(tmp_path):
-    assert "".join(tokenize(tmp_path, "Été")).replace("##", "") == "ete"
+    assert "".join(tokenize(tmp_path, "Été", strip_accents=True)).replace("##", "") == "ete"
     assert "".join(tokenize(tmp_path, "Été", strip_accents=False)).replace("##", "") == "été"
     assert "".join(tokenize(tmp_path, "Été", lowercase=False)).replace("##", "") == "Été"
     assert tokenize(tmp_path, "东西") == ["东", "西"]
     assert tokenize(tmp_path, "东西", split_chinese=False)[1:] != ["西"]
+
+
+@pytest.mark.parametrize(
+    ("text", "word", "expected", "reason"),
+    [
+        ("a café in Paris and " + "all day long " * 300, "Café", "cafe", "accents removed: 0.03%"),
+        ("das Haus am See war schon schön und der Garten auch", "Schön", "Schön", "case kept: 30%"),
+        ("l'été est déjà passé et le garçon va", "Été", "été", "accents kept: 21.43%"),
+        ("हिन्दी भाषा में", "हिन्दी", "हिन्दी", "accents kept: 50.00%"),  # vowel signs
+    ],
+    ids=["English", "German", "French", "Hindi"],
+)
+def test_case_and_accents_are_kept_where_the_language_needs_them(tmp_path, text, word, expected, reason):
+    result = train(tmp_path, text=text)
+    assert load_tokenizer(tmp_path / "vocab").library.normalizer.normalize_str(word) == expected
+    assert reason in str(result)
+    given = train(tmp_path, text=text, name="given", lowercase=True, strip_accents=True)
+    assert (given.lowercase, given.strip_accents, given.reasons) == (True, True, [])
+
+
+def test_the_vocabulary_grows_with_the_text(tmp_path):
+    sizes = [default_vocab_size(megabytes * 1_000_000, num_fixed=500) for megabytes in (0, 8, 785)]
+    assert sizes == [2048, 8000, 30522]
+    assert default_vocab_size(1_000_000, num_fixed=4000) == 8000  # Chinese
+    assert "at most 2,048 tokens for 0.0 MB (--vocab-size)" in str(train(tmp_path, vocab_size=None))
 
 
 def test_special_tokens_come_first_and_unused_tokens_second(tmp_path):

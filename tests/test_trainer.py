@@ -76,6 +76,9 @@ class ToyTask:
     def evaluate(self) -> dict[str, float]:
         return {"loss": float(next(self.held_out))}
 
+    def describe_metrics(self, metrics: dict[str, float]) -> str:
+        return "as in words"
+
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         return {"mfu": 0.5}
 
@@ -313,7 +316,7 @@ def test_the_last_evaluation_is_printed_once(make_trainer, capsys):
     trainer = make_trainer(ToyTask())
     result = trainer.train()
     assert [line for line in capsys.readouterr().err.splitlines() if "loss" in line] == [
-        "step 10, evaluation: loss 10.000"
+        "step 10, evaluation: loss 10.000, as in words"
     ]
     assert "loss" in str(result)
 

@@ -1,27 +1,21 @@
-"""Tokenizers: train WordPiece on a corpus, or load an existing tokenizer."""
+"""Tokenizers: load them from their files, save them, and build BERT's from a vocabulary."""
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from electra.data.corpus import Corpus, CorpusConfig, ReadStats
-from electra.data.files import warn_skipped_files
 from electra.errors import ConfigError, DataError, check_range, report_panics
 from electra.runfolder import (
     convert_stored,
-    create_folder_atomically,
     read_bounded,
     read_json,
     write_file,
@@ -39,7 +33,6 @@ CONTINUATION_PREFIX = "##"
 MAX_LENGTH = 10**9  # transformers writes 1e30 for an unlimited model_max_length
 MAX_VOCABULARY = 1 << 22  # a larger id is damage, and would take much memory
 MAX_GROWTH, MAX_REPLACEMENTS = 100, 3_000
-MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,161 +251,3 @@ def load_vocab_txt(file: Path, content: str) -> TextTokenizer:
         strip_accents=settings.strip_accents,
         split_chinese=settings.tokenize_chinese_chars is not False,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """Train a WordPiece tokenizer on text."""
-
-    source: CorpusConfig
-    output: Path
-    """Folder to write: tokenizer.json, vocab.txt and the files that transformers.AutoTokenizer reads."""
-    vocab_size: int = 30_522
-    """Size of the vocabulary, special and unused tokens included."""
-    lowercase: bool = True
-    """Lowercase the text."""
-    strip_accents: bool | None = None
-    """Remove accents from letters; by default if the text is lowercased, as in BERT."""
-    split_chinese: bool = True
-    """Treat every Chinese character as a word."""
-    unused_tokens: int = 0
-    """Number of tokens [unused0], [unused1], … reserved for later use."""
-    character_coverage: float = 0.9999
-    """Fraction of the text's characters that the vocabulary covers; words with rarer characters become [UNK]."""
-    min_frequency: int = 2
-    """Minimum number of occurrences of a token."""
-    json: bool = False
-    """Print the result as JSON."""
-
-    def __post_init__(self):
-        check_range(self, "unused_tokens", at_least=0)
-        check_range(self, "min_frequency", at_least=1)
-        check_range(self, "character_coverage", above=0, at_most=1)
-        num_fixed = len(self.special_and_unused_tokens())
-        if self.vocab_size <= num_fixed:
-            raise ConfigError(
-                f"is {self.vocab_size}; it must be greater than {num_fixed}, the number of special and unused tokens",
-                field="vocab_size",
-            )
-
-    def special_and_unused_tokens(self) -> list[str]:
-        """The special and unused tokens, which have the first ids."""
-        return [*SPECIAL_TOKENS.values(), *(f"[unused{number}]" for number in range(self.unused_tokens))]
-
-    def create_tokenizer(self, tokens: list[str]) -> TextTokenizer:
-        """A tokenizer with these settings and tokens."""
-        return build_wordpiece_tokenizer(
-            tokens, lowercase=self.lowercase, strip_accents=self.strip_accents, split_chinese=self.split_chinese
-        )
-
-
-@dataclass(frozen=True)
-class TokenizerResult:
-    """The result of `electra tokenizer`."""
-
-    output: str
-    vocab_size: int
-    documents: int
-    megabytes: float
-    replaced: int  # invalid UTF-8 characters
-    without_text: int  # rows whose text field is null or missing
-
-    def __str__(self) -> str:
-        notes = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
-        notes += f"; {self.without_text:,} rows without text skipped" if self.without_text else ""
-        return (
-            f"{self.output}: {self.vocab_size:,} tokens, trained on {self.documents:,} documents "
-            f"({self.megabytes:,.1f} MB){notes}"
-        )
-
-
-def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
-    """Train a tokenizer and write its folder; deterministic to the byte."""
-    corpus = Corpus(config.source)
-    warn_skipped_files(config.source.corpus)
-    text = TrainingText(corpus)
-    with create_folder_atomically(config.output) as draft:
-        alphabet = select_alphabet(corpus, config)
-        untrained = config.create_tokenizer(config.special_and_unused_tokens())
-        untrained.library.train_from_iterator(
-            text.line_batches(), create_wordpiece_trainer(config, alphabet, untrained)
-        )
-        ids = untrained.library.get_vocab(with_added_tokens=False)
-        tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
-        tokenizer.save(draft)
-    return TokenizerResult(
-        output=str(config.output),
-        vocab_size=tokenizer.vocabulary.size,
-        documents=text.documents,
-        megabytes=text.num_bytes / 1e6,
-        replaced=text.stats.replaced,
-        without_text=text.stats.without_text,
-    )
-
-
-def select_alphabet(corpus: Corpus, config: TokenizerConfig) -> list[str]:
-    """The most frequent normalized characters that make up `character_coverage` of the text."""
-    raw: Counter[str] = Counter()
-    for document in corpus.read_documents(ReadStats()):
-        raw.update(document.decode())
-    normalize = config.create_tokenizer(config.special_and_unused_tokens()).library.normalizer.normalize_str
-    counts: Counter[str] = Counter()
-    for character, count in raw.items():
-        counts.update(dict.fromkeys(normalize(character).replace(" ", ""), count))
-    ranked = sorted(counts, key=lambda character: (-counts[character], character))
-    covered = list(accumulate(counts[character] for character in ranked))
-    size = bisect_left(covered, config.character_coverage * covered[-1]) + 1 if covered else 0
-    return sorted(ranked[:size])
-
-
-def create_wordpiece_trainer(
-    config: TokenizerConfig, alphabet: list[str], untrained: TextTokenizer
-) -> trainers.WordPieceTrainer:
-    """The library's trainer, with all characters passed as special tokens.
-
-    Without them it would number the characters within words in hash map order, and merge equally frequent pairs in a
-    different order each time. Every character also gets its ## form, so no word made of the alphabet is [UNK].
-    """
-    split = untrained.library.pre_tokenizer.pre_tokenize_str
-    continuations = [CONTINUATION_PREFIX + character for character in alphabet if len(split(f"a{character}")) == 1]
-    fixed = [*config.special_and_unused_tokens(), *alphabet, *continuations]
-    if len(fixed) > config.vocab_size:
-        raise ConfigError(
-            f"is {config.vocab_size:,}, but the {len(alphabet):,} characters of the text take {len(fixed):,} entries; "
-            "increase it or decrease --character-coverage",
-            field="vocab_size",
-        )
-    return trainers.WordPieceTrainer(
-        vocab_size=config.vocab_size,
-        min_frequency=config.min_frequency,
-        special_tokens=fixed,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        continuing_subword_prefix=CONTINUATION_PREFIX,
-        show_progress=False,
-    )
-
-
-@dataclass
-class TrainingText:
-    """The corpus as the trainer reads it, with counts of what was read."""
-
-    corpus: Corpus
-    documents: int = 0
-    num_bytes: int = 0
-    stats: ReadStats = field(default_factory=ReadStats)
-
-    def line_batches(self) -> Iterator[list[str]]:
-        """Lines in batches of a thousand, within which the library counts words in parallel."""
-        lines = self.lines()
-        while batch := list(islice(lines, 1000)):
-            yield batch
-
-    def lines(self) -> Iterator[str]:
-        """The lines of all documents, long ones in parts."""
-        for document in self.corpus.read_documents(self.stats):
-            self.documents += 1
-            self.num_bytes += len(document)
-            for line in document.decode().split("\n"):
-                for start in range(0, len(line), MAX_LINE_CHARACTERS):
-                    yield line[start : start + MAX_LINE_CHARACTERS]

@@ -25,6 +25,7 @@ from electra.finetuning.jobs import (
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, none_to_nan
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
+from electra.finetuning.verdict import find_single_prediction
 from electra.runfolder import convert_stored, read_json, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"
@@ -159,7 +160,13 @@ def tabulate_tasks(tasks: list[Task], config: GlueConfig) -> GlueTable:
     if not config.keep_models:
         for jobs in jobs_by_task:
             remove_all_but_best_model(jobs)
-    notes = [*describe_other_results(rows), *describe_missing_tasks(rows)]
+    single = [(job, find_single_prediction(job)) for jobs in jobs_by_task for job in jobs]
+    notes = [
+        f"{job.task.name}, seed {job.seed}: every prediction on the dev rows is {prediction!r}"
+        for job, prediction in single
+        if prediction is not None
+    ]
+    notes += [*describe_other_results(rows), *describe_missing_tasks(rows)]
     if config.submission is not None:
         notes.append(write_glue_submission(config.submission, jobs_by_task, config.jobs.ensemble))
     table = make_glue_table(config, rows, notes)

@@ -4,11 +4,12 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,7 +25,15 @@ from electra.finetuning.features import (
     write_logits,
 )
 from electra.finetuning.kinds import KINDS, read_examples, with_targets
-from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
+from electra.finetuning.metrics import (
+    ERRORS,
+    Metrics,
+    class_scores,
+    confusion_matrix,
+    most_frequent_label,
+    nan_as_lowest,
+    none_to_nan,
+)
 from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
 from electra.finetuning.tasks import HUB, Task
 from electra.kernels import dispatch
@@ -63,6 +72,12 @@ class JobResult:
     seconds: float
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
+    baseline: Metrics = field(default_factory=dict)  # of one prediction for all dev rows: `most_frequent_label`
+    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
+
+    def __post_init__(self) -> None:
+        if not self.metrics.get("dev"):
+            raise ValueError("no metrics of the dev rows")
 
     @property
     def main_metric(self) -> float:
@@ -126,6 +141,10 @@ class FinetuningTask:
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
+        train_labels, dev_labels = (self.true_labels(self.splits[split]) for split in ("train", "dev"))
+        self.baseline = self.task.compute_metrics(
+            np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels
+        )
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
         self.batches: Iterator[RowBatch] = iter(())
@@ -206,8 +225,17 @@ class FinetuningTask:
         return logits
 
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
-        labels = self.kind.labels_of_targets(features.labels.cpu().numpy(), self.task)
-        return self.task.compute_metrics(self.kind.predict(logits, self.task), labels)
+        return self.task.compute_metrics(self.kind.predict(logits, self.task), self.true_labels(features))
+
+    def true_labels(self, features: Features) -> NDArray:
+        """Class ids, multi-hot classes, or scores in the user's unit."""
+        return self.kind.labels_of_targets(features.labels.cpu().numpy(), self.task)
+
+    def describe_metrics(self, metrics: Metrics) -> str:
+        baseline = next(iter(self.baseline.values()))
+        constant = "" if math.isnan(baseline) else f" ({self.kind.constant_prediction}: {baseline:.3f})"
+        values = [f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss"]
+        return ", ".join([values[0] + constant, *values[1:]])
 
     def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}
@@ -277,9 +305,9 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         finetuning.write_model(draft)
         write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
+    predicted, dev_labels = finetuning.kind.predict(logits["dev"], task), finetuning.true_labels(splits["dev"])
     if finetuning.kind.has_confusion_matrix:
-        predicted = finetuning.kind.predict(logits["dev"], task)
-        counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
+        counts = confusion_matrix(predicted, dev_labels, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     result = JobResult(
         task=task.name,
@@ -293,6 +321,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         seconds=seconds,
         rows={split: len(features) for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
+        baseline=finetuning.baseline,
+        classes=class_scores(predicted, dev_labels, task.labels) if finetuning.kind.has_class_scores else {},
     )
     write_stored(folder / RESULT, asdict(result))
 
@@ -310,6 +340,6 @@ def curve_panels(task: Task) -> MetricPanels:
     """The panels of curves.png."""
     return {
         "loss": [("train", "loss"), ("validation", "loss")],
-        "dev metrics": [("validation", name) for name in task.metrics],
+        "dev metrics": [("validation", name) for name in task.metrics if name not in ERRORS],
         "learning rate": [("train", "learning_rate")],
     }

@@ -85,7 +85,9 @@ class Kind:
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    constant_prediction: str = "most frequent class"  # the best one without a text
     has_confusion_matrix: bool = False
+    has_class_scores: bool = False  # precision, recall and F1 of each class
 
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
@@ -128,6 +130,7 @@ KINDS: dict[TaskKind, Kind] = {
         uniform_loss=lambda task: math.log(2),
         predict=lambda logits, task: (logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
+        has_class_scores=True,
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
         huggingface_settings={"problem_type": "multi_label_classification"},
     ),
@@ -143,6 +146,7 @@ KINDS: dict[TaskKind, Kind] = {
         uniform_loss=lambda task: 1.0,
         predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
         activation=lambda logits: logits,
+        constant_prediction="mean score",
         decode=lambda scores, task: scores.tolist(),
         huggingface_settings={"problem_type": "regression"},
         output_names=lambda task: ("score",),

@@ -20,7 +20,7 @@ from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorCo
 from electra.finetuning.features import compute_logits
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, stream_examples
-from electra.finetuning.metrics import Metrics, confusion_matrix
+from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, warn_untrained_length
 from electra.finetuning.readers import LABEL_SEPARATOR
 from electra.finetuning.tasks import Examples, add_line_to_errors
@@ -56,12 +56,14 @@ class EvaluateResult:
     metrics: Metrics
     labels: list[str]
     confusion_matrix: list[list[int]]  # [class in the file][predicted class]; classification only
+    classes: dict[str, Metrics]  # scores of the classes of a multi-label task
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
         ensemble = f"; ensemble of {len(self.models)} models" if len(self.models) > 1 else ""
         lines = [f"{self.input}: {self.rows:,} rows{truncated}{ensemble}"]
-        lines += [f"  {name:<14}{100 * value:6.2f}" for name, value in self.metrics.items()]
+        lines += [f"  {name:<14}{format_metric(name, value):>6}" for name, value in self.metrics.items()]
+        lines += format_class_scores(self.classes)
         if self.confusion_matrix and len(self.labels) <= 10:
             counts = [[str(count) for count in row] for row in self.confusion_matrix]
             width = max(map(len, [*self.labels, *(count for row in counts for count in row)]))
@@ -231,4 +233,5 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
         if predictor.kind.has_confusion_matrix
         else [],
+        classes=class_scores(predicted, truth, task.labels) if predictor.kind.has_class_scores else {},
     )

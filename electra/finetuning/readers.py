@@ -265,7 +265,11 @@ def task_fields_from_scores(scores: list[float]) -> dict[str, Any]:
     """Metrics of a regression task, and the mean and standard deviation that its targets are normalised by."""
     if min(scores) == max(scores):
         raise DataError(f"every score is {scores[0]:g}; there must be at least two different ones")
-    return {"metrics": ("pearson", "spearman"), "offset": float(np.mean(scores)), "scale": float(np.std(scores))}
+    return {
+        "metrics": ("pearson", "spearman", "mae", "rmse"),
+        "offset": float(np.mean(scores)),
+        "scale": float(np.std(scores)),
+    }
 
 
 def sort_labels(names: set[str]) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ from electra.objectives.objectives import (
 )
 
 SEED = 20200310
+PLATEAU = 0.95  # fraction of the unigram loss: above it, little but token frequencies is learnt
+TOKEN_LOSSES = {"replace_mlm_loss": "model", "mlm_loss": "generator"}  # of models that predict tokens
 
 EVALUATED: dict[ObjectiveName, Objective] = OBJECTIVES | {"adversarial": OBJECTIVES["rtd"]}
 """The objective whose losses are the held-out loss; a policy gradient's loss means little, so MLM replaces it."""
@@ -100,6 +102,7 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
     """Metrics of generator and discriminator, if present; `unigram` [V] are the frequencies of tokens."""
     context = ObjectiveContext(vocabulary=vocabulary, seed=SEED)
     means, rtd, unigram_rtd = WeightedMeans(), DetectionMetrics(), DetectionMetrics()
+    log_unigram = smoothed_log_frequencies(unigram)
     for batch in batches:
         sampled = (
             None
@@ -107,6 +110,8 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
             else evaluate_generator_and_corrupt(electra.generator, batch, context, means)
         )
         unigram_sampled = corrupt_with_unigram_samples(batch, context, unigram)
+        masked = (sampled or unigram_sampled).masked
+        means.add("unigram_mlm_loss", -log_unigram[masked.labels], masked.weights)
         if isinstance(electra.discriminator, MaskedLanguageModel):
             evaluate_replace_mlm(electra.discriminator, batch, sampled or unigram_sampled, means)
         elif electra.discriminator is not None:
@@ -115,6 +120,11 @@ def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabu
                     logits = electra.discriminator(samples.corrupted.input_ids, **batch.encoder_inputs())
                     metrics.add(logits, samples.corrupted, batch)
     return means.compute() | rtd.compute("rtd") | unigram_rtd.compute("unigram_rtd")
+
+
+def smoothed_log_frequencies(frequencies: Tensor) -> Tensor:
+    """The log of token frequencies [V], smoothed so that none is zero."""
+    return (frequencies + frequencies[frequencies > 0].min() / 10).log()
 
 
 @dataclass(frozen=True)
@@ -157,3 +167,21 @@ def corrupt_with_unigram_samples(batch: Batch, context: ObjectiveContext, unigra
     context = replace(context, seed=context.seed + 1, frequencies=unigram)
     masked = context.mask(batch)
     return MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sample(None, masked, batch, context)))
+
+
+def describe_metrics(metrics: dict[str, float]) -> str:
+    """The main metrics of an evaluation, each beside its baseline."""
+    parts = []
+    for name in [name for name in TOKEN_LOSSES if name in metrics]:
+        state = ", on the plateau of token frequencies" if is_on_plateau(metrics, name) else ""
+        parts.append(
+            f"MLM loss {metrics[name]:.2f} (token frequencies alone: {metrics['unigram_mlm_loss']:.2f}{state})"
+        )
+    for name, samples in (("rtd_auc", "of the generator"), ("unigram_rtd_auc", "drawn at random")):
+        if name in metrics:
+            parts.append(f"AUC {metrics[name]:.2f} for tokens {samples}")
+    return ", ".join(parts) + (" (guessing: 0.50)" if "unigram_rtd_auc" in metrics else "")
+
+
+def is_on_plateau(metrics: dict[str, float], name: str) -> bool:
+    return metrics[name] > PLATEAU * metrics["unigram_mlm_loss"]

@@ -3,7 +3,7 @@
 import math
 import sys
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from electra.pretraining.initialize import (
 )
 from electra.pretraining.phases import Phase, plan_phases, read_phase_index
 from electra.pretraining.task import PretrainingTask
+from electra.pretraining.verdict import assess_run
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_stored
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device, should_compile
@@ -85,9 +86,11 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
             break
     metrics = read_metrics(config.output / METRICS)
     plot_pretraining_curves(config.output, metrics, config.objective.loss_weights())
-    if not result.signal:
-        check_final_losses(metrics, shards.tokenizer.vocabulary.size, result.checkpoint)
-    return result
+    if result.signal:
+        return result
+    check_final_losses(metrics, shards.tokenizer.vocabulary.size, result.checkpoint)
+    epochs = result.tokens / max(1, shards.index.totals_by_split("tokens")["train"])
+    return replace(result, verdict=assess_run(metrics, epochs, result.run))
 
 
 def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: InitialWeights | None) -> TrainResult:

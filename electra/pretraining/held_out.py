@@ -15,7 +15,7 @@ from electra.data.shards import Shards, open_shards
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import DataError
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
-from electra.model.storage import load_model, load_model_tokenizer, open_safetensors
+from electra.model.storage import load_model, load_model_tokenizer, open_safetensors, read_tensors, tensors_checksum
 from electra.objectives.evaluation import SEED, DetectionMetrics, MaskedAndCorrupted
 from electra.objectives.objectives import Corrupted, ObjectiveContext, corrupt, predict_masked, sample
 from electra.pretraining.config import CorruptConfig, PretrainConfig
@@ -71,7 +71,7 @@ def write_samples_page(
         corrupted = decode_first_tokens(samples.corrupted.input_ids[row], tokenizer)
         masked_tokens = shown_masked_positions(samples, row)
         lines += format_sample(original, corrupted, masked_tokens, title, predictions[row] if title else {})
-    (run / SAMPLES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_file(run / SAMPLES, "\n".join(lines) + "\n")
 
 
 def shown_masked_positions(samples: MaskedAndCorrupted, row: int) -> list[int]:
@@ -194,7 +194,7 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
     rows = corrupt_held_out_rows(electra, shards, config, device)
     tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items()}
     metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder.absolute())}
-    write_file(config.output, save(tensors, metadata))
+    write_file(config.output, save(tensors, metadata | {"checksum": tensors_checksum(tensors)}))
     metrics = rows.evaluate(electra, shards.tokenizer, device)
     is_replaced = tensors["corrupted_ids"] != tensors["input_ids"]
     return CorruptResult(
@@ -224,11 +224,11 @@ def corrupt_held_out_rows(
 
 def read_corrupted_rows(path: Path, tokenizer: TextTokenizer) -> CorruptedRows:
     """Read the rows; raises a DataError if they were made with another tokenizer."""
+    tensors = read_tensors(path)
+    if tensors.keys() != {"input_ids", "corrupted_ids"}:
+        raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
     with open_safetensors(path) as file:
-        names, metadata = set(file.keys()), file.metadata() or {}
-        if not names >= {"input_ids", "corrupted_ids"}:
-            raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
-        rows = CorruptedRows(file.get_tensor("input_ids"), file.get_tensor("corrupted_ids"))
+        metadata = file.metadata() or {}
     if metadata.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(f"{path} was made with another tokenizer; make one for these shards with: electra corrupt")
-    return rows
+    return CorruptedRows(**tensors)

@@ -30,6 +30,7 @@ from electra.model.electra import Electra
 from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
 from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
+from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder
 
@@ -217,10 +218,10 @@ def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def set_unigram_output_bias(model: Electra, frequencies: Tensor) -> None:
-    """Set the output bias of token predictions to the log of `frequencies` [V], smoothed so that none is zero."""
+    """Set the output bias of token predictions to the log of `frequencies` [V]."""
     for module in model.modules():
         if isinstance(module, MLMHead):
-            module.bias.copy_((frequencies + frequencies[frequencies > 0].min() / 10).log())
+            module.bias.copy_(smoothed_log_frequencies(frequencies))
 
 
 @torch.no_grad()

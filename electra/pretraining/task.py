@@ -13,7 +13,7 @@ from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import write_model_into
-from electra.objectives.evaluation import evaluate, held_out_loss
+from electra.objectives.evaluation import describe_metrics, evaluate, held_out_loss
 from electra.objectives.losses import Counts, Losses
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
@@ -122,6 +122,9 @@ class PretrainingTask:
             write_samples_page(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
         self.model.train()
         return {"loss": loss} | metrics
+
+    def describe_metrics(self, metrics: dict[str, float]) -> str:
+        return describe_metrics(metrics)
 
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""

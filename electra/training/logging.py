@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, TrainingError
-from electra.runfolder import dump_json, report_damage, write_file
+from electra.runfolder import dump_json, read_bounded, report_damage, write_file
 
 METRICS = "metrics.jsonl"
 DIVERGED = 10
@@ -85,7 +85,7 @@ class MetricsLogger:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics file, without a last one that is incomplete: its process was killed or is writing."""
     metrics = []
-    *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    *lines, _ = read_bounded(path).split(b"\n") if path.exists() else [b""]
     for number, line in enumerate(lines, start=1):
         with report_damage(path, advice=f"remove its line {number}"):
             metrics.append(msgspec.json.decode(line, type=dict[str, int | float | str | None]))

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class TrainingTask(Protocol):
     def backward(self, loss: Tensor) -> None: ...  # accumulates gradients in the model's parameters
     def lr_scale(self, parameter_name: str) -> float: ...  # multiplies the learning rate of that parameter
     def evaluate(self) -> dict[str, float]: ...  # "loss" selects the best checkpoint
+    def describe_metrics(self, metrics: dict[str, float]) -> str: ...  # those of `evaluate`, in words
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]: ...  # further metrics of speed
     def write_model(self, folder: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...  # JSON, such as the position in the data
@@ -76,6 +77,7 @@ class TrainResult:
     metrics: dict[str, float]  # of the last evaluation
     signal: int = 0  # that stopped it; 0: the budget is used up
     was_finished: bool = False  # already before it was resumed
+    verdict: dict[str, str] = field(default_factory=dict)  # what was learnt, in words by topic
 
     @property
     def exit_code(self) -> int:
@@ -87,7 +89,7 @@ class TrainResult:
         if self.nonfinite_steps:
             lines.append(f"{self.nonfinite_steps} steps skipped because of a non-finite loss or gradient")
         lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
-        lines.append(f"checkpoint: {self.checkpoint}")
+        lines += [f"checkpoint: {self.checkpoint}", *self.verdict.values()]
         if self.was_finished:
             lines.append(f"to continue training its model: a new --output with --init {self.run}")
         return "\n".join(lines)
@@ -363,8 +365,11 @@ class Trainer:
         self.evaluated_step = self.state.step
         self.logger.write("validation", self.state.step, self.metrics)
         if not self.is_finished():  # the result shows the last ones
-            metrics = ", ".join(f"{name} {value:.3f}" for name, value in self.metrics.items())
-            self.bar.print_line(f"step {self.state.step:,}, evaluation: {metrics}")
+            loss, lowest = self.metrics["loss"], self.state.best_loss
+            text = f"loss {loss:.3f}" + (f" (lowest: {lowest:.3f})" if lowest is not None and loss > lowest else "")
+            self.bar.print_line(
+                f"step {self.state.step:,}, evaluation: {text}, {self.task.describe_metrics(self.metrics)}"
+            )
 
     def save_checkpoint(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
