@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,16 @@ class Predictor:
             for examples in stream_examples(self.task, path, CHUNK_SIZE, with_labels=with_labels):
                 yield examples, self.compute_logits(examples)
                 progress.update(progress_task, completed=self.rows)
+
+    def predict(self, texts: str | Sequence[str], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The prediction for each text, or pair of texts, and for classes their probabilities."""
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if (self.task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
+            raise ConfigError(
+                f"task {self.task.name} needs {'one text' if self.task.text_b is None else 'two texts'} per row"
+            )
+        examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
+        return list(prediction_columns(self.task, self.compute_logits(examples))) if texts else []
 
     def compute_logits(self, examples: Examples) -> NDArray:
         """The logits [N, num_labels] of examples, averaged over the models."""
