@@ -114,7 +114,7 @@ class Predictor:
                 f"task {self.task.name} needs {'one text' if self.task.text_b is None else 'two texts'} per row"
             )
         examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        return list(prediction_columns(self.task, self.compute_logits(examples))) if texts else []
+        return list(self.kind.columns(self.task, self.compute_logits(examples), [])) if texts else []
 
     def compute_logits(self, examples: Examples) -> NDArray:
         """The logits [N, num_labels] of examples, averaged over the models."""
