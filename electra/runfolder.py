@@ -204,7 +204,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"{path.parent} has no {path.name}{hint}; {repair_advice(path)}".rstrip("; "))
     if path.name != CHECKSUMS:
         verify_checksum(path)
-    value = parse_json(read_bounded(path), path)
+    with report_damage(path):
+        value = msgspec.json.decode(read_bounded(path), type=dict[str, Any])
     if str(value.get("checksum")).startswith(CHECKSUM) and value.pop("checksum") != json_checksum(value):
         raise damaged_file_error(path, 'its checksum differs; if you changed it on purpose, remove its line "checksum"')
     return value
@@ -217,12 +218,6 @@ def read_bounded(path: Path) -> bytes:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise damaged_file_error(path, f"{path.stat().st_size:,} bytes are more than any such file has")
     return path.read_bytes()
-
-
-def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `content`, which was read from `path`."""
-    with report_damage(path):
-        return msgspec.json.decode(content, type=dict[str, Any])
 
 
 def read_stored(path: Path, kind: type[Stored]) -> Stored:

@@ -111,7 +111,6 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("detect --model nowhere -- -text", "nowhere"),
         ("export --model x", "missing --output: "),
         ("glue --model x --output y", "missing --data: "),
-        ("detect --model x", "missing TEXT: "),
         ("inspect", "missing SHARDS: "),
         ("flops --config", "--config needs a value: "),
         ("flops --config missing.json", "missing.json does not exist; --config takes a JSON, YAML or TOML file"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from electra import cli
 from electra.data import corpus, files
-from electra.data.corpus import Corpus, CorpusConfig, ReadStats, in_validation_split
+from electra.data.corpus import Corpus, CorpusConfig, ReadStats, hash_document
 from electra.data.files import warn_skipped_files, warn_unchecked_zstd
 from electra.errors import ConfigError, DataError
 
@@ -163,12 +163,61 @@ def test_an_overlong_run_of_letters_is_cut_between_characters(tmp_path, monkeypa
 
 
 def test_invalid_utf8_is_replaced_and_counted_or_an_error(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"fine\n\nbad \xff\xfe here\n")
+    (tmp_path / "a.txt").write_bytes(b"fine\n\nbad \xff\xfe in words here\n")
     stats = ReadStats()
-    assert read(tmp_path, stats) == ["fine", "bad \ufffd\ufffd here"]
+    assert read(tmp_path, stats) == ["fine", "bad \ufffd\ufffd in words here"]
     assert stats.replaced == 2
     with pytest.raises(DataError, match=r"a.txt, line 3: not valid UTF-8"):
         read(tmp_path, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "word"),
+    [
+        ("windows-1252", "Die Bäume sind schön und grün.", "Bäume"),
+        ("windows-1252", "“It’s the café,” she said – twice.", "café"),
+        ("windows-1252", "L'été, le garçon était à l'école où il rêvait.", "été"),
+        ("windows-1250", "Książka leży na stole, a król śpi w łóżku.", "Książka"),
+        ("windows-1251", "Мама мыла раму, а Саша читал книгу.", "Мама"),
+        ("koi8-r", "Мама мыла раму, а Саша читал книгу.", "Мама"),
+        ("utf-16", "Die Bäume sind schön und grün.", ""),
+        ("utf-16-le", "The trees are green.", ""),
+        ("utf-16-be", "The trees are green.", ""),
+    ],
+)
+def test_text_in_another_encoding_is_refused_with_its_name_and_read_with_it(tmp_path, encoding, text, word):
+    (tmp_path / "a.txt").write_bytes(f"{text}\n\nfine\n".encode(encoding))
+    with pytest.raises(DataError, match=rf"a.txt, line 1: .*{word}.*--encoding {encoding}\b"):
+        read(tmp_path)
+    assert read(tmp_path, encoding=encoding) == [text, "fine"]
+
+
+def test_text_in_an_unknown_encoding_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("チーズは食品です".encode("shift_jis"))
+    with pytest.raises(DataError, match="not valid UTF-8; give --encoding NAME"):
+        read(tmp_path)
+    assert read(tmp_path, encoding="shift_jis") == ["チーズは食品です"]
+
+
+def test_invalid_utf8_may_be_replaced_whatever_it_looks_like(tmp_path):
+    (tmp_path / "a.txt").write_bytes("schön".encode("latin-1"))
+    assert read(tmp_path, encoding="utf-8") == ["sch\ufffdn"]
+    (tmp_path / "a.txt").write_bytes("schöne Straße, ".encode() + "schön".encode("latin-1"))
+    assert read(tmp_path) == ["schöne Straße, sch\ufffdn"]
+
+
+def test_characters_at_the_end_of_a_chunk_are_decoded_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 5)
+    (tmp_path / "a.txt").write_bytes("干酪 😀 干酪\n\n酪".encode("utf-16"))
+    assert read(tmp_path, encoding="utf-16") == ["干酪 😀 干酪", "酪"]
+
+
+def test_a_wrong_or_unknown_encoding_is_an_error(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"a.txt is not text in ascii"):
+        read(tmp_path, encoding="ascii")
+    with pytest.raises(ConfigError, match="encoding is 'latin-99', which Python does not know"):
+        read(tmp_path, encoding="latin-99")
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
@@ -283,8 +332,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, 
 
 def test_the_validation_split_depends_on_the_text_only():
     documents = [f"document {number}".encode() for number in range(10_000)]
-    held_out = [document for document in documents if in_validation_split(document, 0.01)]
+    held_out = [document for document in documents if hash_document(document) < 0.01]
     assert 70 < len(held_out) < 130
-    assert all(in_validation_split(b"  " + document + b"\n", 0.01) for document in held_out)
-    assert all(in_validation_split(document, 0.02) for document in held_out)
-    assert not any(in_validation_split(document, 0) for document in documents)
+    assert all(hash_document(b"  " + document + b"\n") < 0.01 for document in held_out)

@@ -75,9 +75,10 @@ def test_flags_in_the_text_exist():
     assert len(mentioned) > 30
 
 
-def test_python_blocks_run(finished_run, tmp_path, monkeypatch):
+def test_python_blocks_run(finished_run, finetuned, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished_run, "runs/x")
+    shutil.copytree(finetuned.output, "tuned/reviews")
     electra.export_model(model="runs/x", output="hf/mine")
     blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) >= 2

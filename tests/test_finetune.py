@@ -20,6 +20,9 @@ def test_seeds_are_evaluated_alone_and_as_an_ensemble(finetuned):
     assert result.seeds[0] != result.seeds[1] or result.seeds[0]["dev"]["accuracy"] == 1
     assert result.ensemble["dev"]["accuracy"] > 0.9
     assert "median of 2 seeds" in str(result)
+    assert result.baseline["accuracy"] < 0.6
+    assert result.verdict["baseline"].startswith("Better than always predicting the most frequent class")
+    assert "electra predict" in result.verdict["next"]
     assert {path.name for path in (finetuned.output / "seed-1").iterdir()} >= {
         *("curves.png", "confusion.png", "metrics.jsonl", "result.json", "model")
     }
@@ -46,6 +49,20 @@ def test_a_fine_tuned_model_can_be_fine_tuned_on_another_task(finetuned, short_c
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]
     best = max((1, 2), key=lambda seed: finetuned.result.seeds[seed - 1]["dev"]["accuracy"])
     assert settings["model"] == str(finetuned.output / (path or f"seed-{best}/model"))
+
+
+def test_a_regression_has_errors_in_the_unit_of_its_scores(short_config):
+    result = finetune(short_config("regression"))
+    median = result.median["dev"]
+    assert list(median) == ["pearson", "spearman", "mae", "rmse"]
+    assert 0 < median["mae"] <= median["rmse"] < 2 * result.baseline["rmse"]
+    assert f"dev rmse          {median['rmse']:6.4g}" in str(result)
+
+
+def test_a_multi_label_task_has_scores_of_each_class(short_config):
+    result = finetune(short_config("multi-label"))
+    assert list(result.classes) == result.labels
+    assert f"  {result.labels[0]}: F1 " in str(result)
 
 
 def test_truncated_texts_are_reported(short_config):

@@ -83,7 +83,7 @@ def test_a_table_of_wnli_alone_has_no_mean(glue_config, tmp_path):
     assert table.mean is None
     assert "nan" not in str(table)
     assert "| mean" not in str(table)
-    assert [note.split(":")[0] for note in table.notes] == ["no mean"]
+    assert table.notes[-1].startswith("no mean:")
     assert json.loads((tmp_path / "out/table.json").read_text())["mean"] is None
 
 

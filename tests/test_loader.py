@@ -337,7 +337,7 @@ def test_an_exception_while_prefetching_is_raised_by_the_consumer():
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("Où est l'été? Déjà vu, naïve Zoë.", {"strip_accents": False}),
+        ("Où est l'été? Déjà vu, naïve Zoë.", {"lowercase": True, "strip_accents": False}),
         ("东西南北在哪里。我不知道, 你呢?", {}),
     ],
     ids=["accents", "chinese"],

@@ -14,12 +14,14 @@ from hypothesis.extra import numpy as arrays
 from electra.finetuning.metrics import (
     METRICS,
     accuracy,
+    class_scores,
     confusion_matrix,
     exact_match,
     f1,
     macro_f1,
     matthews,
     median,
+    most_frequent_label,
     pearson,
     spearman,
     standard_deviation,
@@ -35,6 +37,18 @@ def test_multi_label_metrics_count_cells_or_whole_rows():
     predicted, labels = np.array([[1, 0], [1, 1]]), np.array([[1, 0], [0, 1]])
     assert METRICS["micro_f1"](predicted, labels) == 0.8
     assert exact_match(predicted, labels) == 0.5
+
+
+def test_the_best_prediction_without_a_text_is_the_most_frequent_class_or_the_mean():
+    assert most_frequent_label(np.array([0, 2, 2])) == 2
+    assert most_frequent_label(np.array([[0, 1], [1, 1]], np.float32)).tolist() == [0, 1]
+    assert most_frequent_label(np.array([1.0, 2.0])) == 1.5
+
+
+def test_errors_of_scores():
+    predicted, labels = np.array([1.0, 5.0]), np.array([2.0, 2.0])
+    assert METRICS["mae"](predicted, labels) == 2
+    assert METRICS["rmse"](predicted, labels) == pytest.approx(5**0.5)
 
 
 def test_the_confusion_matrix_has_labels_in_rows_and_predictions_in_columns():
@@ -105,6 +119,11 @@ def test_multi_label_metrics_agree_with_scikit_learn(pair):
     predicted, labels = pair
     micro = expected(sklearn.metrics.f1_score, labels, predicted, average="micro", zero_division=0)
     assert METRICS["micro_f1"](predicted, labels) == pytest.approx(micro)
+    scores = class_scores(predicted, labels, ["a", "b", "c"])
+    theirs = sklearn.metrics.precision_recall_fscore_support(labels, predicted, zero_division=0)
+    assert [tuple(each.values()) for each in scores.values()] == [
+        pytest.approx(each) for each in zip(*theirs, strict=True)
+    ]
     assert exact_match(predicted, labels) == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted))
 
 

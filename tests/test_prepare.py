@@ -167,10 +167,7 @@ def test_workers_exit_when_their_parent_is_killed(tmp_path):
     with two_workers(tmp_path) as process:
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 10
-        while is_group_running(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not is_group_running(process.pid)
+        assert ends_within(process.pid, seconds=10)
 
 
 @pytest.mark.parametrize("to_group", [True, False])
@@ -180,7 +177,17 @@ def test_a_stop_signal_ends_the_workers_at_once(tmp_path, to_group):
         os.killpg(process.pid, signal.SIGHUP) if to_group else process.terminate()
         _, errors = process.communicate(timeout=10)
         assert errors == f"electra: stopped by {'SIGHUP' if to_group else 'SIGTERM'}\n"
-        assert not is_group_running(process.pid)
+        assert ends_within(process.pid, seconds=5)  # the workers sleep for 60
+
+
+def ends_within(group: int, seconds: float) -> bool:
+    """Whether all processes of a group end in time."""
+    deadline = time.monotonic() + seconds
+    while is_running := is_group_running(group):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return not is_running
 
 
 def is_group_running(group: int) -> bool:
@@ -393,3 +400,20 @@ def test_the_result_can_be_printed_as_json(text, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert summary["shards"] == FILES
     assert summary["documents"]["train"] + summary["documents"]["validation"] == 4 * FILES
+
+
+@pytest.mark.parametrize(("documents", "expected"), [(2, 1), (50, 5), (300, 30), (1500, 100), (30_000, 150)])
+def test_a_small_corpus_holds_out_a_hundred_documents_or_a_tenth(text, documents, expected):
+    (text.parent / "corpus.txt").write_text("\n\n".join(f"word {number}" for number in range(documents)))
+    source = str(text.parent / "corpus.txt")
+    result = shard(config(text, corpus=source, validation_fraction=None, shard_megabytes=32))
+    assert result.documents["validation"] == pytest.approx(expected, abs=25 if documents == 30_000 else 0)
+
+
+def test_the_validation_fraction_is_estimated_from_the_first_shard(text):
+    for file in range(FILES):
+        (text / f"{file}.txt").write_text("\n\n".join(f"word {file} {number}" for number in range(500)))
+    result = shard(config(text, validation_fraction=None))
+    assert result.shards > 1
+    assert 80 < result.documents["validation"] < 120
+    assert shard(config(text, validation_fraction=None)).new_shards == 0

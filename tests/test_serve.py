@@ -1,5 +1,6 @@
 """Inference with trained models: detect, fill and embed, from Python and from the command line; electra doctor."""
 
+import io
 import json
 import re
 import shutil
@@ -129,6 +130,47 @@ def test_the_commands_print_json(run, capsys):
     assert json.loads(capsys.readouterr().out)["masks"][0]["position"] == 2
     main(["embed", "--model", str(run), "the cat sat", "--json"])
     assert len(json.loads(capsys.readouterr().out)["vector"]) == 32
+
+
+@pytest.mark.parametrize("is_piped", [False, True])
+def test_texts_come_from_the_lines_of_a_file_or_of_standard_input(run, model, tmp_path, capsys, monkeypatch, is_piped):
+    content = "the cat sat\n\nthe dog ran\r\n".encode("utf-8-sig")
+    (tmp_path / "texts").write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    main(["detect", "--model", str(run), "--json", *([] if is_piped else ["--input", str(tmp_path / "texts")])])
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [each["replaced"] for each in results] == [
+        model.detect(text).replaced for text in ("the cat sat", "the dog ran")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[MASK]\nno mask\n", "line 2: the text has no"), (b"\n", "has no text"), (b"caf\xe9", "is not valid UTF-8")],
+)
+def test_lines_that_are_no_texts_are_reported(run, tmp_path, capsys, content, message):
+    (tmp_path / "texts").write_bytes(content)
+    assert message in error_message(capsys, "fill", "--model", str(run), "--input", str(tmp_path / "texts"))
+    assert "leave out one" in error_message(capsys, "fill", "--model", str(run), "[MASK]", "--input", "texts")
+
+
+@pytest.mark.parametrize("path", ["", "seed-1", "seed-1/model"])
+def test_a_fine_tuned_model_predicts(finetuned, tmp_path, path):
+    rows = [json.loads(line) for line in finetuned.dev.read_text().splitlines()]
+    predictions = electra.load(finetuned.output / path, device="cpu").predict([row["text"] for row in rows])
+    if path:
+        electra.predict(model=finetuned.output / path, input=finetuned.dev, output=tmp_path / "out.jsonl", device="cpu")
+        written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert [row | each for row, each in zip(rows, predictions, strict=True)] == written
+    else:
+        assert sum(row["label"] == each["prediction"] for row, each in zip(rows, predictions, strict=True)) > 50
+
+
+def test_a_model_of_single_texts_predicts_no_pairs(finetuned):
+    model = electra.load(finetuned.output, device="cpu")
+    assert model.predict([]) == []
+    with pytest.raises(ConfigError, match="needs one text per row"):
+        model.predict("a text", ["another"])
 
 
 def test_a_model_without_a_tokenizer_is_reported(damaged_run):

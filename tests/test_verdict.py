@@ -1,9 +1,18 @@
 """What a model has learnt, in words: beside guessing, token frequencies and the most frequent class."""
 
-import pytest
+import json
 
+import pytest
+import torch
+
+from electra.finetuning.config import TuningConfig
+from electra.finetuning.job import Job, JobResult
+from electra.finetuning.tasks import Task
+from electra.finetuning.verdict import assess_finetuning
+from electra.model.storage import write_tensors
 from electra.objectives.evaluation import describe_metrics
 from electra.pretraining.verdict import assess_run
+from electra.training.config import HardwareConfig
 
 LEARNT = {"loss": 20.0, "mlm_loss": 4.0, "mlm_accuracy": 0.3, "unigram_mlm_loss": 7.0, "rtd_auc": 0.8}
 LEARNT |= {"unigram_rtd_auc": 0.9, "unigram_rtd_loss": 0.2}
@@ -46,3 +55,46 @@ def test_runs_without_generator_or_without_discriminator_are_assessed():
     assert list(assess(generator)) == ["epochs", "generator", "next"]
     discriminator = {name: LEARNT[name] for name in ("loss", "unigram_mlm_loss", "unigram_rtd_auc", "unigram_rtd_loss")}
     assert list(assess(discriminator)) == ["epochs", "discriminator", "next"]
+
+
+@pytest.fixture
+def assess_job(tmp_path):
+    """The verdict on a job with these dev logits, dev losses and accuracy, where the most frequent class has 0.5."""
+
+    def assess(logits: list[list[float]], losses: list[float], accuracy: float, rows: int = 400) -> dict[str, str]:
+        task = Task(name="t", kind="classification", text="a", label="b", labels=("no", "yes"), metrics=(), splits={})
+        settings = {"model": tmp_path, "task": task, "tuning": TuningConfig(), "hardware": HardwareConfig(), "seed": 1}
+        job = Job(**settings, folder=tmp_path / "out" / "seed-1")
+        job.folder.mkdir(parents=True)
+        write_tensors(job.folder / "logits.safetensors", {"dev": torch.tensor(logits)}, checksum=True)
+        lines = [{"kind": "validation", "step": step, "loss": loss} for step, loss in enumerate(losses)]
+        (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        metrics = {"accuracy": accuracy}
+        result = JobResult("t", 1, {"dev": metrics}, 1, 1.0, {"dev": rows}, {}, baseline={"accuracy": 0.5})
+        return assess_finetuning([job], [result], metrics)
+
+    return assess
+
+
+def test_a_fine_tuning_is_compared_with_the_most_frequent_class(assess_job, tmp_path):
+    verdict = assess_job([[0.0, 1.0], [1.0, 0.0]], [0.7, 0.5], accuracy=0.8)
+    assert verdict["baseline"] == "Better than always predicting the most frequent class (accuracy 80.00 and 50.00)."
+    assert list(verdict) == ["baseline", "next"]
+    assert f"electra predict --model {tmp_path}/out" in verdict["next"]
+
+
+def test_a_small_difference_on_few_rows_may_be_chance(assess_job):
+    verdict = assess_job([[0.0, 1.0], [1.0, 0.0]], [0.7, 0.5], accuracy=0.58, rows=100)
+    assert "with 100 dev rows, differences up to 10.00 may be chance" in verdict["baseline"]
+
+
+def test_predictions_of_a_single_class_are_noticed(assess_job):
+    verdict = assess_job([[0.0, 1.0], [0.0, 2.0]], [0.7, 0.6], accuracy=0.5)
+    assert "Every prediction on the dev rows is 'yes'" in verdict["one_class"]
+    assert "another --learning-rate" in verdict["next"]
+
+
+def test_a_dev_loss_that_rises_is_overfitting(assess_job):
+    verdict = assess_job([[0.0, 1.0], [1.0, 0.0]], [0.5, 0.4, 0.8], accuracy=0.8)
+    assert "was 0.400 after epoch 2 of 3 and is 0.800 now" in verdict["overfitting"]
+    assert "fewer --epochs" in verdict["next"]

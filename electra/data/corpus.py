@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from electra.data.charset import describe_encoding, guess_encoding, read_as_utf8
 from electra.data.files import TextFile, find_text_files, import_optional, limit_expansion, open_parquet, open_streams
 from electra.errors import ConfigError, DataError
 
@@ -27,6 +28,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 SPACES = (b" ", b"\n", b"\t")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_INVALID = 0.1  # of the characters; more are an unknown encoding
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -40,8 +42,16 @@ class CorpusConfig:
     """Field of .jsonl, .parquet and hub data that holds the text."""
     document_end: Literal["blank-line", "line"] = "blank-line"
     """What ends a document in .txt files."""
+    encoding: str | None = None
+    """Encoding of .txt and .jsonl files, such as windows-1252; by default UTF-8, and text in another one is refused."""
     strict: bool = False
-    """Stop at text that is not valid UTF-8 instead of replacing and counting invalid characters."""
+    """Stop at any text that is not valid UTF-8 instead of replacing and counting single invalid characters."""
+
+    def __post_init__(self):
+        try:
+            "".encode(self.encoding or "utf-8")
+        except (LookupError, ValueError):
+            raise ConfigError(f"is {self.encoding!r}, which Python does not know", field="encoding") from None
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class Corpus:
                 if file.format == ".parquet":
                     blocks = read_parquet_blocks(file, decompressed, raw, self.config.text_field)
                 else:
-                    blocks = read_text_blocks(file, decompressed, raw, self.config.document_end)
+                    blocks = read_text_blocks(file, decompressed, raw, self.config)
                 yield from limit_expansion(file.path, blocks, len)
 
     def read_documents(self, stats: ReadStats) -> Iterator[bytes]:
@@ -123,13 +133,13 @@ class Corpus:
             yield from parse_documents(block, self.config, stats)
 
 
-def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, document_end: str) -> Iterator[Block]:
+def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, config: CorpusConfig) -> Iterator[Block]:
     """Blocks of a .txt or .jsonl file, each ending where a document ends."""
     source = str(file.path)
     line = 1  # in which `text` begins
     text = b""
-    is_by_line = file.format == ".jsonl" or document_end == "line"
-    while chunk := decompressed.read(BLOCK_BYTES):
+    is_by_line = file.format == ".jsonl" or config.document_end == "line"
+    for chunk in read_as_utf8(decompressed, BLOCK_BYTES, source, config.encoding):
         check_no_nul_bytes(source, line, text, chunk)
         text += chunk
         end = text.rfind(b"\n") + 1 if is_by_line else find_last_blank_line_end(text)
@@ -150,7 +160,9 @@ def check_no_nul_bytes(source: str, first_line: int, text: bytes, next_chunk: by
     nul = next_chunk.find(b"\0")
     if nul >= 0:
         line = first_line + text.count(b"\n") + next_chunk.count(b"\n", 0, nul)
-        raise DataError(f"{source}, line {line}: NUL byte; convert the file to UTF-8 text (iconv) or remove it")
+        encoding = guess_encoding(text + next_chunk)
+        advice = f"try --encoding {encoding}" if encoding else "convert the file to UTF-8 text (iconv) or remove it"
+        raise DataError(f"{source}, line {line}: NUL byte; {advice}")
 
 
 def find_last_blank_line_end(text: bytes) -> int:
@@ -243,7 +255,7 @@ def parse_documents(block: Block, config: CorpusConfig, stats: ReadStats) -> Ite
     stats.without_text += block.without_text
     if isinstance(block.data, list):
         return iter(block.data)
-    text = replace_invalid_utf8(block, config.strict, stats).removeprefix(BYTE_ORDER_MARK)
+    text = replace_invalid_utf8(block, config, stats).removeprefix(BYTE_ORDER_MARK)
     if block.format == ".jsonl":
         documents: Iterable[bytes] = parse_jsonl(block, text, config.text_field, stats)
     else:
@@ -251,18 +263,27 @@ def parse_documents(block: Block, config: CorpusConfig, stats: ReadStats) -> Ite
     return (document for document in documents if document.strip())
 
 
-def replace_invalid_utf8(block: Block, strict: bool, stats: ReadStats) -> bytes:
-    """The block's text with invalid characters replaced and counted; raises at the first one if `strict`."""
+def replace_invalid_utf8(block: Block, config: CorpusConfig, stats: ReadStats) -> bytes:
+    """The block's text with invalid characters replaced and counted; raises if that would be wrong or if `strict`."""
     assert isinstance(block.data, bytes)
     try:
         block.data.decode()
         return block.data
     except UnicodeDecodeError as error:
-        if strict:
-            line = block.first_line + block.data.count(b"\n", 0, error.start)
-            raise DataError(f"{block.source}, line {line}: not valid UTF-8; correct it or omit --strict") from None
+        line = block.first_line + block.data.count(b"\n", 0, error.start)
+        place = f"{block.source}, line {line}"
     text = block.data.decode(errors="replace")
-    stats.replaced += text.count(REPLACEMENT) - block.data.count(REPLACEMENT.encode())
+    num_invalid = text.count(REPLACEMENT) - block.data.count(REPLACEMENT.encode())
+    num_valid = sum(map(len, re.findall(r"[^\0-\x7f]+", text))) - num_invalid
+    if config.encoding is None and num_invalid > num_valid:
+        encoding = guess_encoding(block.data)
+        if encoding or num_invalid > MAX_INVALID * len(text):
+            likely = f", probably {describe_encoding(block.data, encoding)}" if encoding else ""
+            advice = f"--encoding {encoding or 'NAME (gb18030, shift_jis, euc-kr, …)'}"
+            raise DataError(f"{place}: not valid UTF-8{likely}; give {advice}, or --encoding utf-8 to have it replaced")
+    if config.strict:
+        raise DataError(f"{place}: not valid UTF-8; correct it or omit --strict")
+    stats.replaced += num_invalid
     return text.encode()
 
 
@@ -282,7 +303,6 @@ def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) ->
         yield parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
 
 
-def in_validation_split(document: bytes, fraction: float) -> bool:
-    """Whether a document is held out; depends on its text only, so adding files moves no document."""
-    number = int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big")
-    return number < fraction * 2**64
+def hash_document(document: bytes) -> float:
+    """A number from 0 to 1 that depends on the text only: a document below the validation fraction is held out."""
+    return int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big") / 2**64

@@ -10,9 +10,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, chain
+from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra.config import flat_defaults, flat_values
-from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, in_validation_split, parse_documents
+from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, hash_document, parse_documents
 from electra.data.files import warn_skipped_files
 from electra.data.shards import (
     INDEX,
@@ -56,6 +57,8 @@ from electra.runfolder import (
     write_stored,
 )
 
+VALIDATION_FRACTION, MIN_VALIDATION_DOCUMENTS, MAX_VALIDATION_FRACTION = 0.005, 100, 0.1
+"""The default, and what it is for a small corpus: enough documents, but not too much of the text."""
 MAX_UNCOVERED_WORDS = 1000
 """Words with [UNK] that each shard lists."""
 
@@ -69,8 +72,9 @@ class ShardConfig:
     """A vocab.txt, a tokenizer.json, or a folder with either, such as `electra tokenizer` writes."""
     output: Path
     """Folder for the shards."""
-    validation_fraction: float = 0.005
-    """Fraction of documents held out for validation, selected by a hash of their text."""
+    validation_fraction: float | None = None
+    """Fraction of documents held out for validation, selected by a hash of their text; by default 0.005, or that of 100
+    documents of a small corpus, at most a tenth."""
     shard_megabytes: float = 32
     """Minimum megabytes of text per shard, except for the last; a worker needs about four times as much memory."""
     workers: int | None = None
@@ -110,7 +114,7 @@ class ShardResult:
     def __str__(self) -> str:
         notes = [
             f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents "
-            f"({self.tokens['validation']:,} tokens for validation)",
+            f"({self.documents['validation']:,} documents with {self.tokens['validation']:,} tokens for validation)",
             f"made {self.new_shards} of {self.shards} shards in {self.seconds:.1f} s"
             if self.new_shards
             else f"all {self.shards} shards existed already",
@@ -151,12 +155,14 @@ class EncodedShard:
 
 def shard(config: ShardConfig) -> ShardResult:
     """Make the shards that are missing or damaged, then the index."""
-    start_time = monotonic()
+    start_time, command = monotonic(), config.command_line()
     tokenizer = load_tokenizer(config.tokenizer)
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
     texts = split_into_shard_texts(corpus, int(config.shard_megabytes * 1e6))
     first = next(texts)  # raises before anything is written if there is no text
+    if config.validation_fraction is None:
+        config = replace(config, validation_fraction=choose_validation_fraction(config, corpus, first))
     settings = content_settings(config, corpus, tokenizer)
     with lock_folder(config.output):
         old_index = prepare_output_folder(config.output, settings)
@@ -167,7 +173,7 @@ def shard(config: ShardConfig) -> ShardResult:
                 return summarize(config, old_index, 0, monotonic() - start_time)
             new = write_missing_shards(config, chain([first], texts), finished, tokenizer, corpus)
             shards = sorted([*finished.values(), *new], key=lambda shard: shard.name)
-            index = ShardIndex(settings=settings, command=config.command_line(), shards=shards)
+            index = ShardIndex(settings=settings, command=command, shards=shards)
             check_and_write_index(config, old_index, index)
             return summarize(config, index, len(new), monotonic() - start_time)
 
@@ -191,9 +197,20 @@ def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText
         yield ShardText(number, blocks, position)
 
 
+def choose_validation_fraction(config: ShardConfig, corpus: Corpus, first: ShardText) -> float:
+    """VALIDATION_FRACTION, or for a small corpus the fraction that selects enough documents."""
+    blocks = (parse_documents(block, config.source, ReadStats()) for block in first.blocks)
+    hashes = sorted({hash_document(document) for documents in blocks for document in documents})
+    num_shards = max(1, sum(corpus.file_sizes()) / (first.position or 1))
+    share = min(MIN_VALIDATION_DOCUMENTS / max(1, len(hashes) * num_shards), MAX_VALIDATION_FRACTION)
+    if share <= VALIDATION_FRACTION or len(hashes) < 2:
+        return VALIDATION_FRACTION
+    return share if num_shards > 1 else hashes[ceil(share * len(hashes))]
+
+
 def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Everything that determines the content of the shards."""
-    names = ("text_field", "document_end", "strict", "validation_fraction", "shard_megabytes")
+    names = ("text_field", "document_end", "encoding", "strict", "validation_fraction", "shard_megabytes")
     settings = {name: flat_values(config)[name] for name in names}
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.hub_name_or_file_sizes()}
 
@@ -333,12 +350,13 @@ def encode_documents_by_split(
     config: ShardConfig, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
 ) -> dict[Split, list[bytes]]:
     """The ids of each document by split."""
+    assert config.validation_fraction is not None
     encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
     for block in text.blocks:
         documents = list(parse_documents(block, config.source, stats))
         for document, ids in zip(documents, encoder.encode(documents), strict=True):
             if ids:
-                is_validation = in_validation_split(document, config.validation_fraction)
+                is_validation = hash_document(document) < config.validation_fraction
                 encoded["validation" if is_validation else "train"].append(ids)
     return encoded
 

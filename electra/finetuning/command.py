@@ -11,8 +11,10 @@ from electra.finetuning.jobs import (
     prepare_jobs,
     run_jobs,
 )
-from electra.finetuning.metrics import Metrics
+from electra.finetuning.kinds import define_task
+from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import Task
+from electra.finetuning.verdict import assess_finetuning
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,9 @@ class FinetuneResult:
     standard_deviation: dict[str, Metrics]
     seeds: list[dict[str, Metrics]]
     ensemble: dict[str, Metrics]
+    baseline: Metrics  # of one prediction for all dev rows: the most frequent class, or the mean score
+    classes: dict[str, Metrics]  # scores on the dev rows of the classes of a multi-label task, best seed
+    verdict: dict[str, str]  # what was learnt, in words by topic
 
     def __str__(self) -> str:
         rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
@@ -39,21 +44,22 @@ class FinetuneResult:
         lines += [f"{count:,} {split} rows truncated to --length" for split, count in self.truncated.items() if count]
         for split, metrics in self.median.items():
             for name, value in metrics.items():
-                lines.append(f"  {split} {name:<14}{100 * value:6.2f}{self.describe_seeds(split, name)}")
-        return "\n".join([*lines, f"model: {self.model}"])
+                lines.append(f"  {split} {name:<14}{format_metric(name, value):>6}{self.describe_seeds(split, name)}")
+        lines += format_class_scores(self.classes)
+        return "\n".join([*lines, f"model: {self.model}", *self.verdict.values()])
 
     def describe_seeds(self, split: str, name: str) -> str:
         """Number of seeds, standard deviation and ensemble of a metric; empty for a single seed."""
         if len(self.seeds) == 1:
             return ""
-        deviation = 100 * self.standard_deviation[split][name]
-        ensemble = f", ensemble {100 * self.ensemble[split][name]:.2f}" if self.ensemble else ""
-        return f"  median of {len(self.seeds)} seeds, standard deviation {deviation:.2f}{ensemble}"
+        deviation = format_metric(name, self.standard_deviation[split][name])
+        ensemble = f", ensemble {format_metric(name, self.ensemble[split][name])}" if self.ensemble else ""
+        return f"  median of {len(self.seeds)} seeds, standard deviation {deviation}{ensemble}"
 
 
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
-    task = config.task.make_task()
+    task = define_task(config.task)
     with lock_output(config.output, [config.output]):
         return finetune_task(task, config)
 
@@ -81,4 +87,7 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         standard_deviation=deviation,
         seeds=[result.metrics for result in results],
         ensemble=ensemble_metrics(jobs) if config.jobs.ensemble else {},
+        baseline=results[0].baseline,
+        classes=max(results, key=lambda result: result.main_metric).classes,
+        verdict=assess_finetuning(jobs, results, median["dev"]),
     )

@@ -22,9 +22,10 @@ from electra.finetuning.jobs import (
     read_mean_logits,
     run_jobs,
 )
+from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, none_to_nan
-from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
+from electra.finetuning.verdict import find_single_prediction
 from electra.runfolder import convert_stored, read_json, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"
@@ -159,7 +160,13 @@ def tabulate_tasks(tasks: list[Task], config: GlueConfig) -> GlueTable:
     if not config.keep_models:
         for jobs in jobs_by_task:
             remove_all_but_best_model(jobs)
-    notes = [*describe_other_results(rows), *describe_missing_tasks(rows)]
+    single = [(job, find_single_prediction(job)) for jobs in jobs_by_task for job in jobs]
+    notes = [
+        f"{job.task.name}, seed {job.seed}: every prediction on the dev rows is {prediction!r}"
+        for job, prediction in single
+        if prediction is not None
+    ]
+    notes += [*describe_other_results(rows), *describe_missing_tasks(rows)]
     if config.submission is not None:
         notes.append(write_glue_submission(config.submission, jobs_by_task, config.jobs.ensemble))
     table = make_glue_table(config, rows, notes)
@@ -272,7 +279,7 @@ def write_glue_submission(path: Path, jobs_by_task: list[list[Job]], use_ensembl
         members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
         for split, logits in read_mean_logits(members).items():
             if split.startswith(TEST):
-                predictions[submission_key(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
+                predictions[submission_key(task, split)] = KINDS[task.kind].predict(logits, task)
     write_submission_zip(path, predictions)
     missing = missing_submission_files(predictions)
     return f"submission: {path}" + (f"; GLUE's site also requires {', '.join(missing)}" if missing else "")
@@ -297,5 +304,6 @@ def format_submission_file(task: Task, predicted: NDArray) -> str:
     """The content of one file: class names, or scores within their range."""
     if task.score_range is not None:
         predicted = predicted.clip(*task.score_range)
-    values = (f"{value:.3f}" if isinstance(value, float) else value for value in task.decode_labels(predicted))
+    decoded = KINDS[task.kind].decode(predicted, task)
+    values = (f"{value:.3f}" if isinstance(value, float) else value for value in decoded)
     return "".join(["index\tprediction\n", *(f"{index}\t{value}\n" for index, value in enumerate(values))])

@@ -4,23 +4,40 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
-from electra.finetuning.metrics import Metrics, confusion_matrix, nan_as_lowest, none_to_nan
-from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned_model
-from electra.finetuning.tasks import HUB, Task, read_examples
+from electra.finetuning.features import (
+    Features,
+    RowBatch,
+    compute_logits,
+    epoch_batches,
+    load_or_make_features,
+    read_logits,
+    write_logits,
+)
+from electra.finetuning.kinds import KINDS, read_examples, with_targets
+from electra.finetuning.metrics import (
+    ERRORS,
+    Metrics,
+    class_scores,
+    confusion_matrix,
+    most_frequent_label,
+    nan_as_lowest,
+    none_to_nan,
+)
+from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
+from electra.finetuning.tasks import HUB, Task
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
-from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.plotting import MetricPanels, plot_confusion_matrix, plot_metric_curves
 from electra.runfolder import (
@@ -40,7 +57,6 @@ from electra.training.logging import check_not_diverged, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
-LOGITS = "logits.safetensors"
 MODEL = "model"
 EVALUATION_BATCH_SIZE = 128
 
@@ -56,6 +72,8 @@ class JobResult:
     seconds: float
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
+    baseline: Metrics = field(default_factory=dict)  # of one prediction for all dev rows: `most_frequent_label`
+    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
 
     def __post_init__(self) -> None:
         if not self.metrics.get("dev"):
@@ -85,6 +103,10 @@ class Job:
     def is_finished(self) -> bool:
         return (self.folder / RESULT).exists()
 
+    def read_logits(self) -> dict[str, NDArray]:
+        """The logits of a finished job by split, without the training split."""
+        return read_logits(self.folder)
+
     def run(self, quiet: bool = False) -> JobResult:
         """Fine-tune, from the last checkpoint if there is one; a finished job only returns its result.
 
@@ -100,20 +122,29 @@ class FinetuningTask:
     """A job as the trainer's task: the model, and the task's batches, loss and evaluation."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.task, self.tuning = job, job.task, job.tuning
+        self.job, self.task, self.tuning, self.kind = job, job.task, job.tuning, KINDS[job.task.kind]
         self.device = choose_device(job.hardware.device)
         dispatch.set_kernel_mode(job.hardware.kernels)
         self.pretrained = load_pretrained(job.model, self.tuning.dropout)
         self.encoder = self.pretrained.encoder.config
         self.encoder.check_length(self.tuning.length)
-        self.tokenizer = load_model_tokenizer(self.pretrained.folder, self.encoder.vocab_size)
-        model = build_task_model(self.pretrained, self.task.num_labels, self.tuning.pooling, seed=job.seed)
+        self.tokenizer = self.pretrained.load_tokenizer()
+        model = build_task_model(
+            self.pretrained,
+            self.task.num_labels,
+            self.tuning.pooling,
+            seed=job.seed,
+            model_class=self.kind.model,
+        )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
-        self.output_type = OUTPUT_TYPES[self.task.kind]
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
+        train_labels, dev_labels = (self.true_labels(self.splits[split]) for split in ("train", "dev"))
+        self.baseline = self.task.compute_metrics(
+            np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels
+        )
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
         self.batches: Iterator[RowBatch] = iter(())
@@ -124,7 +155,9 @@ class FinetuningTask:
         if split == "train" and self.task.double_unordered:
             examples = examples.with_swapped_pairs()
         cache = self.job.folder.parent / "tokens"  # shared by all seeds
-        return load_or_make_features(self.task, examples, self.tokenizer, self.tuning.length, cache).to(self.device)
+        return load_or_make_features(
+            self.kind.make_features, with_targets(self.task, examples), self.tokenizer, self.tuning.length, cache
+        ).to(self.device)
 
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
@@ -154,7 +187,7 @@ class FinetuningTask:
         self.master_weights.update_half_precision_weights()
         with self.master_weights.autocast():
             logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
-        losses = self.output_type.loss(logits.float(), self.train.labels[batch.rows])  # [B]
+        losses = self.kind.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
     def loss_counts(self, batch: RowBatch) -> Counts:
@@ -178,7 +211,7 @@ class FinetuningTask:
         """Loss and metrics on the dev split."""
         dev = self.splits["dev"]
         logits = self.compute_logits(dev)
-        losses = self.output_type.loss(torch.from_numpy(logits), dev.labels.cpu())
+        losses = self.kind.loss(torch.from_numpy(logits), dev.labels.cpu())
         return {"loss": losses.mean().item()} | self.compute_metrics(logits, dev)
 
     def compute_logits(self, features: Features) -> NDArray:
@@ -192,12 +225,17 @@ class FinetuningTask:
         return logits
 
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
-        targets = features.labels.cpu().numpy()
-        labels = targets if self.task.labels else self.task.denormalize_scores(targets)
-        return self.task.compute_metrics(self.output_type.predict(logits, self.task), labels)
+        return self.task.compute_metrics(self.kind.predict(logits, self.task), self.true_labels(features))
+
+    def true_labels(self, features: Features) -> NDArray:
+        """Class ids, multi-hot classes, or scores in the user's unit."""
+        return self.kind.labels_of_targets(features.labels.cpu().numpy(), self.task)
 
     def describe_metrics(self, metrics: Metrics) -> str:
-        return ", ".join(f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss")
+        baseline = next(iter(self.baseline.values()))
+        constant = "" if math.isnan(baseline) else f" ({self.kind.constant_prediction}: {baseline:.3f})"
+        values = [f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss"]
+        return ", ".join([values[0] + constant, *values[1:]])
 
     def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}
@@ -261,16 +299,15 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
-    tensors = {split: torch.from_numpy(values) for split, values in logits.items()}
-    write_tensors(folder / LOGITS, tensors, checksum=True)
+    write_logits(folder, logits)
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
         write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
-    if task.kind == "classification":
-        predicted = finetuning.output_type.predict(logits["dev"], task)
-        counts = confusion_matrix(predicted, splits["dev"].labels.cpu().numpy(), len(task.labels))
+    predicted, dev_labels = finetuning.kind.predict(logits["dev"], task), finetuning.true_labels(splits["dev"])
+    if finetuning.kind.has_confusion_matrix:
+        counts = confusion_matrix(predicted, dev_labels, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     result = JobResult(
         task=task.name,
@@ -284,6 +321,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         seconds=seconds,
         rows={split: len(features) for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
+        baseline=finetuning.baseline,
+        classes=class_scores(predicted, dev_labels, task.labels) if finetuning.kind.has_class_scores else {},
     )
     write_stored(folder / RESULT, asdict(result))
 
@@ -291,7 +330,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
 def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]]) -> None:
     """Raise a TrainingError if the last training loss or the last evaluation shows that the training diverged."""
     last = {line["kind"]: line["loss"] for line in metrics}
-    uniform_loss = finetuning.output_type.uniform_loss(finetuning.task)
+    uniform_loss = finetuning.kind.uniform_loss(finetuning.task)
     advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
     check_not_diverged("the training loss", last["train"], uniform_loss, advice)
     check_not_diverged("the dev loss", last["validation"], math.inf, advice)
@@ -301,6 +340,6 @@ def curve_panels(task: Task) -> MetricPanels:
     """The panels of curves.png."""
     return {
         "loss": [("train", "loss"), ("validation", "loss")],
-        "dev metrics": [("validation", name) for name in task.metrics],
+        "dev metrics": [("validation", name) for name in task.metrics if name not in ERRORS],
         "learning rate": [("train", "learning_rate")],
     }

@@ -1,13 +1,14 @@
 """Metrics of predictions, equal to those of scikit-learn and scipy, in numpy alone."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Metrics = dict[str, float]  # values by name of the metric
+MAX_LISTED = 20  # classes
 
 
 def accuracy(predicted: NDArray, labels: NDArray) -> float:
@@ -75,6 +76,16 @@ def mean_ranks(scores: NDArray) -> NDArray:
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
+def mae(predicted: NDArray, labels: NDArray) -> float:
+    """Mean absolute error."""
+    return float(np.mean(np.abs(predicted - labels), dtype=np.float64))
+
+
+def rmse(predicted: NDArray, labels: NDArray) -> float:
+    """Root of the mean squared error."""
+    return float(np.sqrt(np.mean(np.square(predicted - labels), dtype=np.float64)))
+
+
 METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
     "accuracy": accuracy,
     "f1": f1,
@@ -84,8 +95,48 @@ METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
     "matthews": matthews,
     "pearson": pearson,
     "spearman": spearman,
+    "mae": mae,
+    "rmse": rmse,
 }
-"""Metrics of predictions and labels in the form of `Examples.labels`; higher is better."""
+"""Metrics of predictions and labels in the form of `Examples.labels`; higher is better, except of `ERRORS`."""
+
+ERRORS = ("mae", "rmse")  # in the unit of the scores
+
+
+def format_metric(name: str, value: float) -> str:
+    """An error in its unit, any other metric in percent."""
+    return f"{value:.4g}" if name in ERRORS else f"{100 * value:.2f}"
+
+
+def most_frequent_label(labels: NDArray) -> NDArray:
+    """The best prediction without a text, from labels in the form of `Examples.labels`: a class, or the mean score."""
+    if labels.ndim == 2:
+        return np.eye(labels.shape[1], dtype=np.float32)[labels.sum(axis=0).argmax()]
+    return np.bincount(labels).argmax() if labels.dtype.kind == "i" else labels.mean()
+
+
+def class_scores(predicted: NDArray, labels: NDArray, names: Sequence[str]) -> dict[str, Metrics]:
+    """Precision, recall and F1 of each class of two 0/1 matrices, and its number of rows in the labels."""
+    scores = {}
+    for name, is_predicted, is_label in zip(names, predicted.T == 1, labels.T == 1, strict=True):
+        correct = int((is_predicted & is_label).sum())
+        scores[name] = {
+            "precision": correct / max(1, int(is_predicted.sum())),
+            "recall": correct / max(1, int(is_label.sum())),
+            "f1": binary_f1(is_predicted, is_label),
+            "rows": float(is_label.sum()),
+        }
+    return scores
+
+
+def format_class_scores(scores: dict[str, Metrics]) -> list[str]:
+    """A line for each class, up to `MAX_LISTED` of them."""
+    lines = [
+        f"  {name}: F1 {100 * each['f1']:.2f}, precision {100 * each['precision']:.2f}, "
+        f"recall {100 * each['recall']:.2f}, {each['rows']:,.0f} rows"
+        for name, each in list(scores.items())[:MAX_LISTED]
+    ]
+    return lines + ["  … (--json has all classes)"] * (len(scores) > MAX_LISTED)
 
 
 def confusion_matrix(predicted: NDArray, labels: NDArray, num_labels: int) -> NDArray:

@@ -172,7 +172,7 @@ def corrupt_with_unigram_samples(batch: Batch, context: ObjectiveContext, unigra
 def describe_metrics(metrics: dict[str, float]) -> str:
     """The main metrics of an evaluation, each beside its baseline."""
     parts = []
-    for name in TOKEN_LOSSES.keys() & metrics.keys():
+    for name in [name for name in TOKEN_LOSSES if name in metrics]:
         state = ", on the plateau of token frequencies" if is_on_plateau(metrics, name) else ""
         parts.append(
             f"MLM loss {metrics[name]:.2f} (token frequencies alone: {metrics['unigram_mlm_loss']:.2f}{state})"

@@ -11,10 +11,12 @@ from electra.training.config import Device
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig:
-    """A model and a text."""
+    """A model, and a text or several."""
 
-    text: Positional[str]
+    text: Positional[str | None] = None
     """The text, in quotes; put -- before a text that starts with a dash."""
+    input: Path | None = None
+    """Instead of a text: a file with one text per line; without either, standard input is read."""
     model: Path
     """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
     device: Device = "auto"
@@ -23,6 +25,10 @@ class TextConfig:
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
+        if self.text is None:
+            return
+        if self.input is not None:
+            raise ConfigError(f"both a text and --input {self.input} are given; leave out one")
         if not self.text.strip():
             raise ConfigError("the text is empty; pass some words in quotes")
         if any("\ud800" <= character <= "\udfff" for character in self.text):  # Python's stand-in for undecodable bytes

@@ -1,8 +1,10 @@
 """Inference with a trained model: detect replaced tokens, predict masked tokens, embed texts."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -10,13 +12,17 @@ from rich.text import Text
 from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer, read_trained_length
-from electra.errors import ConfigError, check_finite
+from electra.errors import ConfigError, DataError, check_finite
+from electra.finetuning.config import PredictorConfig
+from electra.finetuning.job import RESULT
+from electra.finetuning.predict import Predictor
 from electra.huggingface.folders import read_config_and_tensors
 from electra.model.config import Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
-from electra.serve.config import DetectConfig, EmbedConfig, FillConfig
+from electra.runfolder import CONFIG, read_json
+from electra.serve.config import DetectConfig, EmbedConfig, FillConfig, TextConfig
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import Device
 from electra.training.hardware import choose_device
@@ -182,9 +188,9 @@ class Model:
         return self.tokenizer.library.id_to_token(token_id) or f"<{token_id}>"
 
 
-def load(path: str | Path, device: Device = "auto") -> Model:
+def load_model(path: Path, device: Device) -> Model:
     """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
-    folder = find_model_folder(Path(path))
+    folder = find_model_folder(path)
     config, weights = read_config_and_tensors(folder)
     parts = [part for part in (config.generator, config.discriminator) if part is not None]
     tokenizer = load_model_tokenizer(folder, min(part.vocab_size for part in parts))
@@ -192,18 +198,69 @@ def load(path: str | Path, device: Device = "auto") -> Model:
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
+def load(path: str | Path, device: Device = "auto") -> Model | Predictor:
+    """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
+
+    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed)."""
+    config = Path(path) / CONFIG
+    if (Path(path) / RESULT).exists() or (config.exists() and "task" in read_json(config)):
+        return Predictor(PredictorConfig(model=Path(path), input=Path(), device=device))
+    return load_model(Path(path), device)
+
+
 def truncation_note(is_truncated: bool) -> str:
     return "\n(the text was truncated to the length that the model was trained on)" if is_truncated else ""
 
 
-def detect(config: DetectConfig) -> Detection:
-    return load(config.input.model, config.input.device).detect(config.input.text)
+@dataclass(frozen=True)
+class TextResults:
+    """The results of several texts, in their order."""
+
+    results: list[Any]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.results))
 
 
-def fill(config: FillConfig) -> MaskPredictions:
-    return load(config.input.model, config.input.device).fill(config.input.text, config.count)
+def detect(config: DetectConfig) -> Detection | TextResults:
+    return apply_to_texts(config.input, lambda model, text: model.detect(text))
 
 
-def embed(config: EmbedConfig) -> Embedding:
-    text, model = config.input.text, load(config.input.model, config.input.device)
-    return Embedding(model.embed(text, config.pooling)[0].tolist(), model.is_truncated(text))
+def fill(config: FillConfig) -> MaskPredictions | TextResults:
+    return apply_to_texts(config.input, lambda model, text: model.fill(text, config.count))
+
+
+def embed(config: EmbedConfig) -> Embedding | TextResults:
+    return apply_to_texts(
+        config.input,
+        lambda model, text: Embedding(model.embed(text, config.pooling)[0].tolist(), model.is_truncated(text)),
+    )
+
+
+def apply_to_texts(config: TextConfig, function: Callable[[Model, str], Any]) -> Any:
+    """The result of a model for a text, or those for the lines of --input or of standard input."""
+    if config.text is not None:
+        return function(load_model(config.model, config.device), config.text)
+    texts, results = read_lines(config.input), []
+    model = load_model(config.model, config.device)
+    for number, text in texts.items():
+        try:
+            results.append(function(model, text))
+        except ConfigError as error:
+            raise ConfigError(f"line {number}: {error}") from None
+    return TextResults(results)
+
+
+def read_lines(file: Path | None) -> dict[int, str]:
+    """The lines of a file or of standard input that are not empty, by their number."""
+    if file is None and sys.stdin.isatty():
+        raise ConfigError("there is no text; pass one in quotes, a file with --input, or lines on standard input")
+    content = sys.stdin.buffer.read() if file is None else file.read_bytes()
+    try:
+        lines = content.decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError:
+        raise DataError(f"{file or 'standard input'} is not valid UTF-8; convert it, e.g. with iconv") from None
+    texts = {number: line.strip() for number, line in enumerate(lines, start=1) if line.strip()}
+    if not texts:
+        raise DataError(f"{file or 'standard input'} has no text; each line is one")
+    return texts
