@@ -8,7 +8,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -186,17 +186,6 @@ MISSING_NAMES = ("nan", "n/a", "na", "null")  # what spreadsheets and data frame
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class LabelType:
-    """The label column of one kind of task."""
-
-    parse: Callable[[Any], Any]  # cell → class name, class names, or score
-    encode: Callable[[Any, Mapping[str, int]], Any]  # parsed label and class ids → a row of `Examples.labels`
-    decode: Callable[[NDArray, tuple[str, ...]], list[Any]]  # labels or predictions of all rows → class names or scores
-    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
-    dtype: type
-
-
 def parse_class(cell: Any) -> str:
     if isinstance(cell, list):
         raise DataError("the label is a list; a row has one class, unless the kind of task is multi-label")
@@ -294,44 +283,21 @@ def sort_labels(names: set[str]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: (numbers[name], name)))
 
 
-LABEL_TYPES: dict[TaskKind, LabelType] = {
-    "classification": LabelType(
-        parse=parse_class,
-        encode=encode_class,
-        decode=lambda class_ids, labels: [labels[class_id] for class_id in class_ids],
-        infer=task_fields_from_classes,
-        dtype=np.int64,
-    ),
-    "multi-label": LabelType(
-        parse=parse_classes,
-        encode=encode_classes,
-        decode=lambda rows, labels: [[labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
-        infer=task_fields_from_multi_labels,
-        dtype=np.float32,
-    ),
-    "regression": LabelType(
-        parse=parse_score,
-        encode=lambda score, class_ids: score,
-        decode=lambda scores, labels: scores.tolist(),
-        infer=task_fields_from_scores,
-        dtype=np.float32,
-    ),
-}
-
-
-def label_warnings(kind: TaskKind, labels: list[Any]) -> Iterator[str]:
-    """What is probably not intended in the parsed labels of all training rows."""
-    if kind == "regression":
-        if len(labels) > MAX_CLASSES and len(set(labels)) == len(labels) and all(map(float.is_integer, labels)):
-            yield "every score is another integer, as in a column of ids; --label sets the column"
-        return
-    counts = Counter(labels if kind == "classification" else chain.from_iterable(labels))
+def class_warnings(names: Iterable[str], has_several: bool = False) -> Iterator[str]:
+    """What is probably not intended in the classes of all training rows."""
+    counts = Counter(names)
     if missing := [repr(name) for name in counts if name.lower() in MISSING_NAMES]:
         yield f"{join_first_names(missing)} is a class; if it stands for missing labels, remove these rows"
-    if kind == "classification" and (several := [repr(name) for name in counts if LABEL_SEPARATOR in name]):
-        yield f"classes contain {LABEL_SEPARATOR}: {join_first_names(several)}; --kind multi-label separates them there"
+    if not has_several and (joined := [repr(name) for name in counts if LABEL_SEPARATOR in name]):
+        yield f"classes contain {LABEL_SEPARATOR}: {join_first_names(joined)}; --kind multi-label separates them there"
     if single := [repr(name) for name, count in counts.items() if count == 1]:
         yield f"classes of a single row, which cannot be both learnt and evaluated: {join_first_names(single)}"
+
+
+def score_warnings(scores: list[float]) -> Iterator[str]:
+    """What is probably not intended in the scores of all training rows."""
+    if len(scores) > MAX_CLASSES and len(set(scores)) == len(scores) and all(map(float.is_integer, scores)):
+        yield "every score is another integer, as in a column of ids; --label sets the column"
 
 
 def infer_task_kind(cells: list[Any]) -> TaskKind:
