@@ -33,12 +33,11 @@ from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.features import make_targets
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
+from electra.finetuning.kinds import KINDS, read_examples, with_targets
 from electra.finetuning.metrics import METRICS, median, standard_deviation
-from electra.finetuning.model import OUTPUT_TYPES
-from electra.finetuning.tasks import Examples, Task, get_glue_task, read_examples
+from electra.finetuning.tasks import Examples, Task, get_glue_task
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
@@ -81,7 +80,7 @@ class Peer:
         encoded = self.tokenizer(
             examples.texts, examples.texts_b, truncation=True, max_length=self.config.tuning.length
         )
-        columns = dict(encoded) | {"labels": make_targets(self.task, examples.labels).tolist()}
+        columns = dict(encoded) | {"labels": with_targets(self.task, examples).labels.tolist()}
         rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
         return torch.utils.data.DataLoader(rows, collate_fn=DataCollatorWithPadding(self.tokenizer), **settings)
 
@@ -176,7 +175,7 @@ def evaluate(peer: Peer, examples: Examples) -> float:
     peer.model.eval()
     loader = peer.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
     logits = torch.cat([peer.forward(batch).logits.float().cpu() for batch in loader]).numpy()
-    predictions = OUTPUT_TYPES[peer.task.kind].predict(logits, peer.task)
+    predictions = KINDS[peer.task.kind].predict(logits, peer.task)
     return METRICS[peer.task.metrics[0]](predictions, examples.labels)
 
 

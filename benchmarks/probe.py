@@ -140,7 +140,7 @@ def finetune(job: ProbeJob) -> Record:
 
 def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArray) -> Metrics:
     """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
-    task, output_type = finetuning.task, finetuning.output_type
+    task, output_type = finetuning.task, finetuning.kind
     labels = targets if task.labels else task.denormalize_scores(targets)
     metrics = task.compute_metrics(output_type.predict(logits, task), labels)
     metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()

@@ -18,11 +18,9 @@ from electra.finetuning.features import (
     make_full_batch,
     truncated_lengths,
 )
+from electra.finetuning.kinds import with_targets
 from electra.finetuning.tasks import Examples, Task
 
-TASK = Task(
-    name="made", kind="classification", text="a", label="y", labels=("0", "1"), metrics=("accuracy",), splits={}
-)
 TEXTS = ["the cat sat .", "the big red dog ran in the small house .", "bird"]
 TEXTS_B = ["the dog ran .", "a", "the big bird flew over the red tree and the cat ."]
 
@@ -35,7 +33,7 @@ def tokenizer(shards):
 @pytest.mark.parametrize("texts_b", [None, TEXTS_B])
 @pytest.mark.parametrize("length", [8, 9, 12, 32])
 def test_rows_equal_those_of_the_tokenizers_library(tokenizer, texts_b, length):
-    features = make_features(TASK, Examples(texts=TEXTS, texts_b=texts_b), tokenizer, length)
+    features = make_features(Examples(texts=TEXTS, texts_b=texts_b), tokenizer, length)
     batch = RowBatch(torch.arange(3), torch.ones(3), length)
     input_ids, attention_mask, segment_ids = features.collate(batch, pad_id=0)
     tokenizer.library.enable_truncation(length, strategy="longest_first")
@@ -49,8 +47,8 @@ def test_rows_equal_those_of_the_tokenizers_library(tokenizer, texts_b, length):
 
 
 def test_truncated_rows_are_counted(tokenizer):
-    assert int(make_features(TASK, Examples(texts=TEXTS), tokenizer, 8).truncated) == 1
-    assert int(make_features(TASK, Examples(texts=TEXTS), tokenizer, 32).truncated) == 0
+    assert int(make_features(Examples(texts=TEXTS), tokenizer, 8).truncated) == 1
+    assert int(make_features(Examples(texts=TEXTS), tokenizer, 32).truncated) == 0
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 40))
@@ -68,30 +66,33 @@ def test_the_longer_text_is_truncated_first(first, second, max_tokens):
 def test_regression_targets_are_normalised(tokenizer):
     task = Task(name="sts", kind="regression", text="a", label="y", metrics=("pearson",), splits={}, scale=5.0)
     examples = Examples(texts=TEXTS, labels=np.array([0, 2.5, 5], np.float32))
-    assert make_features(task, examples, tokenizer, 16).labels.tolist() == [0, 0.5, 1]
+    assert make_features(with_targets(task, examples), tokenizer, 16).labels.tolist() == [0, 0.5, 1]
 
 
-def test_features_are_cached_by_texts_labels_and_length(tokenizer, tmp_path, monkeypatch):
+def test_features_are_cached_by_texts_labels_and_length(tokenizer, tmp_path):
+    def not_called(*_):
+        raise TypeError
+
+    not_called.__name__ = make_features.__name__  # by which features are found
     examples = Examples(texts=TEXTS, labels=np.array([0, 1, 1]))
-    first = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
-    monkeypatch.setattr("electra.finetuning.features.make_features", None)  # a TypeError if it is called
-    again = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
+    first = load_or_make_features(make_features, examples, tokenizer, 16, tmp_path)
+    again = load_or_make_features(not_called, examples, tokenizer, 16, tmp_path)
     assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
     relabelled, paired = replace(examples, labels=np.array([0, 1, 0])), replace(examples, texts_b=TEXTS_B)
     for other, length in ((relabelled, 16), (paired, 16), (examples, 8)):
         with pytest.raises(TypeError):
-            load_or_make_features(TASK, other, tokenizer, length, tmp_path)
+            load_or_make_features(not_called, other, tokenizer, length, tmp_path)
     assert len(list(tmp_path.iterdir())) == 1  # no temporary files remain
 
 
 def test_damaged_features_are_made_again(tokenizer, tmp_path):
     examples = Examples(texts=TEXTS, labels=np.array([0, 1, 1]))
-    first = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
+    first = load_or_make_features(make_features, examples, tokenizer, 16, tmp_path)
     [file] = tmp_path.iterdir()
     content = file.read_bytes()
     for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[:-9], b""):
         file.write_bytes(damaged)
-        again = load_or_make_features(TASK, examples, tokenizer, 16, tmp_path)
+        again = load_or_make_features(make_features, examples, tokenizer, 16, tmp_path)
         assert all(torch.equal(getattr(first, name), getattr(again, name)) for name in vars(first))
         assert file.read_bytes() == content
 
@@ -127,6 +128,6 @@ def test_rows_are_padded_to_a_multiple_of_32_but_never_beyond_the_maximum_length
 
 
 def test_logits_keep_the_order_of_rows(tokenizer):
-    features = make_features(TASK, Examples(texts=TEXTS), tokenizer, 16)
+    features = make_features(Examples(texts=TEXTS), tokenizer, 16)
     logits = compute_logits(lambda ids, mask, segments: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
     assert logits[:, 0].tolist() == features.lengths.tolist()

@@ -18,6 +18,7 @@ from electra.errors import TrainingError
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig, TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job
+from electra.finetuning.kinds import define_task
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias
 from electra.kernels.side_stream import GeneratorStream
@@ -467,7 +468,7 @@ def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tm
     train = write_rows(tmp_path / "rows.jsonl", "classification", 64, seed=0)
     job = Job(
         model=encoder_folder,
-        task=TaskConfig(train=train).make_task(),
+        task=define_task(TaskConfig(train=train)),
         tuning=TuningConfig(batch_size=8, length=32),
         hardware=HardwareConfig(device="cuda"),
         seed=1,

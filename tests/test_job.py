@@ -7,6 +7,7 @@ from synthetic import write_rows
 from electra.errors import ConfigError, TrainingError
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
+from electra.finetuning.kinds import define_task
 from electra.model.config import BASE, LARGE, SMALL
 from electra.training.config import Budget, HardwareConfig
 from electra.training.trainer import Trainer
@@ -20,7 +21,7 @@ def make_job(encoder_folder, tmp_path):
 
     def build(kind="classification", rows=240, has_pairs=False, model=encoder_folder, seed=1, output="out", **tuning):
         train = write_rows(tmp_path / "train.jsonl", kind, rows, seed=0, has_pairs=has_pairs)
-        task = TaskConfig(train=train, text_b="text_b" if has_pairs else None).make_task()
+        task = define_task(TaskConfig(train=train, text_b="text_b" if has_pairs else None))
         return Job(
             model=model,
             task=task,

@@ -13,13 +13,13 @@ from transformers import ModernBertForSequenceClassification
 
 from electra.cli import main
 from electra.finetuning.config import TaskConfig, TuningConfig
+from electra.finetuning.heads import TaskModel, mean_pool
 from electra.finetuning.job import FinetuningTask, Job
+from electra.finetuning.kinds import define_task
 from electra.finetuning.model import (
-    TaskModel,
     build_task_model,
     load_finetuned_model,
     load_pretrained,
-    mean_pool,
     save_finetuned_model,
 )
 from electra.model.encoder import Encoder
@@ -175,7 +175,7 @@ def test_encoder_without_a_head_gets_one_by_the_seed(trained_head, tmp_path, cap
 def test_next_task_keeps_the_pooling_but_not_the_classifier(trained_head, tmp_path):
     start = load_pretrained(trained_head)
     assert start.pooling == "cls"
-    task = TaskConfig(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)).make_task()
+    task = define_task(TaskConfig(train=write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)))
     (tmp_path / "tuned").mkdir()
     save_finetuned_model(
         build_task_model(start, task.num_labels, "mean", seed=1), task, 32, tmp_path / "tuned", start.folder
@@ -193,9 +193,9 @@ def test_mean_pooling_counts_tokens_exactly():
 
 
 def test_final_norm_has_the_learning_rate_of_the_top_layer(modern_folder, tmp_path):
-    task = TaskConfig(
-        train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label"
-    ).make_task()
+    task = define_task(
+        TaskConfig(train=write_rows(tmp_path / "rows.jsonl", "classification", 20, seed=0), text="text", label="label")
+    )
     tuning, folder = TuningConfig(length=32), tmp_path / "seed-1"
     finetuning = FinetuningTask(
         Job(model=modern_folder, task=task, tuning=tuning, hardware=HardwareConfig(), seed=1, folder=folder)

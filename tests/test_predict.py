@@ -20,7 +20,9 @@ from electra.errors import ConfigError, DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
-from electra.finetuning.model import TaskModel, load_pretrained, save_finetuned_model
+from electra.finetuning.heads import TaskModel
+from electra.finetuning.kinds import define_task
+from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor, evaluate, predict
 from electra.finetuning.readers import Row
 from electra.finetuning.tasks import take_chunk
@@ -134,7 +136,7 @@ def untrained(encoder_folder, tmp_path):
 
     def build_model(kind: str = "classification", length: int = 32):
         rows = write_rows(tmp_path / "rows.jsonl", kind, 60, seed=1)
-        task = TaskConfig(train=rows).make_task()
+        task = define_task(TaskConfig(train=rows))
         pretrained = load_pretrained(encoder_folder)
         torch.manual_seed(0)
         model = TaskModel(pretrained.encoder, task.num_labels)

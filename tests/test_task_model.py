@@ -12,9 +12,9 @@ from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import TaskConfig
+from electra.finetuning.heads import TaskModel
+from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import (
-    OUTPUT_TYPES,
-    TaskModel,
     build_task_model,
     load_finetuned_model,
     load_pretrained,
@@ -42,7 +42,7 @@ def test_logits_equal_a_linear_head_on_the_encoder_of_transformers(tmp_path, kin
     logits = ours(input_ids, attention_mask, segment_ids)
     assert (logits - expected).abs().max() < 1e-6
     labels = torch.tensor([0, 2, 1])
-    loss = OUTPUT_TYPES["classification"].loss(logits, labels).mean()
+    loss = KINDS["classification"].loss(logits, labels).mean()
     assert abs(loss - torch.nn.functional.cross_entropy(expected, labels)) < 1e-6
 
 
@@ -59,7 +59,7 @@ def test_dropout_defaults_to_that_of_pre_training(tmp_path, shards, dropout, exp
 def saved(encoder_folder, tmp_path):
     """A model folder of an untrained regression model, the model and its task."""
     rows = write_rows(tmp_path / "rows.jsonl", "regression", 20, seed=0)
-    task = TaskConfig(train=rows).make_task()
+    task = define_task(TaskConfig(train=rows))
     pretrained = load_pretrained(encoder_folder)
     model = TaskModel(pretrained.encoder, task.num_labels).eval()
     (tmp_path / "model").mkdir()

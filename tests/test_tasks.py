@@ -11,13 +11,12 @@ import pytest
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import TaskConfig
+from electra.finetuning.kinds import KINDS, define_task, read_examples, stream_examples
 from electra.finetuning.tasks import (
     GLUE_TASKS,
     Examples,
     Task,
     get_glue_task,
-    read_examples,
-    stream_examples,
     with_data_source,
 )
 from electra.runfolder import convert_stored
@@ -135,11 +134,11 @@ def test_custom_tasks_from_the_hub_keep_their_labels(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"t": "one", "label": 3}\n{"t": "two", "label": 1}\n')
-    task = TaskConfig(train=Path(f"hub:{tmp_path}/data:default:train"), text="t", label="label").make_task()
+    task = define_task(TaskConfig(train=Path(f"hub:{tmp_path}/data:default:train"), text="t", label="label"))
     assert task.labels == ("1", "3")
     assert len(read_examples(task, "train")) == len(read_examples(task, "dev")) == 1
     with pytest.raises(ConfigError, match=r"hub:imdb does not name a split"):
-        TaskConfig(train=Path("hub:imdb"), text="t", label="label").make_task()
+        define_task(TaskConfig(train=Path("hub:imdb"), text="t", label="label"))
 
 
 def test_missing_tasks_files_and_splits_are_named(glue):
@@ -192,7 +191,7 @@ def make_task(tmp_path):
         rows = [json.dumps({"t": f"text {number}", "y": label}) for number, label in enumerate(labels)]
         content = labels if isinstance(labels, str) else "\n".join(rows)
         (tmp_path / name).write_bytes(content.encode())
-        return TaskConfig(train=tmp_path / name, **({"text": "t", "label": "y"} | settings)).make_task()
+        return define_task(TaskConfig(train=tmp_path / name, **({"text": "t", "label": "y"} | settings)))
 
     return build
 
@@ -227,14 +226,14 @@ def test_multi_label_rows_are_encoded_multi_hot_and_decoded(make_task, tmp_path)
     labels = read_examples(task, "train").labels
     assert labels.dtype == np.float32
     assert labels.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1]]
-    assert task.decode_labels(labels) == [["a", "b"], [], ["c"]]
+    assert KINDS[task.kind].decode(labels, task) == [["a", "b"], [], ["c"]]
 
 
 def test_classes_are_encoded_as_ids_and_decoded(make_task, tmp_path):
     task = make_task(["yes", "no", "yes"], dev=tmp_path / "train.jsonl")
     labels = read_examples(task, "dev").labels
     assert labels.tolist() == [1, 0, 1]
-    assert task.decode_labels(labels) == ["yes", "no", "yes"]
+    assert KINDS[task.kind].decode(labels, task) == ["yes", "no", "yes"]
 
 
 def test_scores_of_custom_tasks_are_standardised(make_task, tmp_path):
@@ -243,7 +242,7 @@ def test_scores_of_custom_tasks_are_standardised(make_task, tmp_path):
     assert labels.tolist() == [1000.5, 2000.5, 3000.5]
     assert task.normalize_scores(labels).mean() == pytest.approx(0)
     assert task.normalize_scores(labels).std() == pytest.approx(1)
-    assert task.decode_labels(task.denormalize_scores(task.normalize_scores(labels))) == pytest.approx(
+    assert KINDS[task.kind].decode(task.denormalize_scores(task.normalize_scores(labels)), task) == pytest.approx(
         [1000.5, 2000.5, 3000.5]
     )
 

@@ -9,9 +9,10 @@ from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_leng
 from electra.errors import ConfigError
 from electra.export.config import ExportConfig, ImportConfig
 from electra.finetuning.jobs import best_model_folder
+from electra.finetuning.kinds import KINDS
 from electra.finetuning.model import load_finetuned_model
 from electra.huggingface.convert import (
-    CLASSIFICATION_HEADS,
+    TASK_HEADS,
     Tensors,
     fold_projection,
     label_settings,
@@ -20,7 +21,7 @@ from electra.huggingface.convert import (
     to_huggingface_tensors,
 )
 from electra.huggingface.folders import combine_into_pair, read_huggingface_model, select_part
-from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, SEQUENCE_CLASSIFIERS, Settings
+from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSES, Settings
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
@@ -35,12 +36,6 @@ from electra.model.storage import (
 )
 from electra.runfolder import CONFIG, create_folder_atomically, read_json, write_checksums, write_json
 from electra.training.checkpoint import find_model_folder
-
-PROBLEM_TYPES = {
-    "classification": "single_label_classification",
-    "multi-label": "multi_label_classification",
-    "regression": "regression",
-}
 
 
 @dataclass(frozen=True)
@@ -99,24 +94,23 @@ def check_exportable_discriminator(electra: Electra, folder: Path) -> None:
 
 
 def export_finetuned(config: ExportConfig) -> ConversionResult:
-    """Write a fine-tuned model, or the best one of an output of electra finetune, as a sequence classifier.
+    """Write a fine-tuned model, or the best one of an output of electra finetune, as the class of its kind of task.
 
     Its scores are in the unit of the training data."""
     if config.part != ExportConfig.part:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
     folder = best_model_folder(config.model)
     model, finetuned = load_finetuned_model(folder)
-    encoder, task = finetuned.encoder, finetuned.task
-    name = SEQUENCE_CLASSIFIERS[encoder.style]
+    encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
+    class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
     head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
     architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
-    tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture) | CLASSIFICATION_HEADS[
-        encoder.style
-    ](head)
-    settings = to_huggingface_config(encoder, name, torch.float32, read_vocabulary_if_modern(folder, encoder))
-    settings |= label_settings(task.labels or ("score",)) | {"problem_type": PROBLEM_TYPES[task.kind]}
+    tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture)
+    tensors |= TASK_HEADS[class_name](head)
+    settings = to_huggingface_config(encoder, class_name, torch.float32, read_vocabulary_if_modern(folder, encoder))
+    settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings
     if encoder.is_modern():
         settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
     return write_huggingface_folder(config.output, tensors, settings, folder, finetuned.length)

@@ -11,6 +11,7 @@ from electra.finetuning.jobs import (
     prepare_jobs,
     run_jobs,
 )
+from electra.finetuning.kinds import define_task
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import Task
 from electra.finetuning.verdict import assess_finetuning
@@ -58,7 +59,7 @@ class FinetuneResult:
 
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
-    task = config.task.make_task()
+    task = define_task(config.task)
     with lock_output(config.output, [config.output]):
         return finetune_task(task, config)
 

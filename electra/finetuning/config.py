@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import TaskKind
-from electra.finetuning.tasks import Task, get_glue_task, with_inferred_labels
+from electra.finetuning.tasks import Task
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
@@ -50,27 +50,6 @@ class TaskConfig:
         columns = [column for column in (self.text, self.text_b, self.label) if column is not None]
         if len(set(columns)) < len(columns):
             raise ConfigError(f"--text, --text-b and --label are {', '.join(columns)}; they must be different columns")
-
-    def make_task(self) -> Task:
-        """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
-
-        Classes are collected before rows are held out: all rows of a rare class may be held out."""
-        if self.task is not None:
-            assert self.data is not None
-            return get_glue_task(self.task, self.data)
-        assert self.train is not None
-        dev_fraction = 0.1 if self.dev_fraction is None else self.dev_fraction
-        task = Task(
-            name=self.train.name.split(".")[0],
-            kind=self.kind or "classification",
-            text=self.text,
-            text_b=self.text_b,
-            label=self.label,
-            metrics=(),
-            splits={"train": str(self.train), "dev": str(self.dev or self.train)},
-            dev_fraction=dev_fraction if self.dev is None else 0.0,
-        )
-        return with_inferred_labels(task, self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)

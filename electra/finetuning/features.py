@@ -17,10 +17,11 @@ from torch import Tensor
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
-from electra.finetuning.tasks import Examples, Task
+from electra.finetuning.tasks import Examples
 from electra.model.storage import read_tensors, write_tensors
 from electra.runfolder import PARTIAL
 
+LOGITS = "logits.safetensors"
 PAD_TO_MULTIPLE_OF = 32
 """Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
 POOL_BATCHES = 50
@@ -81,7 +82,7 @@ class Features:
         return input_ids, attention_mask, (attention_mask & is_second).long()
 
 
-def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
+def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
     """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length`."""
     cls = np.array([tokenizer.vocabulary.cls_id], np.int32)
     sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
@@ -101,7 +102,7 @@ def make_features(task: Task, examples: Examples, tokenizer: TextTokenizer, max_
         starts=lengths.cumsum(0) - lengths,
         lengths=lengths,
         lengths_a=torch.from_numpy(2 + kept[:, 0]),
-        labels=make_targets(task, examples.labels),
+        labels=torch.empty(0) if examples.labels is None else torch.from_numpy(examples.labels),
         truncated=torch.tensor(truncated),
     )
 
@@ -123,22 +124,19 @@ def truncated_lengths(lengths: list[int], max_tokens: int) -> list[int]:
     return [max_tokens - shorter, shorter] if lengths[0] > lengths[1] else [shorter, max_tokens - shorter]
 
 
-def make_targets(task: Task, labels: NDArray | None) -> Tensor:
-    """Labels as the loss takes them: scores normalised, classes unchanged."""
-    if labels is None:
-        return torch.empty(0)
-    return torch.from_numpy(labels if task.labels else task.normalize_scores(labels).astype(np.float32))
-
-
 def load_or_make_features(
-    task: Task, examples: Examples, tokenizer: TextTokenizer, max_length: int, cache_folder: Path
+    make: Callable[[Examples, TextTokenizer, int], Features],
+    examples: Examples,
+    tokenizer: TextTokenizer,
+    max_length: int,
+    cache_folder: Path,
 ) -> Features:
-    """Features from the folder `cache_folder`, where they are stored after the first time."""
-    file = cache_folder / f"{features_cache_key(task, examples, tokenizer, max_length)}.safetensors"
+    """Features from the folder `cache_folder`, where they are stored after `make` made them the first time."""
+    file = cache_folder / f"{features_cache_key(make, examples, tokenizer, max_length)}.safetensors"
     if file.exists():
         with suppress(DataError):  # damaged: made again
             return Features(**read_tensors(file))
-    features = make_features(task, examples, tokenizer, max_length)
+    features = make(examples, tokenizer, max_length)
     cache_folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}-{os.getpid()}{PARTIAL}")  # parallel seeds may write the same file
     try:
@@ -149,9 +147,9 @@ def load_or_make_features(
     return features
 
 
-def features_cache_key(task: Task, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> str:
+def features_cache_key(make: Callable, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> str:
     """A hash of everything that features depend on."""
-    settings = (tokenizer.fingerprint, max_length, task.kind, task.scale, task.offset, len(examples))
+    settings = (make.__name__, tokenizer.fingerprint, max_length, len(examples))
     digest = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.texts_b or ())):
         digest.update(text.encode() + b"\0")
@@ -200,3 +198,13 @@ def compute_logits(
         order.append(rows)
         logits.append(model(*features.collate(batch, pad_id))[: len(rows)].float().cpu().numpy())
     return np.concatenate(logits)[np.argsort(np.concatenate(order))]
+
+
+def write_logits(folder: Path, logits: dict[str, NDArray]) -> None:
+    """Store logits by split."""
+    tensors = {split: torch.from_numpy(values) for split, values in logits.items()}
+    write_tensors(folder / LOGITS, tensors, checksum=True)
+
+
+def read_logits(folder: Path) -> dict[str, NDArray]:
+    return {split: tensor.numpy() for split, tensor in read_tensors(folder / LOGITS).items()}

@@ -22,8 +22,8 @@ from electra.finetuning.jobs import (
     read_mean_logits,
     run_jobs,
 )
+from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, none_to_nan
-from electra.finetuning.model import OUTPUT_TYPES
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
 from electra.finetuning.verdict import find_single_prediction
 from electra.runfolder import convert_stored, read_json, write_file, write_stored
@@ -279,7 +279,7 @@ def write_glue_submission(path: Path, jobs_by_task: list[list[Job]], use_ensembl
         members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
         for split, logits in read_mean_logits(members).items():
             if split.startswith(TEST):
-                predictions[submission_key(task, split)] = OUTPUT_TYPES[task.kind].predict(logits, task)
+                predictions[submission_key(task, split)] = KINDS[task.kind].predict(logits, task)
     write_submission_zip(path, predictions)
     missing = missing_submission_files(predictions)
     return f"submission: {path}" + (f"; GLUE's site also requires {', '.join(missing)}" if missing else "")
@@ -304,5 +304,6 @@ def format_submission_file(task: Task, predicted: NDArray) -> str:
     """The content of one file: class names, or scores within their range."""
     if task.score_range is not None:
         predicted = predicted.clip(*task.score_range)
-    values = (f"{value:.3f}" if isinstance(value, float) else value for value in task.decode_labels(predicted))
+    decoded = KINDS[task.kind].decode(predicted, task)
+    values = (f"{value:.3f}" if isinstance(value, float) else value for value in decoded)
     return "".join(["index\tprediction\n", *(f"{index}\t{value}\n" for index, value in enumerate(values))])

@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.features import Features, RowBatch, compute_logits, epoch_batches, load_or_make_features
+from electra.finetuning.features import (
+    Features,
+    RowBatch,
+    compute_logits,
+    epoch_batches,
+    load_or_make_features,
+    read_logits,
+    write_logits,
+)
+from electra.finetuning.kinds import KINDS, read_examples, with_targets
 from electra.finetuning.metrics import (
     ERRORS,
     Metrics,
@@ -25,11 +34,10 @@ from electra.finetuning.metrics import (
     nan_as_lowest,
     none_to_nan,
 )
-from electra.finetuning.model import OUTPUT_TYPES, build_task_model, load_pretrained, save_finetuned_model
-from electra.finetuning.tasks import HUB, Task, read_examples
+from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
+from electra.finetuning.tasks import HUB, Task
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
-from electra.model.storage import load_model_tokenizer, write_tensors
 from electra.objectives.losses import Counts, Loss, Losses
 from electra.plotting import MetricPanels, plot_confusion_matrix, plot_metric_curves
 from electra.runfolder import (
@@ -49,7 +57,6 @@ from electra.training.logging import check_not_diverged, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
-LOGITS = "logits.safetensors"
 MODEL = "model"
 EVALUATION_BATCH_SIZE = 128
 
@@ -96,6 +103,10 @@ class Job:
     def is_finished(self) -> bool:
         return (self.folder / RESULT).exists()
 
+    def read_logits(self) -> dict[str, NDArray]:
+        """The logits of a finished job by split, without the training split."""
+        return read_logits(self.folder)
+
     def run(self, quiet: bool = False) -> JobResult:
         """Fine-tune, from the last checkpoint if there is one; a finished job only returns its result.
 
@@ -111,18 +122,23 @@ class FinetuningTask:
     """A job as the trainer's task: the model, and the task's batches, loss and evaluation."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.task, self.tuning = job, job.task, job.tuning
+        self.job, self.task, self.tuning, self.kind = job, job.task, job.tuning, KINDS[job.task.kind]
         self.device = choose_device(job.hardware.device)
         dispatch.set_kernel_mode(job.hardware.kernels)
         self.pretrained = load_pretrained(job.model, self.tuning.dropout)
         self.encoder = self.pretrained.encoder.config
         self.encoder.check_length(self.tuning.length)
-        self.tokenizer = load_model_tokenizer(self.pretrained.folder, self.encoder.vocab_size)
-        model = build_task_model(self.pretrained, self.task.num_labels, self.tuning.pooling, seed=job.seed)
+        self.tokenizer = self.pretrained.load_tokenizer()
+        model = build_task_model(
+            self.pretrained,
+            self.task.num_labels,
+            self.tuning.pooling,
+            seed=job.seed,
+            model_class=self.kind.model,
+        )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
-        self.output_type = OUTPUT_TYPES[self.task.kind]
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
         train_labels, dev_labels = (self.true_labels(self.splits[split]) for split in ("train", "dev"))
@@ -139,7 +155,9 @@ class FinetuningTask:
         if split == "train" and self.task.double_unordered:
             examples = examples.with_swapped_pairs()
         cache = self.job.folder.parent / "tokens"  # shared by all seeds
-        return load_or_make_features(self.task, examples, self.tokenizer, self.tuning.length, cache).to(self.device)
+        return load_or_make_features(
+            self.kind.make_features, with_targets(self.task, examples), self.tokenizer, self.tuning.length, cache
+        ).to(self.device)
 
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
@@ -169,7 +187,7 @@ class FinetuningTask:
         self.master_weights.update_half_precision_weights()
         with self.master_weights.autocast():
             logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
-        losses = self.output_type.loss(logits.float(), self.train.labels[batch.rows])  # [B]
+        losses = self.kind.loss(logits.float(), self.train.labels[batch.rows])  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
     def loss_counts(self, batch: RowBatch) -> Counts:
@@ -193,7 +211,7 @@ class FinetuningTask:
         """Loss and metrics on the dev split."""
         dev = self.splits["dev"]
         logits = self.compute_logits(dev)
-        losses = self.output_type.loss(torch.from_numpy(logits), dev.labels.cpu())
+        losses = self.kind.loss(torch.from_numpy(logits), dev.labels.cpu())
         return {"loss": losses.mean().item()} | self.compute_metrics(logits, dev)
 
     def compute_logits(self, features: Features) -> NDArray:
@@ -207,16 +225,15 @@ class FinetuningTask:
         return logits
 
     def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
-        return self.task.compute_metrics(self.output_type.predict(logits, self.task), self.true_labels(features))
+        return self.task.compute_metrics(self.kind.predict(logits, self.task), self.true_labels(features))
 
     def true_labels(self, features: Features) -> NDArray:
         """Class ids, multi-hot classes, or scores in the user's unit."""
-        targets = features.labels.cpu().numpy()
-        return targets if self.task.labels else self.task.denormalize_scores(targets)
+        return self.kind.labels_of_targets(features.labels.cpu().numpy(), self.task)
 
     def describe_metrics(self, metrics: Metrics) -> str:
         baseline = next(iter(self.baseline.values()))
-        constant = "" if math.isnan(baseline) else f" (most frequent class: {baseline:.3f})"
+        constant = "" if math.isnan(baseline) else f" ({self.kind.constant_prediction}: {baseline:.3f})"
         values = [f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss"]
         return ", ".join([values[0] + constant, *values[1:]])
 
@@ -282,15 +299,14 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
-    tensors = {split: torch.from_numpy(values) for split, values in logits.items()}
-    write_tensors(folder / LOGITS, tensors, checksum=True)
+    write_logits(folder, logits)
     shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
         write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
-    predicted, dev_labels = finetuning.output_type.predict(logits["dev"], task), finetuning.true_labels(splits["dev"])
-    if task.kind == "classification":
+    predicted, dev_labels = finetuning.kind.predict(logits["dev"], task), finetuning.true_labels(splits["dev"])
+    if finetuning.kind.has_confusion_matrix:
         counts = confusion_matrix(predicted, dev_labels, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     result = JobResult(
@@ -306,7 +322,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         rows={split: len(features) for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
         baseline=finetuning.baseline,
-        classes=class_scores(predicted, dev_labels, task.labels) if task.kind == "multi-label" else {},
+        classes=class_scores(predicted, dev_labels, task.labels) if finetuning.kind.has_class_scores else {},
     )
     write_stored(folder / RESULT, asdict(result))
 
@@ -314,7 +330,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
 def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]]) -> None:
     """Raise a TrainingError if the last training loss or the last evaluation shows that the training diverged."""
     last = {line["kind"]: line["loss"] for line in metrics}
-    uniform_loss = finetuning.output_type.uniform_loss(finetuning.task)
+    uniform_loss = finetuning.kind.uniform_loss(finetuning.task)
     advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
     check_not_diverged("the training loss", last["train"], uniform_loss, advice)
     check_not_diverged("the dev loss", last["validation"], math.inf, advice)

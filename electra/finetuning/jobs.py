@@ -24,16 +24,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from electra.data.tokenizer import read_trained_length
 from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
-from electra.finetuning.job import LOGITS, MODEL, RESULT, Job, JobResult, read_job_result
+from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
+from electra.finetuning.kinds import KINDS, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import OUTPUT_TYPES, is_finetuned_config
-from electra.finetuning.tasks import HUB, Task, read_examples
+from electra.finetuning.model import is_finetuned_config, warn_untrained_length
+from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.names import get_architecture
-from electra.model.storage import WEIGHTS, is_huggingface_folder, read_tensors
+from electra.model.storage import WEIGHTS, is_huggingface_folder
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
@@ -175,17 +175,6 @@ def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
     return [job.run() for job in jobs]
 
 
-def warn_untrained_length(model: Path, length: int) -> None:
-    """Print to standard error if rows may be longer than those that a model was trained on."""
-    trained_length = read_trained_length(model)
-    if trained_length is not None and trained_length < length:
-        print(
-            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
-            f"untrained; consider --length {trained_length}",
-            file=sys.stderr,
-        )
-
-
 def estimated_cost(job: Job) -> int:
     """Proportional to a job's time: bytes to train on."""
     return local_file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
@@ -262,14 +251,14 @@ def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     for split, logits in read_mean_logits(jobs).items():
         labels = read_examples(task, split).labels
         if labels is not None:
-            metrics[split] = task.compute_metrics(OUTPUT_TYPES[task.kind].predict(logits, task), labels)
+            metrics[split] = task.compute_metrics(KINDS[task.kind].predict(logits, task), labels)
     return metrics
 
 
 def read_mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
     """The mean of the jobs' logits [N, num_labels], by split."""
-    logits = [read_tensors(job.folder / LOGITS) for job in jobs]
-    return {split: np.mean([tensors[split].numpy() for tensors in logits], axis=0) for split in logits[0]}
+    logits = [job.read_logits() for job in jobs]
+    return {split: np.mean([values[split] for values in logits], axis=0) for split in logits[0]}
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import compute_logits, make_features
-from electra.finetuning.jobs import best_model_folder, seed_model_folders, warn_untrained_length
+from electra.finetuning.features import compute_logits
+from electra.finetuning.jobs import best_model_folder, seed_model_folders
+from electra.finetuning.kinds import KINDS, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import OUTPUT_TYPES, load_finetuned_model
+from electra.finetuning.model import load_finetuned_model, warn_untrained_length
 from electra.finetuning.readers import LABEL_SEPARATOR
-from electra.finetuning.tasks import Examples, Task, add_line_to_errors, stream_examples
+from electra.finetuning.tasks import Examples, add_line_to_errors
 from electra.model.storage import load_model_tokenizer
 from electra.runfolder import lock_file, open_atomic
 from electra.training.hardware import choose_device, choose_dtype
@@ -87,6 +88,7 @@ class Predictor:
         self.models = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
         self.task = first.task
+        self.kind = KINDS[self.task.kind]
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
         warn_untrained_length(self.folders[0], self.length)
@@ -112,11 +114,11 @@ class Predictor:
                 f"task {self.task.name} needs {'one text' if self.task.text_b is None else 'two texts'} per row"
             )
         examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        return list(prediction_columns(self.task, self.compute_logits(examples))) if texts else []
+        return list(self.kind.columns(self.task, self.compute_logits(examples), [])) if texts else []
 
     def compute_logits(self, examples: Examples) -> NDArray:
         """The logits [N, num_labels] of examples, averaged over the models."""
-        features = make_features(self.task, examples, self.tokenizer, self.length)
+        features = self.kind.make_features(examples, self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
@@ -150,20 +152,11 @@ def predict(config: PredictConfig) -> PredictResult:
     with open_row_writer(config.output) as write_row:
         for examples, logits in predictor.stream_logits(path, with_labels=False):
             assert examples.rows is not None
-            for row, prediction in zip(examples.rows, prediction_columns(predictor.task, logits), strict=True):
+            predictions = predictor.kind.columns(predictor.task, logits, examples.rows)
+            for row, prediction in zip(examples.rows, predictions, strict=True):
                 with add_line_to_errors(str(path), row.line):
                     write_row(add_columns(row.values, prediction))
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
-
-
-def prediction_columns(task: Task, logits: NDArray) -> Iterator[dict[str, Any]]:
-    """The columns added to each row: the prediction and, for classes, their probabilities."""
-    output_type = OUTPUT_TYPES[task.kind]
-    predictions = task.decode_labels(output_type.predict(logits, task))
-    for prediction, values in zip(predictions, output_type.activation(logits).tolist(), strict=True):
-        probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
-        rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
-        yield {"prediction": rounded} | probabilities
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
@@ -238,8 +231,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         labels.append(examples.labels)
         logits.append(chunk_logits)
     truth = np.concatenate(labels)
-    predicted = OUTPUT_TYPES[task.kind].predict(np.concatenate(logits), task)
-    has_matrix = task.kind == "classification"
+    predicted = predictor.kind.predict(np.concatenate(logits), task)
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],
         task=task.name,
@@ -248,6 +240,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         truncated=predictor.truncated,
         metrics=task.compute_metrics(predicted, truth),
         labels=list(task.labels),
-        confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist() if has_matrix else [],
-        classes=class_scores(predicted, truth, task.labels) if task.kind == "multi-label" else {},
+        confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
+        if predictor.kind.has_confusion_matrix
+        else [],
+        classes=class_scores(predicted, truth, task.labels) if predictor.kind.has_class_scores else {},
     )

@@ -8,7 +8,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -185,17 +185,6 @@ MAX_CLASSES = 20  # integers with more distinct values are scores, unless the us
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
-@dataclass(frozen=True)
-class LabelType:
-    """The label column of one kind of task."""
-
-    parse: Callable[[Any], Any]  # cell → class name, class names, or score
-    encode: Callable[[Any, Mapping[str, int]], Any]  # parsed label and class ids → a row of `Examples.labels`
-    decode: Callable[[NDArray, tuple[str, ...]], list[Any]]  # labels or predictions of all rows → class names or scores
-    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
-    dtype: type
-
-
 def parse_class(cell: Any) -> str:
     if isinstance(cell, list):
         raise DataError("the label is a list; a row has one class, unless the kind of task is multi-label")
@@ -291,31 +280,6 @@ def sort_labels(names: set[str]) -> tuple[str, ...]:
     if None in numbers.values():
         return tuple(sorted(names))
     return tuple(sorted(names, key=lambda name: (numbers[name], name)))
-
-
-LABEL_TYPES: dict[TaskKind, LabelType] = {
-    "classification": LabelType(
-        parse=parse_class,
-        encode=encode_class,
-        decode=lambda class_ids, labels: [labels[class_id] for class_id in class_ids],
-        infer=task_fields_from_classes,
-        dtype=np.int64,
-    ),
-    "multi-label": LabelType(
-        parse=parse_classes,
-        encode=encode_classes,
-        decode=lambda rows, labels: [[labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
-        infer=task_fields_from_multi_labels,
-        dtype=np.float32,
-    ),
-    "regression": LabelType(
-        parse=parse_score,
-        encode=lambda score, class_ids: score,
-        decode=lambda scores, labels: scores.tolist(),
-        infer=task_fields_from_scores,
-        dtype=np.float32,
-    ),
-}
 
 
 def infer_task_kind(cells: list[Any]) -> TaskKind:

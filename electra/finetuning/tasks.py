@@ -1,11 +1,12 @@
-"""Tasks: GLUE's as rows of a table, custom tasks from users' files, and the examples of each."""
+"""Tasks: GLUE's as rows of a table, the form of custom ones, and the rows and examples of both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import LABEL_TYPES, Row, TaskKind, hub_rows, infer_task_kind, read_rows
+from electra.finetuning.readers import Row, TaskKind, hub_rows, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -73,6 +74,10 @@ class Task:
         """Outputs of the model: one per class, or one score."""
         return len(self.labels) or 1
 
+    @cached_property
+    def class_ids(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.labels)}
+
     def normalize_scores(self, scores: NDArray) -> NDArray:
         """Regression targets from scores in the user's unit."""
         return (scores - self.offset) / self.scale
@@ -80,10 +85,6 @@ class Task:
     def denormalize_scores(self, outputs: NDArray) -> NDArray:
         """Scores in the user's unit from the model's outputs."""
         return outputs * self.scale + self.offset
-
-    def decode_labels(self, labels: NDArray) -> list[Any]:
-        """Labels or predictions as class names, lists of class names, or scores."""
-        return LABEL_TYPES[self.kind].decode(labels, self.labels)
 
     def compute_metrics(self, predicted: NDArray, labels: NDArray) -> dict[str, float]:
         return {name: METRICS[name](predicted, labels) for name in self.metrics}
@@ -121,29 +122,6 @@ class Examples:
         return Examples(texts=self.texts + self.texts_b, texts_b=self.texts_b + self.texts, labels=labels)
 
 
-def read_examples(task: Task, split: str) -> Examples:
-    """All examples of a split; test splits may lack labels."""
-    if split not in task.splits:
-        raise ConfigError(f"task {task.name} has no split {split!r}; it has {', '.join(task.splits)}")
-    rows = read_split_rows(task, split)
-    first = next(rows)
-    has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
-    examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
-    if task.dev_fraction and split in ("train", "dev"):
-        return examples.select(train_or_dev_indices(task, split, len(examples)))
-    return examples
-
-
-def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: bool = True) -> Iterator[Examples]:
-    """The examples of a file in chunks, with their rows; labels are read if the file has them and `with_labels`."""
-    rows = read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
-    first = next(rows)
-    has_labels = with_labels and task.find_column(task.label, first.values) is not None
-    rows = chain([first], rows)
-    while chunk := take_chunk(rows, chunk_size):
-        yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
-
-
 def take_chunk(rows: Iterator[Row], max_rows: int) -> list[Row]:
     """The next rows, fewer if they are long."""
     chunk, size = [], 0
@@ -176,24 +154,6 @@ def with_class_name(task: Task, row: Row) -> Row:
     return Row(row.line, values)
 
 
-def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
-    label_type = LABEL_TYPES[task.kind]
-    class_ids = {name: index for index, name in enumerate(task.labels)}
-    texts, texts_b, labels = [], [], []
-    for row in rows:
-        with add_line_to_errors(source, row.line):
-            texts.append(get_text(task, task.text, row))
-            if task.text_b is not None:
-                texts_b.append(get_text(task, task.text_b, row))
-            if has_labels:
-                labels.append(label_type.encode(label_type.parse(get_cell(task, task.label, row)), class_ids))
-    return Examples(
-        texts=texts,
-        texts_b=texts_b if task.text_b is not None else None,
-        labels=np.array(labels, label_type.dtype) if has_labels else None,
-    )
-
-
 @contextmanager
 def add_line_to_errors(source: str, line: int) -> Iterator[None]:
     """Add file and line to the message of a DataError."""
@@ -221,15 +181,6 @@ def get_text(task: Task, name: str, row: Row) -> str:
     if not isinstance(text, str):
         raise DataError(f"column {name!r} holds a {type(text).__name__}; a text must be a string")
     return text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which tokenizers reject
-
-
-def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:
-    """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
-    if num_rows < 2:
-        raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
-    held_out = min(max(1, round(num_rows * task.dev_fraction)), num_rows - 1)
-    order = np.random.default_rng(0).permutation(num_rows)
-    return np.sort(order[:held_out] if split == "dev" else order[held_out:])
 
 
 def define_glue_task(name: str, folder: str, **fields: Any) -> Task:
@@ -359,21 +310,3 @@ def with_data_source(task: Task, data: str) -> Task:
             f"download, with one folder per task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})
-
-
-def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
-    """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
-    source = task.splits["train"]
-    cells: dict[int, Any] = {}  # by line
-    for row in read_split_rows(task, "train"):
-        with add_line_to_errors(source, row.line):
-            cells[row.line] = get_cell(task, task.label, row)
-    kind = kind or infer_task_kind(list(cells.values()))
-    parsed = []
-    for line, cell in cells.items():
-        with add_line_to_errors(source, line):
-            parsed.append(LABEL_TYPES[kind].parse(cell))
-    try:
-        return replace(task, kind=kind, **LABEL_TYPES[kind].infer(parsed))
-    except DataError as error:
-        raise DataError(f"{source}: {error}") from None

@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 
-from electra.finetuning.job import LOGITS, Job, JobResult
+from electra.finetuning.job import Job, JobResult
+from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, format_metric
-from electra.finetuning.model import OUTPUT_TYPES
-from electra.model.storage import read_tensors
 from electra.training.logging import METRICS, read_metrics
 
 CORRELATIONS = ("matthews", "pearson", "spearman")
@@ -43,7 +42,7 @@ def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple
     baseline = result.baseline.get(name, math.nan)
     baseline = 0.0 if math.isnan(baseline) else baseline  # the correlation of a constant
     margin = (2 if name in CORRELATIONS else 1) / math.sqrt(result.rows["dev"])  # about two standard errors
-    constant = "the mean score" if job.task.kind == "regression" else "the most frequent class"
+    constant = f"the {KINDS[job.task.kind].constant_prediction}"
     values = f"{name} {format_metric(name, value)} and {format_metric(name, baseline)}"
     if value > baseline + margin:
         return True, f"Better than always predicting {constant} ({values})."
@@ -55,11 +54,12 @@ def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple
 
 def find_single_prediction(job: Job) -> str | list[str] | None:
     """The class (of a multi-label task: the classes) that is predicted for all dev rows, if there is only one."""
-    if job.task.kind == "regression":
+    kind = KINDS[job.task.kind]
+    if not kind.has_classes:
         return None
-    predicted = OUTPUT_TYPES[job.task.kind].predict(read_tensors(job.folder / LOGITS)["dev"].numpy(), job.task)
+    predicted = kind.predict(job.read_logits()["dev"], job.task)
     is_single = len(predicted) > 1 and len(np.unique(predicted, axis=0)) == 1
-    return job.task.decode_labels(predicted[:1])[0] if is_single else None
+    return kind.decode(predicted[:1], job.task)[0] if is_single else None
 
 
 def describe_overfitting(job: Job) -> str:

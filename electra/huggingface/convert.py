@@ -145,9 +145,9 @@ def to_modernbert_classification_head(head: Tensors) -> Tensors:
     }
 
 
-CLASSIFICATION_HEADS: dict[str, Callable[[Tensors], Tensors]] = {
-    "classic": to_electra_classification_head,
-    "modern": to_modernbert_classification_head,
+TASK_HEADS: dict[str, Callable[[Tensors], Tensors]] = {  # tensors of our task head → those of a class of `transformers`
+    "ElectraForSequenceClassification": to_electra_classification_head,
+    "ModernBertForSequenceClassification": to_modernbert_classification_head,
 }
 
 

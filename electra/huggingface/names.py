@@ -220,9 +220,11 @@ EXPORT_CLASSES: dict[str, dict[Part, str]] = {
         "encoder": "ModernBertModel",
     },
 }
-SEQUENCE_CLASSIFIERS = {
-    "classic": "ElectraForSequenceClassification",
-    "modern": "ModernBertForSequenceClassification",
+TASK_CLASSES = {  # of fine-tuned models, by task and style of the encoder
+    "SequenceClassification": {
+        "classic": "ElectraForSequenceClassification",
+        "modern": "ModernBertForSequenceClassification",
+    },
 }
 
 
@@ -234,7 +236,7 @@ def get_architecture(settings: Settings, folder: Path) -> Architecture:
     name = classes[0] if isinstance(classes, list) and len(classes) == 1 else None
     if name in list(ARCHITECTURES):
         return ARCHITECTURES[name]
-    if name in SEQUENCE_CLASSIFIERS.values():
+    if any(name in classes.values() for classes in TASK_CLASSES.values()):
         raise DataError(
             f"{folder} is a fine-tuned classifier exported for transformers ({name}); electra predict, evaluate and "
             "finetune read the folder it was exported from, other commands need a pre-trained model"

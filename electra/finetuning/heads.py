@@ -1,0 +1,65 @@
+"""Task heads, and the encoder with one of them."""
+
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from electra.errors import ConfigError
+from electra.model.config import EncoderConfig, Pooling
+from electra.model.encoder import Encoder, create_linear, create_norm
+
+
+class ClassicHead(nn.Linear):
+    """The paper's task head: dropout and one linear layer, without a pooler."""
+
+    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
+        super().__init__(config.width, num_labels)
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """Logits [B, num_labels] of pooled states [B, D]."""
+        return super().forward(self.dropout(pooled))
+
+
+class ModernHead(ClassicHead):
+    """The head of ModernBertForSequenceClassification: dense layer, GELU and norm before dropout and linear layer."""
+
+    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
+        super().__init__(config, num_labels)
+        self.dense = create_linear(config, config.width, config.width)
+        self.norm = create_norm(config, config.width)
+        nn.init.trunc_normal_(self.dense.weight, std=config.init_std)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return super().forward(self.norm(functional.gelu(self.dense(pooled))))
+
+
+HEADS = {"classic": ClassicHead, "modern": ModernHead}
+
+
+class TaskModel(nn.Module):
+    """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
+
+    def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
+        super().__init__()
+        if pooling not in get_args(Pooling):
+            raise ConfigError(f"unknown pooling {pooling!r}; choose from {', '.join(get_args(Pooling))}")
+        if pooling != "cls" and not encoder.config.is_modern():
+            raise ConfigError(f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder")
+        self.encoder, self.pooling = encoder, pooling
+        self.head = HEADS[encoder.config.style](encoder.config, num_labels)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+        """Logits [B, num_labels]."""
+        hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
+        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
+
+
+def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The mean [B, D] of the states [B, L, D] of all tokens but padding."""
+    total = (hidden * attention_mask[..., None]).sum(1, dtype=torch.float32)
+    return (total / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)

@@ -1,0 +1,249 @@
+"""The kinds of tasks. All that is specific to a kind, from the rows of a file to the exported model, is in `KINDS`;
+tasks are defined and their files are read by it."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from electra.data.tokenizer import TextTokenizer
+from electra.errors import ConfigError, DataError
+from electra.finetuning.config import TaskConfig
+from electra.finetuning.features import Features, make_features
+from electra.finetuning.heads import TaskModel
+from electra.finetuning.readers import (
+    Row,
+    TaskKind,
+    encode_class,
+    encode_classes,
+    infer_task_kind,
+    parse_class,
+    parse_classes,
+    parse_score,
+    read_rows,
+    task_fields_from_classes,
+    task_fields_from_multi_labels,
+    task_fields_from_scores,
+)
+from electra.finetuning.tasks import (
+    TEST,
+    Examples,
+    Task,
+    add_line_to_errors,
+    get_cell,
+    get_glue_task,
+    get_text,
+    read_split_rows,
+    take_chunk,
+)
+from electra.huggingface.names import Settings
+
+
+def read_text_or_pair(task: Task, row: Row) -> tuple[str, ...]:
+    return tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)
+
+
+def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """The prediction and the probability of each class, or the predicted score."""
+    kind = KINDS[task.kind]
+    predictions = kind.decode(kind.predict(logits, task), task)
+    for prediction, values in zip(predictions, kind.activation(logits).tolist(), strict=True):
+        probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
+        rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
+        yield {"prediction": rounded} | probabilities
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
+
+    # from the rows of a file to examples
+    read_texts: Callable[[Task, Row], tuple[str, ...]] = read_text_or_pair
+    label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
+    parse: Callable[[Any], Any]  # label cell → class name, class names, or score
+    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
+    encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
+    dtype: type  # of `Examples.labels`
+    has_classes: bool = True  # that the task lists as its labels
+
+    # from examples to features
+    make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
+    targets: Callable[[NDArray, Task], NDArray] = lambda labels, task: labels  # of the loss
+    labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
+
+    # from features to predictions
+    model: type[TaskModel] = TaskModel
+    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
+    predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
+    activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    constant_prediction: str = "most frequent class"  # the best one without a text
+    has_confusion_matrix: bool = False
+    has_class_scores: bool = False  # precision, recall and F1 of each class
+
+    # from predictions to files
+    decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
+    columns: Callable[[Task, NDArray, list[Row]], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
+    huggingface_settings: Settings
+    output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, targets, reduction="none")
+
+
+def softmax(logits: NDArray) -> NDArray:
+    return torch.from_numpy(logits).softmax(1).numpy()
+
+
+KINDS: dict[TaskKind, Kind] = {
+    "classification": Kind(
+        parse=parse_class,
+        infer=task_fields_from_classes,
+        encode=lambda name, task: encode_class(name, task.class_ids),
+        dtype=np.int64,
+        loss=cross_entropy,
+        uniform_loss=lambda task: math.log(task.num_labels),
+        predict=lambda logits, task: logits.argmax(1),
+        activation=softmax,
+        has_confusion_matrix=True,
+        decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
+        huggingface_settings={"problem_type": "single_label_classification"},
+    ),
+    "multi-label": Kind(
+        parse=parse_classes,
+        infer=task_fields_from_multi_labels,
+        encode=lambda names, task: encode_classes(names, task.class_ids),
+        dtype=np.float32,
+        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
+            logits, targets, reduction="none"
+        ).mean(1),
+        uniform_loss=lambda task: math.log(2),
+        predict=lambda logits, task: (logits > 0).astype(np.float32),
+        activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
+        has_class_scores=True,
+        decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
+        huggingface_settings={"problem_type": "multi_label_classification"},
+    ),
+    "regression": Kind(
+        parse=parse_score,
+        infer=task_fields_from_scores,
+        encode=lambda score, task: score,
+        dtype=np.float32,
+        has_classes=False,
+        targets=lambda scores, task: task.normalize_scores(scores).astype(np.float32),
+        labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
+        loss=lambda logits, targets: (logits[:, 0] - targets).square(),
+        uniform_loss=lambda task: 1.0,
+        predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
+        activation=lambda logits: logits,
+        constant_prediction="mean score",
+        decode=lambda scores, task: scores.tolist(),
+        huggingface_settings={"problem_type": "regression"},
+        output_names=lambda task: ("score",),
+    ),
+}
+
+
+def with_targets(task: Task, examples: Examples) -> Examples:
+    """Examples with the targets of the loss in place of their labels."""
+    if examples.labels is None:
+        return examples
+    return replace(examples, labels=KINDS[task.kind].targets(examples.labels, task))
+
+
+def define_task(config: TaskConfig) -> Task:
+    """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
+
+    Classes are collected before rows are held out: all rows of a rare class may be held out."""
+    if config.task is not None:
+        assert config.data is not None
+        return get_glue_task(config.task, config.data)
+    assert config.train is not None
+    dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
+    task = Task(
+        name=config.train.name.split(".")[0],
+        kind=config.kind or "classification",
+        text=config.text,
+        text_b=config.text_b,
+        label=config.label,
+        metrics=(),
+        splits={"train": str(config.train), "dev": str(config.dev or config.train)},
+        dev_fraction=dev_fraction if config.dev is None else 0.0,
+    )
+    return with_inferred_labels(task, config.kind)
+
+
+def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
+    """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
+    source = task.splits["train"]
+    cells: dict[int, Any] = {}  # by line
+    for row in read_split_rows(task, "train"):
+        with add_line_to_errors(source, row.line):
+            cells[row.line] = KINDS[task.kind].label_cell(task, row)
+    kind = kind or infer_task_kind(list(cells.values()))
+    parsed = []
+    for line, cell in cells.items():
+        with add_line_to_errors(source, line):
+            parsed.append(KINDS[kind].parse(cell))
+    try:
+        return replace(task, kind=kind, **KINDS[kind].infer(parsed))
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from None
+
+
+def read_examples(task: Task, split: str) -> Examples:
+    """All examples of a split; test splits may lack labels."""
+    if split not in task.splits:
+        raise ConfigError(f"task {task.name} has no split {split!r}; it has {', '.join(task.splits)}")
+    rows = read_split_rows(task, split)
+    first = next(rows)
+    has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
+    examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
+    if task.dev_fraction and split in ("train", "dev"):
+        return examples.select(train_or_dev_indices(task, split, len(examples)))
+    return examples
+
+
+def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: bool = True) -> Iterator[Examples]:
+    """The examples of a file in chunks, with their rows; labels are read if the file has them and `with_labels`."""
+    rows = read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
+    first = next(rows)
+    has_labels = with_labels and task.find_column(task.label, first.values) is not None
+    rows = chain([first], rows)
+    while chunk := take_chunk(rows, chunk_size):
+        yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
+
+
+def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
+    kind = KINDS[task.kind]
+    texts, labels = [], []
+    for row in rows:
+        with add_line_to_errors(source, row.line):
+            texts.append(kind.read_texts(task, row))
+            if has_labels:
+                labels.append(kind.encode(kind.parse(kind.label_cell(task, row)), task))
+    first, *second = zip(*texts, strict=True)
+    return Examples(
+        texts=list(first),
+        texts_b=list(second[0]) if second else None,
+        labels=np.array(labels, kind.dtype) if has_labels else None,
+    )
+
+
+def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:
+    """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
+    if num_rows < 2:
+        raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
+    held_out = min(max(1, round(num_rows * task.dev_fraction)), num_rows - 1)
+    order = np.random.default_rng(0).permutation(num_rows)
+    return np.sort(order[:held_out] if split == "dev" else order[held_out:])
