@@ -251,6 +251,7 @@ def test_an_interrupted_command_is_one_line(capfd, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("electra.report.flops.count_flops", interrupted)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["electra", "flops"])
     with pytest.raises(SystemExit) as exit:
         electra.__main__.main()
