@@ -1,4 +1,4 @@
-"""The command `electra`, also `python -m electra`, which is how torchrun starts it."""
+"""The command `electra`, also `python -m electra`."""
 
 import os
 import signal

@@ -261,7 +261,8 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
 def describe_kept(output: Path) -> str:
     """What is kept of a run that was stopped."""
     num_shards = len(shard_files(output))
-    return f"{num_shards} finished shards are kept in {output}; the same command continues"
+    kept = f"{num_shards} finished shards are kept in {output}" if num_shards else "no shard is finished yet"
+    return f"{kept}; the same command continues"
 
 
 def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
