@@ -11,10 +11,11 @@ import torch
 from synthetic import ANIMALS, SIZES, sentence
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
+import electra
 from electra.cli import main
 from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
-from electra.errors import DataError
+from electra.errors import ConfigError, DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.config import PredictorConfig, TaskConfig
@@ -54,8 +55,8 @@ def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder
         f"--kind choice {CONTEXT} --epochs 8 --learning-rate 1e-2 --batch-size 16 --length 32 --device cpu --dropout 0"
     )
     pooling = "--pooling mean" if style == "modern" else ""
-    tuned = f"finetune --model {model} --train {path} --dev {path} --output {tmp_path}/out {flags} {pooling} --json"
-    accuracy = json.loads(run(tuned, capsys))["median"]["dev"]["accuracy"]
+    tuned = f"finetune --model {model} --train {path} --dev {path} --output {tmp_path}/out {flags} {pooling}"
+    accuracy = json.loads(run(f"{tuned} --device cpu --json", capsys))["median"]["dev"]["accuracy"]
     assert accuracy > 0.9
     evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
     assert evaluated["metrics"] == {"accuracy": accuracy}
@@ -66,6 +67,12 @@ def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     for row in written:
         assert len(row["probabilities"]) == len(row["choices"])
         assert sum(row["probabilities"]) == pytest.approx(1, abs=1e-3)
+
+    loaded = electra.load(tmp_path / "out", device="cpu")
+    for row, expected in zip(rows[:5], written, strict=False):
+        assert row | loaded.predict([row])[0] == expected
+    with pytest.raises(ConfigError, match="give each row as a dictionary"):
+        loaded.predict(["the cat"])
 
     run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)
     with warnings.catch_warnings():
