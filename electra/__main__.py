@@ -1,9 +1,11 @@
-"""The command `electra`, also `python -m electra`, which is how torchrun starts it."""
+"""The command `electra`, also `python -m electra`."""
 
+import os
 import signal
 import sys
+from contextlib import suppress
 
-from electra.signals import exit_on_stop_signals, write_stop_message
+from electra.signals import STOP_SIGNALS, exit_on_stop_signals, write_stop_message
 
 
 def main() -> None:
@@ -14,7 +16,18 @@ def main() -> None:
         cli.main()
     except KeyboardInterrupt:
         write_stop_message(signal.SIGINT)
-        sys.exit(128 + signal.SIGINT)
+        exit_at_once(128 + signal.SIGINT)
+    except SystemExit as error:
+        if error.code in {128 + number for number in STOP_SIGNALS}:
+            exit_at_once(int(error.code))
+        raise
+
+
+def exit_at_once(code: int) -> None:
+    """Exit without Python's clean-up, during which a thread that a library still runs would abort the process."""
+    with suppress(OSError):  # a closed pipe
+        sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

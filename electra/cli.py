@@ -97,6 +97,7 @@ def run_command(arguments: list[str]) -> None:
         print(f"electra {__version__}")
         return
     command = find_command(arguments[0])
+    check_single_process()
     with exit_on_stop_signals():
         config_class = command.load_config_class()
     with name_flags_in_errors(config_class):
@@ -109,6 +110,15 @@ def run_command(arguments: list[str]) -> None:
         print(dump_json(asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
+
+
+def check_single_process() -> None:
+    """Raise if torchrun or another launcher started several processes: each would do the same work."""
+    if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"started as {count} processes (WORLD_SIZE), but a run uses one process and one GPU; start it without "
+            "torchrun, and other runs on other GPUs by CUDA_VISIBLE_DEVICES"
+        )
 
 
 def format_command_list() -> str:
@@ -166,15 +176,17 @@ def parse_flags(config_class: type, arguments: list[str]) -> dict[str, Any]:
 
 
 def build_parser(config_class: type, program: str = "electra", values: dict[str, Any] | None = None) -> App:
-    """The parser of a config's flags, with one help panel for each config class; the help shows `values` as defaults.
+    """The parser of a config's flags, with a help panel for its ESSENTIALS and for each config class; the help shows
+    `values` as defaults.
 
     It parses for a function with one flat parameter per setting. Only in the help are some required, because a default
     may depend on another flag."""
-    panels: dict[type, Group] = {config_class: Group("Options", sort_key=0)}
+    essentials, essential_names = Group("Essential options", sort_key=0), getattr(config_class, "ESSENTIALS", ())
+    panels: dict[type, Group] = {config_class: Group("Options", sort_key=1)}
     parameters = []
     for setting in settings_by_name(config_class).values():
         group = panels.setdefault(setting.config_class, build_help_panel(setting.config_class))
-        parameters.append(build_parameter(setting, group, values))
+        parameters.append(build_parameter(setting, essentials if setting.name in essential_names else group, values))
     parameters.sort(key=lambda each: each.kind)  # positional ones first, as Python requires
     file = Parameter(help="A JSON, YAML or TOML file with settings; flags win over it.", group=panels[config_class])
     kind = inspect.Parameter.KEYWORD_ONLY

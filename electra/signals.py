@@ -50,6 +50,16 @@ def exit_on_stop_signals() -> AbstractContextManager[None]:
     return handle_signals(stop, *STOP_SIGNALS)
 
 
+@contextmanager
+def explain_stop(message: Callable[[], str]) -> Iterator[None]:
+    """Print a message, which tells how to continue, if Ctrl-C or another signal stops this block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        print(message(), file=sys.stderr)
+        raise
+
+
 def write_stop_message(number: int) -> None:
     """Without `print`, which may be what was interrupted."""
     reason = "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def test_help_has_one_panel_for_each_config_class(capsys):
 def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, rate):
     monkeypatch.setenv("COLUMNS", "400")
     lines = run_command(capsys, "pretrain", *flags, "--help")[1].splitlines()
-    [size_line] = [line for line in lines if "│ --size " in line]
+    [size_line] = [line for line in lines if "  --size " in line]
     [rate_line] = [line for line in lines if "--learning-rate " in line]
     assert f"[default: {size}]" in size_line
     assert f"[default: {rate}]" in rate_line
@@ -246,11 +247,31 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
     assert (ended.returncode, ended.stderr) == (130, "electra: interrupted\n")
 
 
+def test_several_processes_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--data", "shards", "--output", "run"])
+    assert "started as 4 processes (WORLD_SIZE), but a run uses one process" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    main(["flops"])
+
+
+def test_the_help_of_pretrain_begins_with_the_essentials(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--help"])
+    _, first, second, *_ = capsys.readouterr().out.split("╭─ ")
+    assert first.startswith("Essential options")
+    flags = re.findall(r"^│[ *]+(--[a-z-]+)", first, re.MULTILINE)
+    assert flags == ["--data", "--output", "--resume", "--dry-run", "--size", "--steps", "--minutes", "--device"]
+    assert second.startswith("Options")
+
+
 def test_an_interrupted_command_is_one_line(capfd, monkeypatch):
     def interrupted(config: FlopsConfig) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("electra.report.flops.count_flops", interrupted)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["electra", "flops"])
     with pytest.raises(SystemExit) as exit:
         electra.__main__.main()

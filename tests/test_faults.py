@@ -1,4 +1,4 @@
-"""The trial of `faults.py`: a small sample of it here, a large one in `make test-slow`."""
+"""The trial of `faults.py`: a sample of it here, a larger one in `make test-slow`."""
 
 import subprocess
 import sys
@@ -19,6 +19,5 @@ def test_a_sample_of_faults_loses_nothing_and_is_answered_with_sentences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--only", "hostile"), ("--cases", "2000")], ids=["hostile files", "all kinds"])
-def test_many_faults_lose_nothing_and_are_answered_with_sentences(options):
-    run_trial(*options)
+def test_a_larger_sample_of_faults_loses_nothing_and_is_answered_with_sentences():
+    run_trial("--cases", "1000")

@@ -17,13 +17,13 @@ from kills import kill_repeatedly
 import electra
 from electra import cli, runfolder
 from electra.config import build_config
-from electra.data import corpus
+from electra.data import corpus, prepare
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.data.tokenizer import load_tokenizer
 from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.runfolder import PARTIAL, lock_folder
+from electra.runfolder import PARTIAL, lock_folder, write_file
 
 TOKENS = [
     "[PAD]",
@@ -100,6 +100,20 @@ def test_adding_files_moves_no_document_to_another_split(text):
     held_out = [np.concatenate(shards.tokens_by_shard("validation")).tolist() for shards in (before, after)]
     assert 0 < len(held_out[0]) < before.index.totals_by_split("tokens")["train"]
     assert "".join(map(chr, held_out[0])) in "".join(map(chr, held_out[1]))
+
+
+def test_an_interrupted_run_tells_what_is_kept(text, monkeypatch, capfd):
+    writes = iter([write_file, write_file, interrupt])
+    monkeypatch.setattr(prepare, "write_file", lambda *arguments: next(writes)(*arguments))
+    with pytest.raises(KeyboardInterrupt):
+        shard(config(text))
+    assert capfd.readouterr().err == (
+        f"2 finished shards are kept in {text.parent / 'shards'}; the same command continues\n"
+    )
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
 
 
 def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch):

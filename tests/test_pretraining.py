@@ -28,7 +28,7 @@ from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.plotting import total_training_loss
 from electra.pretraining.command import pretrain
-from electra.pretraining.config import RECIPES, SIZE_SETTINGS, PretrainConfig, recipe_settings
+from electra.pretraining.config import RECIPES, SIZE_SETTINGS, BudgetConfig, PretrainConfig, recipe_settings
 from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import pair_config, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
@@ -314,6 +314,7 @@ def test_a_run_is_not_mixed_with_another(finished_copy):
         pretrain(replace(finished_copy, resume=False))
     with pytest.raises(ConfigError, match=r"learning.rate was 0.003 and is now 0.1"):
         pretrain(replace_settings(finished_copy, learning_rate=0.1))
+    shutil.rmtree(checkpoint_folders(finished_copy.output)[-1])  # a run that is not finished cannot be extended
     with pytest.raises(ConfigError, match=r"steps was 20 and is now unset.*tokens was unset and is now 9999"):
         pretrain(replace_settings(finished_copy, steps=None, tokens=9999))
     assert pretrain(replace_settings(finished_copy, save_every=7)).step == 20
@@ -409,6 +410,23 @@ def test_resuming_a_finished_run_changes_nothing_and_shows_how_to_continue(finis
     command = f"pretrain --data {shards} --output {tmp_path}/more --init {finished_copy.output} --steps 2 --length 16"
     main([*command.split(), "--batch-size", "8", "--evaluation-rows", "8"])
     assert "finished: 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("schedule", "rate"), [("linear", 0.25), ("wsd", 1.0)])
+def test_a_finished_run_is_extended_by_a_larger_budget(run_config, capsys, schedule, rate):
+    """The learning rate is that of the longer run: a linear one decays again, a constant one stays."""
+    config = run_config(steps=4, schedule=schedule, decay_fraction=0.0, warmup=1, log_every=1)
+    pretrain(config)
+    extended = replace(config, resume=True, budget=BudgetConfig(steps=8))
+    assert pretrain(extended).step == 8
+    assert "extending a finished run" in capsys.readouterr().err
+    rates = {line["step"]: line["learning_rate"] for line in metrics(config.output, "train")}
+    assert rates[7] / config.optimizer.learning_rate == pytest.approx(rate, abs=0.05)
+    assert pretrain(extended).was_finished  # also without the flag
+    main(f"pretrain --output {config.output} --resume".split())
+    assert "already finished, its budget is used up: 8 steps" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"already trained for 8 steps and .* give a larger one"):
+        pretrain(replace(config, resume=True, budget=BudgetConfig(steps=6)))
 
 
 def test_a_folder_with_other_files_is_not_touched(run_config, tmp_path):

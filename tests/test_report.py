@@ -233,6 +233,17 @@ def test_runs_evaluated_on_different_rows_are_noted(runs, run_config):
     assert "64 rows of 16 tokens" in note
 
 
+def test_losses_of_different_vocabularies_are_noted(runs, run_config, tmp_path):
+    copy = shutil.copytree(runs[0], tmp_path / "other")
+    record = read_json(copy / "config.json")
+    tokenizer = record["data"]["tokenizer"]
+    record["data"]["tokenizer"] = "f" * 64
+    write_stored(copy / "config.json", record)
+    [note] = [note for note in report(ReportConfig(runs=(*runs, copy))).notes if "vocabularies" in note]
+    assert tokenizer[:8] in note
+    assert "ffffffff" in note
+
+
 def test_losses_with_different_terms_have_separate_panels(runs, run_config):
     config = run_config("c", objective="replace-mlm", generator="uniform", generator_width=None)
     pretrain(config)

@@ -215,6 +215,25 @@ def test_the_kind_is_inferred_from_the_label_column(make_task, cells, kind, labe
     assert (task.kind, task.labels, task.metrics) == (kind, labels, metrics)
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a|b", "a", "a", "a|b"], "contain |: 'a|b'; --kind multi-label"),
+        (["a", "a", "NaN", "NaN"], "'NaN' is a class"),
+        (["a", "a", "b"], "classes of a single row, which cannot be both learnt and evaluated: 'b'"),
+        ([["a", "b"], ["a"]], "evaluated: 'b'"),
+        (list(range(1, 40)), "every score is another integer, as in a column of ids"),
+        (["a", "b", "a", "b"], ""),
+        ([float(number) for number in range(30)] * 2, ""),
+    ],
+)
+def test_labels_that_are_probably_not_intended_are_mentioned_once(make_task, capsys, labels, message):
+    make_task(labels)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(message)
+    assert message in "".join(lines)
+
+
 def test_an_explicit_kind_takes_precedence(make_task):
     assert make_task(["1", "2", "4"], kind="regression").kind == "regression"
     several = make_task(["a|b", "", "c"], kind="multi-label")

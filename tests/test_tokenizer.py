@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import AutoTokenizer
 
 from electra.config import build_config
 from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
-from electra.data.train_tokenizer import TokenizerConfig, default_vocab_size, train_tokenizer
+from electra.data.train_tokenizer import TokenizerConfig, TrainingText, default_vocab_size, train_tokenizer
 from electra.errors import ConfigError, DataError
 
 TEXT = (
@@ -265,6 +267,21 @@ def test_impossible_settings_are_errors(tmp_path):
     with pytest.raises(DataError, match="no text in"):
         train(tmp_path, text=" ")
     assert not (tmp_path / "vocab").exists()
+
+
+def test_an_interrupt_is_answered_while_the_library_trains(tmp_path, monkeypatch, capfd):
+    def slow_batches(text):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(3)
+        yield ["text"]
+
+    monkeypatch.setattr(TrainingText, "line_batches", slow_batches)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path)
+    assert time.monotonic() - start < 2
+    assert "the same command starts again" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_a_folder_that_is_not_empty_is_not_changed(tmp_path):

@@ -17,7 +17,7 @@ from electra.objectives.losses import Loss
 from electra.runfolder import checkpoint_folders
 from electra.training import trainer as trainer_module
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
-from electra.training.logging import read_metrics
+from electra.training.logging import ProgressBar, read_metrics
 from electra.training.trainer import Trainer
 
 
@@ -340,3 +340,16 @@ def test_the_rest_of_a_budget_is_estimated():
 def test_intervals_must_be_positive():
     with pytest.raises(ConfigError, match="log_every is 0; it must be at least 1"):
         TrainerConfig(log_every=0)
+
+
+def test_the_progress_bar_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    bar = ProgressBar()
+    losses = "generator 7.082  discriminator 0.676  21,233 tokens/s"
+    bar.show_status("step 123,456 (100%, 12.3 minutes left)", losses * 2)
+    with bar.console.capture() as capture:
+        bar.console.print(bar.get_renderable())
+    first, second = capture.get().splitlines()
+    assert first.rstrip().endswith("(100%, 12.3 minutes left)")
+    assert second.startswith(losses)
+    assert [len(first) <= 80, len(second) <= 80] == [True, True]

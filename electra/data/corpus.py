@@ -11,10 +11,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
+
+from rich.progress import Progress
 
 from electra.data.charset import describe_encoding, guess_encoding, read_as_utf8
 from electra.data.files import TextFile, find_text_files, import_optional, limit_expansion, open_parquet, open_streams
@@ -107,6 +110,16 @@ class Corpus:
         names = [str(path.relative_to(common)) for path in paths]
         return {name: f"{size:,} bytes" for name, size in zip(names, self.file_sizes(), strict=True)}
 
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Bytes of the corpus on disk before each file."""
+        sizes = accumulate(self.file_sizes(), initial=0)
+        return dict(zip((str(file.path) for file in self.files), sizes, strict=False))
+
+    def position(self, block: Block) -> int:
+        """Bytes of the corpus on disk up to the end of a block."""
+        return self.offsets.get(block.source, 0) + block.position
+
     def read_blocks(self) -> Iterator[Block]:
         """All documents in order, as blocks of bounded size."""
         is_empty = True
@@ -127,9 +140,11 @@ class Corpus:
                     blocks = read_text_blocks(file, decompressed, raw, self.config)
                 yield from limit_expansion(file.path, blocks, len)
 
-    def read_documents(self, stats: ReadStats) -> Iterator[bytes]:
-        """All documents in order, as valid UTF-8."""
+    def read_documents(self, stats: ReadStats, progress: Progress | None = None) -> Iterator[bytes]:
+        """All documents in order, as valid UTF-8; `progress` shows the position in its last task."""
         for block in self.read_blocks():
+            if progress is not None:
+                progress.update(progress.task_ids[-1], completed=self.position(block))
             yield from parse_documents(block, self.config, stats)
 
 

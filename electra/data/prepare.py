@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from time import monotonic
@@ -20,12 +20,11 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from electra.config import flat_defaults, flat_values
 from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, hash_document, parse_documents
 from electra.data.files import warn_skipped_files
+from electra.data.progress import create_progress_bar
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,
@@ -56,6 +55,7 @@ from electra.runfolder import (
     write_file,
     write_stored,
 )
+from electra.signals import explain_stop
 
 VALIDATION_FRACTION, MIN_VALIDATION_DOCUMENTS, MAX_VALIDATION_FRACTION = 0.005, 100, 0.1
 """The default, and what it is for a small corpus: enough documents, but not too much of the text."""
@@ -166,7 +166,7 @@ def shard(config: ShardConfig) -> ShardResult:
     settings = content_settings(config, corpus, tokenizer)
     with lock_folder(config.output):
         old_index = prepare_output_folder(config.output, settings)
-        with clean_up_on_failure(config.output):
+        with explain_stop(lambda: describe_kept(config.output)), clean_up_on_failure(config.output):
             finished = find_finished_shards(config.output, old_index)
             tokenizer.save(config.output / TOKENIZER)
             if old_index and len(finished) == len(old_index.shards) and not corpus.is_newer_than(config.output / INDEX):
@@ -182,12 +182,10 @@ def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText
     """The corpus in parts of at least `min_bytes` bytes, except for the last."""
     number = num_bytes = position = 0
     blocks: list[Block] = []
-    paths = (str(file.path) for file in corpus.files)
-    offsets = dict(zip(paths, accumulate(corpus.file_sizes(), initial=0), strict=False))
     for block in corpus.read_blocks():
         blocks.append(block)
         num_bytes += len(block)
-        position = offsets.get(block.source, 0) + block.position
+        position = corpus.position(block)
         if num_bytes >= min_bytes:
             yield ShardText(number, blocks, position)
             number += 1
@@ -239,7 +237,7 @@ def prepare_output_folder(output: Path, settings: dict[str, Any]) -> ShardIndex 
 
 @contextmanager
 def clean_up_on_failure(output: Path) -> Iterator[None]:
-    """On an error in a first run, remove its files if no shard is finished; if some are, tell how to resume."""
+    """On an error in a first run, remove its files if no shard is finished; if some are, print how to resume."""
     try:
         yield
     except BaseException as error:
@@ -258,6 +256,13 @@ def clean_up_on_failure(output: Path) -> Iterator[None]:
             f"{message}; {num_shards} finished shards are kept in {output}; run the same command on the same text to "
             "resume"
         ) from None
+
+
+def describe_kept(output: Path) -> str:
+    """What is kept of a run that was stopped."""
+    num_shards = len(shard_files(output))
+    kept = f"{num_shards} finished shards are kept in {output}" if num_shards else "no shard is finished yet"
+    return f"{kept}; the same command continues"
 
 
 def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
@@ -386,13 +391,6 @@ def summarize(config: ShardConfig, index: ShardIndex, new_shards: int, seconds: 
         cut=index.total_over_shards("cut"),
         without_text=index.total_over_shards("without_text"),
     )
-
-
-def create_progress_bar() -> Progress:
-    """A progress bar on a terminal, nothing elsewhere."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def describe_progress(shards: list[ShardInfo], seconds: float) -> str:

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 
+from rich.progress import Progress
 from tokenizers import normalizers, trainers
 
 from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
+from electra.data.progress import create_progress_bar
 from electra.data.tokenizer import CONTINUATION_PREFIX, SPECIAL_TOKENS, TextTokenizer, build_wordpiece_tokenizer
+from electra.data.workers import call_in_thread
 from electra.errors import ConfigError, check_range
 from electra.runfolder import create_folder_atomically
+from electra.signals import explain_stop
 
 MAX_LINE_CHARACTERS = 10_000  # the tokenizers library needs some hundred bytes per character of a text
 CASED, ACCENTED = 0.2, 0.002
@@ -102,9 +106,10 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
     """Train a tokenizer and write its folder; deterministic to the byte."""
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
-    text = TrainingText(corpus)
-    with create_folder_atomically(config.output) as draft:
-        statistics = count_characters(corpus)
+    stopped = explain_stop(lambda: "nothing was written; the same command starts again")
+    with stopped, create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
+        text = TrainingText(corpus, progress)
+        statistics = count_characters(corpus, progress)
         config, reasons = choose_case_and_accents(config, statistics)
         alphabet = select_alphabet(statistics.characters, config)
         untrained = config.create_tokenizer(config.special_and_unused_tokens())
@@ -114,7 +119,8 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
             reasons.append(
                 f"at most {config.vocab_size:,} tokens for {statistics.num_bytes / 1e6:,.1f} MB (--vocab-size)"
             )
-        untrained.library.train_from_iterator(text.line_batches(), create_wordpiece_trainer(config, alphabet, fixed))
+        trainer = create_wordpiece_trainer(config, alphabet, fixed)
+        call_in_thread(lambda: untrained.library.train_from_iterator(text.line_batches(), trainer))
         ids = untrained.library.get_vocab(with_added_tokens=False)
         tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
         tokenizer.save(draft)
@@ -152,10 +158,11 @@ class TextStatistics:
         return accented / max(1, sum(count for character, count in counts.items() if character.isalpha()))
 
 
-def count_characters(corpus: Corpus) -> TextStatistics:
+def count_characters(corpus: Corpus, progress: Progress) -> TextStatistics:
     """The statistics of a corpus."""
     statistics = TextStatistics()
-    for document in corpus.read_documents(ReadStats()):
+    progress.add_task("counting characters", total=sum(corpus.file_sizes()) or None)
+    for document in corpus.read_documents(ReadStats(), progress):
         text = document.decode()
         statistics.characters.update(text)
         statistics.word_starts.update(WORD_STARTS.findall(text))
@@ -234,19 +241,22 @@ class TrainingText:
     """The corpus as the trainer reads it, with counts of what was read."""
 
     corpus: Corpus
+    progress: Progress
     documents: int = 0
     num_bytes: int = 0
     stats: ReadStats = field(default_factory=ReadStats)
 
     def line_batches(self) -> Iterator[list[str]]:
         """Lines in batches of a thousand, within which the library counts words in parallel."""
+        self.progress.add_task("counting words", total=sum(self.corpus.file_sizes()) or None)
         lines = self.lines()
         while batch := list(islice(lines, 1000)):
             yield batch
+        self.progress.add_task("merging characters into tokens", total=None)
 
     def lines(self) -> Iterator[str]:
         """The lines of all documents, long ones in parts."""
-        for document in self.corpus.read_documents(self.stats):
+        for document in self.corpus.read_documents(self.stats, self.progress):
             self.documents += 1
             self.num_bytes += len(document)
             for line in document.decode().split("\n"):

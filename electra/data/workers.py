@@ -49,6 +49,20 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
         pool.shutdown(cancel_futures=True)
 
 
+def call_in_thread(function: Callable[[], Result]) -> Result:
+    """Call a function that computes for minutes without returning to Python, so that signals are handled meanwhile."""
+    future: Future[Result] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future.result()
+
+
 @contextmanager
 def block_signals() -> Iterator[None]:
     """Start processes that ignore Ctrl-C and SIGHUP, which a terminal sends to all: workers, and Python's process that

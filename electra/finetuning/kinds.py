@@ -2,6 +2,7 @@
 tasks are defined and their files are read by it."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,6 +23,7 @@ from electra.finetuning.heads import TaskModel
 from electra.finetuning.readers import (
     Row,
     TaskKind,
+    class_warnings,
     encode_class,
     encode_classes,
     infer_task_kind,
@@ -29,6 +31,7 @@ from electra.finetuning.readers import (
     parse_classes,
     parse_score,
     read_rows,
+    score_warnings,
     task_fields_from_classes,
     task_fields_from_multi_labels,
     task_fields_from_scores,
@@ -70,6 +73,7 @@ class Kind:
     label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
     parse: Callable[[Any], Any]  # label cell → class name, class names, or score
     infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
+    warnings: Callable[[list[Any]], Iterator[str]] = lambda labels: iter(())  # about them: probably not intended
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
     has_classes: bool = True  # that the task lists as its labels
@@ -109,6 +113,7 @@ KINDS: dict[TaskKind, Kind] = {
     "classification": Kind(
         parse=parse_class,
         infer=task_fields_from_classes,
+        warnings=class_warnings,
         encode=lambda name, task: encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
@@ -122,6 +127,7 @@ KINDS: dict[TaskKind, Kind] = {
     "multi-label": Kind(
         parse=parse_classes,
         infer=task_fields_from_multi_labels,
+        warnings=lambda rows: class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: encode_classes(names, task.class_ids),
         dtype=np.float32,
         loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
@@ -137,6 +143,7 @@ KINDS: dict[TaskKind, Kind] = {
     "regression": Kind(
         parse=parse_score,
         infer=task_fields_from_scores,
+        warnings=score_warnings,
         encode=lambda score, task: score,
         dtype=np.float32,
         has_classes=False,
@@ -195,6 +202,8 @@ def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     for line, cell in cells.items():
         with add_line_to_errors(source, line):
             parsed.append(KINDS[kind].parse(cell))
+    for warning in KINDS[kind].warnings(parsed):
+        print(f"{source}: {warning}", file=sys.stderr)
     try:
         return replace(task, kind=kind, **KINDS[kind].infer(parsed))
     except DataError as error:

@@ -8,7 +8,7 @@ import csv
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -182,6 +182,7 @@ TaskKind = Literal["classification", "multi-label", "regression"]
 
 LABEL_SEPARATOR = "|"  # between the labels of a multi-label cell that is a string
 MAX_CLASSES = 20  # integers with more distinct values are scores, unless the user sets the kind
+MISSING_NAMES = ("nan", "n/a", "na", "null")  # what spreadsheets and data frames write for a missing label
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
@@ -280,6 +281,23 @@ def sort_labels(names: set[str]) -> tuple[str, ...]:
     if None in numbers.values():
         return tuple(sorted(names))
     return tuple(sorted(names, key=lambda name: (numbers[name], name)))
+
+
+def class_warnings(names: Iterable[str], has_several: bool = False) -> Iterator[str]:
+    """What is probably not intended in the classes of all training rows."""
+    counts = Counter(names)
+    if missing := [repr(name) for name in counts if name.lower() in MISSING_NAMES]:
+        yield f"{join_first_names(missing)} is a class; if it stands for missing labels, remove these rows"
+    if not has_several and (joined := [repr(name) for name in counts if LABEL_SEPARATOR in name]):
+        yield f"classes contain {LABEL_SEPARATOR}: {join_first_names(joined)}; --kind multi-label separates them there"
+    if single := [repr(name) for name, count in counts.items() if count == 1]:
+        yield f"classes of a single row, which cannot be both learnt and evaluated: {join_first_names(single)}"
+
+
+def score_warnings(scores: list[float]) -> Iterator[str]:
+    """What is probably not intended in the scores of all training rows."""
+    if len(scores) > MAX_CLASSES and len(set(scores)) == len(scores) and all(map(float.is_integer, scores)):
+        yield "every score is another integer, as in a column of ids; --label sets the column"
 
 
 def infer_task_kind(cells: list[Any]) -> TaskKind:

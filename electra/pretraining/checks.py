@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import (
+    BUDGETS,
     CHANGEABLE_ON_RESUME,
+    BudgetConfig,
     DataRecord,
     PretrainConfig,
     RunRecord,
@@ -31,8 +33,9 @@ from electra.runfolder import (
     is_missing_or_empty,
     join_first_names,
     remove_partial_files,
+    write_stored,
 )
-from electra.training.checkpoint import STATE, find_model_folder
+from electra.training.checkpoint import STATE, find_model_folder, read_training_state
 from electra.training.hardware import describe_environment
 
 CHANGEABLE_BY_BRANCH = ("dropout", "attention_dropout", "init_std")  # of encoders
@@ -174,9 +177,8 @@ def find_resume_checkpoint(config: PretrainConfig, record: RunRecord) -> Path | 
     if checkpoints and not config.resume:
         raise ConfigError(f"{run} already holds a run; continue it with --resume, or choose another --output")
     if checkpoints:
-        check_same_settings(
-            run, run_settings_to_compare(stored), run_settings_to_compare(record), ignore=CHANGEABLE_ON_RESUME
-        )
+        ignore = CHANGEABLE_ON_RESUME | set(BUDGETS if is_extension(config, stored, checkpoints[-1]) else ())
+        check_same_settings(run, run_settings_to_compare(stored), run_settings_to_compare(record), ignore)
     else:
         print(f"the run in {run} ended before its first checkpoint; starting again", file=sys.stderr)
     remove_partial_files(run)
@@ -195,7 +197,34 @@ def build_run_record(config: PretrainConfig, phases: list[Phase], shards: Shards
 
 def run_settings_to_compare(record: RunRecord) -> dict[str, Any]:
     """The settings and the data of a run, to compare with those of the run that resumes it."""
-    [vocab_size] = {encoder.vocab_size for encoder in record.model.encoder_configs().values()}
     text = "{train:,} tokens and {validation:,} held out".format(**record.data.tokens)
-    tokenizer = f"{vocab_size:,} entries ({record.data.tokenizer[:8]})"
-    return record.pretraining | {"text in --data": text, "tokenizer of --data": tokenizer}
+    return record.pretraining | {"text in --data": text, "tokenizer of --data": describe_tokenizer(record)}
+
+
+def describe_tokenizer(record: RunRecord) -> str:
+    [vocab_size] = {encoder.vocab_size for encoder in record.model.encoder_configs().values()}
+    return f"{vocab_size:,} entries ({record.data.tokenizer[:8]})"
+
+
+def is_extension(config: PretrainConfig, stored: RunRecord, checkpoint: Path) -> bool:
+    """Whether --resume gives a finished run a larger budget; one that is used up already is an error."""
+    budget = BudgetConfig(**{name: stored.pretraining.get(name) for name in BUDGETS})
+    if budget == config.budget or config.phases:
+        return False
+    state = read_training_state(checkpoint).trainer
+    steps, seconds = state.step - state.start_step, state.seconds - state.start_seconds
+    budgets = [each.phase_budget(0, 1, config.loader) for each in (budget, config.budget)]
+    was_finished, is_finished = (each.fraction_used(steps, seconds) == 1 for each in budgets)
+    if was_finished and is_finished:
+        trained = f"has already trained for {steps:,} steps and {seconds / 60:.1f} minutes"
+        raise ConfigError(f"{config.output} {trained}; the budget includes them: give a larger one")
+    return was_finished
+
+
+def write_extended_budget(config: PretrainConfig) -> None:
+    """Store the larger budget of a finished run that is resumed."""
+    stored = read_run_record(config.output)
+    settings = stored.pretraining | asdict(config.budget)
+    if settings != stored.pretraining:
+        print("extending a finished run: the learning rate follows the larger budget from here on", file=sys.stderr)
+        write_stored(config.output / CONFIG, asdict(replace(stored, pretraining=settings)))

@@ -18,6 +18,7 @@ from electra.pretraining.checks import (
     check_discriminator_init,
     check_new_run_settings,
     find_resume_checkpoint,
+    write_extended_budget,
 )
 from electra.pretraining.config import PretrainConfig, read_pretraining_state
 from electra.pretraining.describe import RunEstimate, estimate_run, run_warnings, summarize_run
@@ -77,7 +78,9 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
             print(f"phase {phase.index + 1} of {len(phases)}: {name}", file=sys.stderr, flush=True)
         torch.manual_seed(config.seed)
         task = PretrainingTask(phase, shards, device)  # raises before anything is written if the shards are unusable
-        if not checkpoint_folders(config.output):
+        if checkpoint_folders(config.output):
+            write_extended_budget(config)
+        else:
             write_stored(config.output / CONFIG, asdict(record))
         with closing(task):
             result = train_phase(task, checkpoint, weights)

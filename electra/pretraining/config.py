@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
@@ -156,6 +156,8 @@ class PretrainConfig:
     An interrupted run is continued with --output and --resume and ends with the same weights.
 
     Many defaults depend on --size and --recipe: --help shows those of the size and recipe that are given beside it."""
+
+    ESSENTIALS: ClassVar = ("data", "output", "size", "minutes", "steps", "resume", "dry_run", "device")
 
     data: Path
     """Folder of shards, written by electra shard."""

@@ -14,6 +14,7 @@ from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE, read_glue_table
 from electra.finetuning.jobs import is_finetuning_output
 from electra.finetuning.metrics import none_to_nan
 from electra.model.storage import read_model_config
+from electra.pretraining.checks import describe_tokenizer
 from electra.pretraining.config import (
     BUDGETS,
     CHANGEABLE_ON_RESUME,
@@ -63,6 +64,7 @@ class Run:
     size: str
     objective: str  # of all phases
     held_out: str  # rows it is evaluated on
+    vocabulary: str  # size and fingerprint
     changes: str  # settings that differ from the defaults of its recipe and size
     parameters: int
     steps: int
@@ -100,6 +102,7 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
         size=config.model.size,
         objective=", ".join(dict.fromkeys(phase.config.objective.name for phase in phases)),
         held_out=f"up to {max_held_out_rows(last)} rows of {held_out_loader_config(last).length} tokens",
+        vocabulary=describe_tokenizer(read_run_record(folder)),
         changes=describe_changes_from_recipe(config),
         parameters=count_parameters(model),
         steps=state.step,

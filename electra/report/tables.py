@@ -106,9 +106,11 @@ def comparison_notes(runs: dict[str, Run]) -> list[str]:
             "generator, masking and loss weights"
         )
     held_out = {name: run.held_out for name, run in runs.items()}
+    vocabularies = {name: run.vocabulary for name, run in runs.items()}
     tasks = {name: " ".join(sorted(run.glue.tasks)) for name, run in runs.items() if run.glue}
     for values, note in (
         (held_out, "held-out metrics are of different rows and only roughly comparable"),
+        (vocabularies, "losses and accuracies are per token of different vocabularies and not comparable"),
         (tasks, "GLUE means are over different tasks and not comparable"),
     ):
         if len(set(values.values())) > 1:

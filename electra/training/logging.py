@@ -3,12 +3,14 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 from torch import Tensor
 
 from electra.errors import ConfigError, TrainingError
@@ -110,22 +112,28 @@ def format_duration(minutes: float) -> str:
 
 
 class ProgressBar(Progress):
-    """A progress bar on standard error with losses, speed and remaining time; plain lines without a terminal."""
+    """A progress bar on standard error, below it losses and speed; plain lines without a terminal."""
 
     def __init__(self, quiet: bool = False) -> None:
-        columns = (BarColumn(20), TaskProgressColumn(), TextColumn("{task.description}"))
+        columns = (BarColumn(20), TextColumn("{task.description}"))
         console = Console(file=sys.stderr, quiet=quiet, highlight=False, markup=False)
         super().__init__(*columns, console=console, disable=quiet or not sys.stderr.isatty())
+        self.details = ""
         self.task = self.add_task("", total=1.0)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(getattr(self, "details", ""), no_wrap=True, overflow="ellipsis")  # not set yet in __init__
 
     def set_fraction(self, fraction: float) -> None:
         self.update(self.task, completed=fraction)
 
-    def show_status(self, text: str) -> None:
-        """Set the text beside the bar."""
+    def show_status(self, progress: str, details: str) -> None:
+        """Set the texts beside and below the bar, which together are wider than most terminals."""
         if self.disable:
-            self.print_line(text)
-        self.update(self.task, description=text)
+            self.print_line(f"{progress}  {details}")
+        self.details = details
+        self.update(self.task, description=progress)
 
     def print_line(self, text: str) -> None:
         """Print a line above the bar."""

@@ -91,7 +91,7 @@ class TrainResult:
         lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
         lines += [f"checkpoint: {self.checkpoint}", *self.verdict.values()]
         if self.was_finished:
-            lines.append(f"to continue training its model: a new --output with --init {self.run}")
+            lines.append(f"to train longer: --resume with a larger budget, or a new --output with --init {self.run}")
         return "\n".join(lines)
 
     def describe_status(self) -> str:
@@ -355,7 +355,7 @@ class Trainer:
         left = format_duration(self.budget.minutes_left(*self.steps_and_seconds_used(), averages.seconds_per_step()))
         progress = f"step {self.state.step:,} ({self.budget_fraction_used():.0%}, {left} left)"
         losses = [f"{name} {value:.3f}" for name, value in averages.means().items() if name != "gradient_norm"]
-        self.bar.show_status("  ".join([progress, *losses, f"{averages.tokens_per_second():,.0f} tokens/s"]))
+        self.bar.show_status(progress, "  ".join([*losses, f"{averages.tokens_per_second():,.0f} tokens/s"]))
         self.screen_averages = RunningAverages()
         self.screen_interval = REPORT_SECONDS
 
