@@ -10,7 +10,7 @@ work, or refuse with one sentence and exit code 2. Counted are:
     traceback   any exception but a sentence
     crash       the process dies
     memory      more than 2 GB resident
-    slow        more than 10 seconds of processor time until a refusal, 60 seconds in all, or it waits for ever
+    slow        more than 10 seconds of processor time until a refusal, 60 in all, or it waits for ever
 """
 
 import argparse
@@ -40,7 +40,8 @@ from hostile_files import HOSTILE_CASES, damages, remove_checksums, write_inputs
 FAULTS = ("lost", "wrong", "traceback", "crash", "memory", "slow")
 MAX_RESIDENT_BYTES = 2e9
 MAX_REFUSAL_SECONDS = 10  # of processor time: the machine may be busy
-MAX_SECONDS = 60
+MAX_SECONDS = 60  # likewise
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")  # per second
 MAX_IDLE_SECONDS = 8  # without using the processor, as when a pipe is read
 COUNTER = 200  # file descriptor
 FOREIGN = ("notes.partial", ".hidden", "lock", "run.tmp")  # names of files that we did not write
@@ -156,7 +157,7 @@ def run_electra(
             stop_after = None
         if (used := processor_ticks(child)) != ticks:
             ticks, progress = used, now
-        if now - start > MAX_SECONDS or now - progress > MAX_IDLE_SECONDS:
+        if ticks > MAX_SECONDS * CLOCK_TICKS or now - progress > MAX_IDLE_SECONDS:
             is_timeout = True
             os.kill(child, signal.SIGKILL)
         time.sleep(0.01)

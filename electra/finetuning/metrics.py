@@ -112,7 +112,7 @@ def most_frequent_label(labels: NDArray) -> NDArray:
     """The best prediction without a text, from labels in the form of `Examples.labels`: a class, or the mean score."""
     if labels.ndim == 2:
         return np.eye(labels.shape[1], dtype=np.float32)[labels.sum(axis=0).argmax()]
-    return np.bincount(labels).argmax() if labels.dtype.kind == "i" else labels.mean()
+    return np.asarray(np.bincount(labels).argmax() if labels.dtype.kind == "i" else labels.mean())
 
 
 def class_scores(predicted: NDArray, labels: NDArray, names: Sequence[str]) -> dict[str, Metrics]:
@@ -130,12 +130,9 @@ def class_scores(predicted: NDArray, labels: NDArray, names: Sequence[str]) -> d
 
 
 def format_class_scores(scores: dict[str, Metrics]) -> list[str]:
-    """A line for each class, up to `MAX_LISTED` of them."""
-    lines = [
-        f"  {name}: F1 {100 * each['f1']:.2f}, precision {100 * each['precision']:.2f}, "
-        f"recall {100 * each['recall']:.2f}, {each['rows']:,.0f} rows"
-        for name, each in list(scores.items())[:MAX_LISTED]
-    ]
+    """A line for each of the first classes."""
+    texts = "F1 {f1:.1%}, precision {precision:.1%}, recall {recall:.1%}, {rows:,.0f} rows"
+    lines = [f"  {name}: {texts.format(**values)}" for name, values in list(scores.items())[:MAX_LISTED]]
     return lines + ["  … (--json has all classes)"] * (len(scores) > MAX_LISTED)
 
 

@@ -19,21 +19,15 @@ def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics
     is_better, verdict["baseline"] = compare_with_baseline(jobs[0], results[0], median)
     of_seeds = f" (with {{}} of {len(jobs)} seeds)" if len(jobs) > 1 else ""
     if single := [prediction for job in jobs if (prediction := find_single_prediction(job)) is not None]:
-        seeds = of_seeds.format(len(single))
-        verdict["one_class"] = (
-            f"Every prediction on the dev rows is {single[0]!r}{seeds}: the texts make no difference."
-        )
+        verdict["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
     if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
         verdict["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
-    folder = jobs[0].folder.parent
-    verdict["next"] = f"Next: electra predict --model {folder} --input FILE --output predictions.csv."
+    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions.csv"
     if single or not is_better:
-        verdict["next"] = (
-            "Next: more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer."
-        )
+        advice = "more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer"
     elif overfitting:
-        verdict["next"] = "Next: fewer --epochs or more rows, and --seeds 5 to compare settings."
-    return verdict
+        advice = "fewer --epochs or more rows, and --seeds 5 to compare settings"
+    return verdict | {"next": f"Next: {advice}."}
 
 
 def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple[bool, str]:
@@ -68,7 +62,5 @@ def describe_overfitting(job: Job) -> str:
     lowest = min(losses, key=lambda loss: math.inf if loss is None else loss)
     if losses[-1] <= OVERFITTING * lowest:
         return ""
-    epoch = losses.index(lowest) + 1
-    return (
-        f"It over-fits: the dev loss was {lowest:.3f} after epoch {epoch} of {len(losses)} and is {losses[-1]:.3f} now"
-    )
+    before = f"{lowest:.3f} after epoch {losses.index(lowest) + 1} of {len(losses)}"
+    return f"It over-fits: the dev loss was {before} and is {losses[-1]:.3f} now"

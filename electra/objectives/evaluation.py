@@ -173,14 +173,11 @@ def describe_metrics(metrics: dict[str, float]) -> str:
     """The main metrics of an evaluation, each beside its baseline."""
     parts = []
     for name in [name for name in TOKEN_LOSSES if name in metrics]:
-        state = ", on the plateau of token frequencies" if is_on_plateau(metrics, name) else ""
-        parts.append(
-            f"MLM loss {metrics[name]:.2f} (token frequencies alone: {metrics['unigram_mlm_loss']:.2f}{state})"
-        )
-    for name, samples in (("rtd_auc", "of the generator"), ("unigram_rtd_auc", "drawn at random")):
-        if name in metrics:
-            parts.append(f"AUC {metrics[name]:.2f} for tokens {samples}")
-    return ", ".join(parts) + (" (guessing: 0.50)" if "unigram_rtd_auc" in metrics else "")
+        plateau = ": plateau" if is_on_plateau(metrics, name) else ""
+        parts.append(f"MLM loss {metrics[name]:.2f} (token frequencies {metrics['unigram_mlm_loss']:.2f}{plateau})")
+    if "unigram_rtd_auc" in metrics:
+        parts.append(f"AUC of random tokens {metrics['unigram_rtd_auc']:.2f} (guessing 0.50)")
+    return ", ".join(parts)
 
 
 def is_on_plateau(metrics: dict[str, float], name: str) -> bool:

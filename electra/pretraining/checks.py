@@ -212,27 +212,19 @@ def is_extension(config: PretrainConfig, stored: RunRecord, checkpoint: Path) ->
     if budget == config.budget or config.phases:
         return False
     state = read_training_state(checkpoint).trainer
-    before, now = (
-        each.phase_budget(0, 1, config.loader).fraction_used(
-            state.step - state.start_step, state.seconds - state.start_seconds
-        )
-        for each in (budget, config.budget)
-    )
-    if before == 1 and now == 1:
-        raise ConfigError(
-            f"{config.output} has already trained for {state.step - state.start_step:,} steps and "
-            f"{(state.seconds - state.start_seconds) / 60:.1f} minutes; the budget includes them: give a larger one"
-        )
-    return before == 1
+    steps, seconds = state.step - state.start_step, state.seconds - state.start_seconds
+    budgets = [each.phase_budget(0, 1, config.loader) for each in (budget, config.budget)]
+    was_finished, is_finished = (each.fraction_used(steps, seconds) == 1 for each in budgets)
+    if was_finished and is_finished:
+        trained = f"has already trained for {steps:,} steps and {seconds / 60:.1f} minutes"
+        raise ConfigError(f"{config.output} {trained}; the budget includes them: give a larger one")
+    return was_finished
 
 
 def write_extended_budget(config: PretrainConfig) -> None:
     """Store the larger budget of a finished run that is resumed."""
     stored = read_run_record(config.output)
-    budget = asdict(config.budget)
-    if stored.pretraining != stored.pretraining | budget:
-        print(
-            "extending a finished run: the learning rate is that of a run with the larger budget from here on",
-            file=sys.stderr,
-        )
-        write_stored(config.output / CONFIG, asdict(replace(stored, pretraining=stored.pretraining | budget)))
+    settings = stored.pretraining | asdict(config.budget)
+    if settings != stored.pretraining:
+        print("extending a finished run: the learning rate follows the larger budget from here on", file=sys.stderr)
+        write_stored(config.output / CONFIG, asdict(replace(stored, pretraining=settings)))
