@@ -18,8 +18,8 @@ def main() -> None:
         write_stop_message(signal.SIGINT)
         exit_at_once(128 + signal.SIGINT)
     except SystemExit as error:
-        if error.code in {128 + number for number in STOP_SIGNALS}:
-            exit_at_once(int(error.code))
+        if isinstance(error.code, int) and error.code - 128 in STOP_SIGNALS:
+            exit_at_once(error.code)
         raise
 
 

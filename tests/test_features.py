@@ -124,7 +124,7 @@ def test_row_order_depends_on_seed_and_epoch_only():
 
 @pytest.mark.parametrize(("max_length", "padded"), [(50, 50), (512, 64)])
 def test_rows_are_padded_to_a_multiple_of_32_but_never_beyond_the_maximum_length(max_length, padded):
-    assert make_full_batch(np.array([0]), np.array([40]), 2, max_length).length == padded
+    assert make_full_batch(np.array([0]), np.array([40]), np.array([1]), 2, max_length).length == padded
 
 
 def test_logits_keep_the_order_of_rows(tokenizer):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from electra.config import build_config
 from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
-from electra.data.train_tokenizer import TokenizerConfig, TrainingText, default_vocab_size, train_tokenizer
+from electra.data.train_tokenizer import TokenizerConfig, default_vocab_size, train_tokenizer
 from electra.errors import ConfigError, DataError
 
 TEXT = (
@@ -270,12 +270,12 @@ def test_impossible_settings_are_errors(tmp_path):
 
 
 def test_an_interrupt_is_answered_while_the_library_trains(tmp_path, monkeypatch, capfd):
-    def slow_batches(text):
+    def slow_batches(corpus, progress):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(3)
         yield ["text"]
 
-    monkeypatch.setattr(TrainingText, "line_batches", slow_batches)
+    monkeypatch.setattr("electra.data.train_tokenizer.line_batches", slow_batches)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)

@@ -49,8 +49,8 @@ def describe_encoding(text: bytes, encoding: str) -> str:
 
 def read_as_utf8(stream: BinaryIO, size: int, source: str, encoding: str | None) -> Iterator[bytes]:
     """The content of a file in chunks of about `size` bytes, in UTF-8; text that should be UTF-8 is not checked."""
-    is_utf8 = encoding is None or codecs.lookup(encoding).name == "utf-8"
-    decoder = None if is_utf8 else codecs.getincrementaldecoder(encoding or "")()
+    codec = codecs.lookup(encoding or "utf-8")
+    decoder = codec.incrementaldecoder() if codec.name != "utf-8" else None
     try:
         while chunk := stream.read(size):
             yield decoder.decode(chunk).encode() if decoder else chunk

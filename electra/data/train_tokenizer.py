@@ -108,7 +108,6 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
     warn_skipped_files(config.source.corpus)
     stopped = explain_stop(lambda: "nothing was written; the same command starts again")
     with stopped, create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
-        text = TrainingText(corpus, progress)
         statistics = count_characters(corpus, progress)
         config, reasons = choose_case_and_accents(config, statistics)
         alphabet = select_alphabet(statistics.characters, config)
@@ -120,7 +119,7 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
                 f"at most {config.vocab_size:,} tokens for {statistics.num_bytes / 1e6:,.1f} MB (--vocab-size)"
             )
         trainer = create_wordpiece_trainer(config, alphabet, fixed)
-        call_in_thread(lambda: untrained.library.train_from_iterator(text.line_batches(), trainer))
+        call_in_thread(lambda: untrained.library.train_from_iterator(line_batches(corpus, progress), trainer))
         ids = untrained.library.get_vocab(with_added_tokens=False)
         tokenizer = config.create_tokenizer(sorted(ids, key=ids.__getitem__))
         tokenizer.save(draft)
@@ -130,20 +129,22 @@ def train_tokenizer(config: TokenizerConfig) -> TokenizerResult:
         lowercase=bool(config.lowercase),
         strip_accents=bool(config.lowercase if config.strip_accents is None else config.strip_accents),
         reasons=reasons,
-        documents=text.documents,
-        megabytes=text.num_bytes / 1e6,
-        replaced=text.stats.replaced,
-        without_text=text.stats.without_text,
+        documents=statistics.documents,
+        megabytes=statistics.num_bytes / 1e6,
+        replaced=statistics.reading.replaced,
+        without_text=statistics.reading.without_text,
     )
 
 
 @dataclass
 class TextStatistics:
-    """What the defaults of a tokenizer depend on."""
+    """Counts of a corpus, on which the defaults of its tokenizer depend."""
 
     characters: Counter[str] = field(default_factory=Counter)
     word_starts: Counter[str] = field(default_factory=Counter)
+    documents: int = 0
     num_bytes: int = 0
+    reading: ReadStats = field(default_factory=ReadStats)
 
     def capitalised_fraction(self) -> float:
         """Of the words within sentences; acronyms do not count."""
@@ -162,10 +163,11 @@ def count_characters(corpus: Corpus, progress: Progress) -> TextStatistics:
     """The statistics of a corpus."""
     statistics = TextStatistics()
     progress.add_task("counting characters", total=sum(corpus.file_sizes()) or None)
-    for document in corpus.read_documents(ReadStats(), progress):
+    for document in corpus.read_documents(statistics.reading, progress):
         text = document.decode()
         statistics.characters.update(text)
         statistics.word_starts.update(WORD_STARTS.findall(text))
+        statistics.documents += 1
         statistics.num_bytes += len(document)
     return statistics
 
@@ -236,29 +238,18 @@ def create_wordpiece_trainer(
     )
 
 
-@dataclass
-class TrainingText:
-    """The corpus as the trainer reads it, with counts of what was read."""
+def line_batches(corpus: Corpus, progress: Progress) -> Iterator[list[str]]:
+    """The lines of the corpus in batches of a thousand, within which the library counts words in parallel."""
+    progress.add_task("counting words", total=sum(corpus.file_sizes()) or None)
+    lines = read_lines(corpus, progress)
+    while batch := list(islice(lines, 1000)):
+        yield batch
+    progress.add_task("merging characters into tokens", total=None)
 
-    corpus: Corpus
-    progress: Progress
-    documents: int = 0
-    num_bytes: int = 0
-    stats: ReadStats = field(default_factory=ReadStats)
 
-    def line_batches(self) -> Iterator[list[str]]:
-        """Lines in batches of a thousand, within which the library counts words in parallel."""
-        self.progress.add_task("counting words", total=sum(self.corpus.file_sizes()) or None)
-        lines = self.lines()
-        while batch := list(islice(lines, 1000)):
-            yield batch
-        self.progress.add_task("merging characters into tokens", total=None)
-
-    def lines(self) -> Iterator[str]:
-        """The lines of all documents, long ones in parts."""
-        for document in self.corpus.read_documents(self.stats, self.progress):
-            self.documents += 1
-            self.num_bytes += len(document)
-            for line in document.decode().split("\n"):
-                for start in range(0, len(line), MAX_LINE_CHARACTERS):
-                    yield line[start : start + MAX_LINE_CHARACTERS]
+def read_lines(corpus: Corpus, progress: Progress) -> Iterator[str]:
+    """The lines of all documents, long ones in parts."""
+    for document in corpus.read_documents(ReadStats(), progress):
+        for line in document.decode().split("\n"):
+            for start in range(0, len(line), MAX_LINE_CHARACTERS):
+                yield line[start : start + MAX_LINE_CHARACTERS]

@@ -110,7 +110,7 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
     tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture)
     tensors |= TASK_HEADS[class_name](head)
     settings = to_huggingface_config(encoder, class_name, torch.float32, read_vocabulary_if_modern(folder, encoder))
-    settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings
+    settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
     if encoder.is_modern():
         settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
     return write_huggingface_folder(config.output, tensors, settings, folder, finetuned.length)

@@ -12,7 +12,8 @@ from electra.huggingface.names import Part
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
-    ElectraForSequenceClassification or ModernBertForSequenceClassification."""
+    ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
+    ElectraForMultipleChoice or ModernBertForMultipleChoice."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""

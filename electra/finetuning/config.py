@@ -28,14 +28,17 @@ class TaskConfig:
     """A file to evaluate on."""
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
-    text: str = "text"
-    """Column of the text."""
+    text: str | None = None
+    """Column of the text; default text. With --kind choice: column of the context, if there is one."""
     text_b: str | None = None
-    """Column of the second text, for pairs."""
+    """Column of the second text, for pairs. With --kind choice: column of the question, if there is one."""
+    choices: tuple[str, ...] = ()
+    """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
     label: str = "label"
     """Column of the label or score."""
     kind: TaskKind | None = None
-    """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |."""
+    """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
+    label names the right one of --choices by its index from 0, its number from 1, its letter or its text."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):
@@ -47,9 +50,12 @@ class TaskConfig:
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         check_range(self, "dev_fraction", above=0, below=1)
-        columns = [column for column in (self.text, self.text_b, self.label) if column is not None]
+        if self.choices and self.kind != "choice":
+            raise ConfigError("--choices needs --kind choice")
+        columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
         if len(set(columns)) < len(columns):
-            raise ConfigError(f"--text, --text-b and --label are {', '.join(columns)}; they must be different columns")
+            flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
+            raise ConfigError(f"{flags} are {', '.join(columns)}; they must be different columns")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +30,12 @@ POOL_BATCHES = 50
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Indices, weights and padded length of the rows of one batch; batches of one length have the same shape."""
+    """Indices, weights and padded length of the rows of one batch; few shapes, each of them a CUDA graph."""
 
     rows: Tensor  # [B] indices of rows
     weights: Tensor  # [B] 1, or 0 for a repeated row that only completes the batch
     length: int  # length that the rows are padded to
+    slots: int = 1  # sequences of each row, of which it may have fewer
 
     @property
     def num_rows(self) -> int:
@@ -42,42 +43,57 @@ class RowBatch:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.rows) * self.length
+        return len(self.rows) * self.slots * self.length
 
     def micro_batches(self, count: int) -> list[RowBatch]:
         if self.num_rows % count:
             raise ConfigError(f"a batch of {self.num_rows} rows cannot be split into {count} equal micro-batches")
         chunks = zip(self.rows.chunk(count), self.weights.chunk(count), strict=True)
-        return [RowBatch(rows, weights, self.length) for rows, weights in chunks]
+        return [replace(self, rows=rows, weights=weights) for rows, weights in chunks]
 
     def to(self, device: torch.device) -> RowBatch:
         rows, weights = (tensor.to(device, non_blocking=True) for tensor in (self.rows, self.weights))
-        return RowBatch(rows, weights, self.length)
+        return replace(self, rows=rows, weights=weights)
 
 
 @dataclass(frozen=True)
 class Features:
-    """Examples as token ids, rows concatenated."""
+    """Examples as token ids: their sequences, one or several (choices) for each row, concatenated."""
 
     input_ids: Tensor  # [tokens]
-    starts: Tensor  # [N] index of each row's first token
-    lengths: Tensor  # [N]
-    lengths_a: Tensor  # [N] tokens of segment A: [CLS], first text, [SEP]
+    starts: Tensor  # [sequences] index of the first token
+    lengths: Tensor  # [sequences]
+    lengths_a: Tensor  # [sequences] tokens of segment A: [CLS], first text, [SEP]
+    sequences: Tensor  # [N, slots] sequences of each row, -1 where it has fewer; empty if each row is one sequence
     labels: Tensor  # [N] or [N, classes], the targets of the loss; empty if unknown
     truncated: Tensor  # [] number of truncated rows
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.sequences) or len(self.starts)
 
     def to(self, device: torch.device) -> Features:
         return Features(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
+    def row_sizes(self) -> tuple[NDArray, NDArray]:
+        """The length of the longest sequence and the number of sequences of each row [N]."""
+        if not len(self.sequences):
+            return self.lengths.cpu().numpy(), np.ones(len(self), np.int64)
+        sequences, lengths = self.sequences.cpu().numpy(), self.lengths.cpu().numpy()
+        is_present = sequences >= 0
+        return np.where(is_present, lengths[sequences], 0).max(1), is_present.sum(1)
+
     def collate(self, batch: RowBatch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Padded token ids, attention mask and segment ids [B, L] of a batch."""
+        """Padded token ids, attention mask and segment ids [B, L], or [B, slots, L], of a batch.
+
+        A missing sequence is [CLS] alone: with no token to attend to, its attention would be NaN."""
+        rows, lengths = batch.rows, self.lengths[batch.rows]
+        if len(self.sequences):
+            rows = self.sequences[batch.rows, : batch.slots]  # [B, slots]
+            lengths = torch.where(rows < 0, 1, self.lengths[rows])
         positions = torch.arange(batch.length, device=batch.rows.device)  # [L]
-        attention_mask = positions < self.lengths[batch.rows, None]  # [B, L]
-        is_second = positions >= self.lengths_a[batch.rows, None]  # [B, L]
-        indices = (self.starts[batch.rows, None] + positions).clamp(max=len(self.input_ids) - 1)
+        attention_mask = positions < lengths[..., None]
+        is_second = positions >= self.lengths_a[rows][..., None]
+        indices = (self.starts[rows][..., None] + positions).clamp(max=len(self.input_ids) - 1)
         input_ids = torch.where(attention_mask, self.input_ids[indices].long(), pad_id)
         return input_ids, attention_mask, (attention_mask & is_second).long()
 
@@ -88,22 +104,26 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
     sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
     columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
     pieces: list[NDArray] = []
-    kept = np.zeros((len(examples), len(columns)), np.int64)  # tokens of each text after truncation
-    truncated = 0
+    kept = np.zeros((len(examples.texts), len(columns)), np.int64)  # tokens of each text after truncation
+    truncated = np.zeros(len(examples.texts), bool)
     for index, texts in enumerate(zip(*columns, strict=True)):
         kept[index] = truncated_lengths([len(text) for text in texts], max_length - 1 - len(texts))
-        truncated += int(kept[index].sum()) < sum(map(len, texts))
+        truncated[index] = int(kept[index].sum()) < sum(map(len, texts))
         pieces.append(cls)
         for text, count in zip(texts, kept[index], strict=True):
             pieces += [text[:count], sep]
     lengths = torch.from_numpy(1 + (kept + 1).sum(1))
+    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
+    first, slots = counts.cumsum() - counts, np.arange(counts.max())
+    sequences = np.where(slots < counts[:, None], first[:, None] + slots, -1)  # [N, slots]
     return Features(
         input_ids=torch.from_numpy(np.concatenate(pieces).astype(np.int32)),
         starts=lengths.cumsum(0) - lengths,
         lengths=lengths,
         lengths_a=torch.from_numpy(2 + kept[:, 0]),
+        sequences=torch.empty(0) if examples.counts is None else torch.from_numpy(sequences),
         labels=torch.empty(0) if examples.labels is None else torch.from_numpy(examples.labels),
-        truncated=torch.tensor(truncated),
+        truncated=torch.tensor(int(np.logical_or.reduceat(truncated, first).sum())),
     )
 
 
@@ -153,35 +173,47 @@ def features_cache_key(make: Callable, examples: Examples, tokenizer: TextTokeni
     digest = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.texts_b or ())):
         digest.update(text.encode() + b"\0")
+    if examples.counts is not None:
+        digest.update(examples.counts.tobytes())
     if examples.labels is not None:
         digest.update(examples.labels.tobytes())
     return digest.hexdigest()[:32]
 
 
-def epoch_batches(lengths: NDArray, batch_size: int, max_length: int, seed: int, epoch: int) -> Iterator[RowBatch]:
-    """The batches of an epoch in random order, rows of similar length together; the last one is completed."""
+def epoch_batches(
+    lengths: NDArray, batch_size: int, max_length: int, seed: int, epoch: int, counts: NDArray | None = None
+) -> Iterator[RowBatch]:
+    """The batches of an epoch in random order, rows of similar size together; the last one is completed.
+
+    `lengths` and `counts` [N] are those of `Features.row_sizes`."""
+    counts = np.ones_like(lengths) if counts is None else counts
     random = np.random.default_rng((seed, epoch))
     order = random.permutation(len(lengths))
     pool_size = POOL_BATCHES * batch_size
     pools = [order[start : start + pool_size] for start in range(0, len(order), pool_size)]
-    batches = [rows for pool in pools for rows in sort_into_batches(pool, lengths, batch_size)]
+    batches = [rows for pool in pools for rows in sort_into_batches(pool, lengths, counts, batch_size)]
     for index in random.permutation(len(batches)):
-        yield make_full_batch(batches[index], lengths, batch_size, max_length)
+        yield make_full_batch(batches[index], lengths, counts, batch_size, max_length)
 
 
-def sort_into_batches(rows: NDArray, lengths: NDArray, batch_size: int) -> Iterator[NDArray]:
-    """Rows sorted by length, in groups of up to `batch_size`."""
-    rows = rows[np.argsort(lengths[rows], kind="stable")]
+def sort_into_batches(rows: NDArray, lengths: NDArray, counts: NDArray, batch_size: int) -> Iterator[NDArray]:
+    """Rows sorted by number of sequences and length, in groups of up to `batch_size`."""
+    rows = rows[np.lexsort((lengths[rows], counts[rows]))]
     for start in range(0, len(rows), batch_size):
         yield rows[start : start + batch_size]
 
 
-def make_full_batch(rows: NDArray, lengths: NDArray, batch_size: int, max_length: int) -> RowBatch:
+def make_full_batch(rows: NDArray, lengths: NDArray, counts: NDArray, batch_size: int, max_length: int) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
     longest = int(lengths[rows].max())
     padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
-    return RowBatch(torch.from_numpy(np.resize(rows, batch_size)), torch.from_numpy(weights), min(padded, max_length))
+    return RowBatch(
+        torch.from_numpy(np.resize(rows, batch_size)),
+        torch.from_numpy(weights),
+        min(padded, max_length),
+        int(counts[rows].max()),
+    )
 
 
 @torch.no_grad()
@@ -190,11 +222,11 @@ def compute_logits(
 ) -> NDArray:
     """The model's logits [N, num_labels] of all rows, in their order."""
     device = features.starts.device
-    lengths = features.lengths.cpu().numpy()
-    batch_size = min(batch_size, len(features))
+    lengths, counts = features.row_sizes()
+    batch_size = min(max(1, batch_size // int(counts.max())), len(features))
     order, logits = [], []
-    for rows in sort_into_batches(np.arange(len(features)), lengths, batch_size):
-        batch = make_full_batch(rows, lengths, batch_size, max_length).to(device)
+    for rows in sort_into_batches(np.arange(len(features)), lengths, counts, batch_size):
+        batch = make_full_batch(rows, lengths, counts, batch_size, max_length).to(device)
         order.append(rows)
         logits.append(model(*features.collate(batch, pad_id))[: len(rows)].float().cpu().numpy())
     return np.concatenate(logits)[np.argsort(np.concatenate(order))]

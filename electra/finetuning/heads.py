@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from electra.errors import ConfigError
+from electra.finetuning.choice import MAX_CHOICES
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
@@ -38,6 +39,7 @@ class ModernHead(ClassicHead):
         return super().forward(self.norm(functional.gelu(self.dense(pooled))))
 
 
+NO_CHOICE = -1e30  # the logit of a missing choice: its probability is 0, and means over models stay finite
 HEADS = {"classic": ClassicHead, "modern": ModernHead}
 
 
@@ -57,6 +59,17 @@ class TaskModel(nn.Module):
         """Logits [B, num_labels]."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
+
+
+class ChoiceModel(TaskModel):
+    """A score for each choice of a row, from the same head for all of them."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_CHOICE` where a row has fewer."""
+        scores = super().forward(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
+        is_missing = ~attention_mask[..., 1]  # [CLS] alone
+        logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_CHOICE)  # [B, slots]
+        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_CHOICE)
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:

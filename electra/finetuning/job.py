@@ -179,8 +179,8 @@ class FinetuningTask:
 
     def device_batches(self, epoch: int) -> Iterator[RowBatch]:
         """The batches of one epoch, on the device."""
-        lengths = self.train.lengths.cpu().numpy()
-        batches = epoch_batches(lengths, self.tuning.batch_size, self.tuning.length, self.job.seed, epoch)
+        lengths, counts = self.train.row_sizes()
+        batches = epoch_batches(lengths, self.tuning.batch_size, self.tuning.length, self.job.seed, epoch, counts)
         return (batch.to(self.device) for batch in batches)
 
     def losses(self, batch: RowBatch) -> Losses:

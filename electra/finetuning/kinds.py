@@ -17,9 +17,19 @@ from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
+from electra.finetuning.choice import (
+    CHOICE_NAMES,
+    MAX_CHOICES,
+    encode_choice,
+    parse_choice_label,
+    read_choice_label,
+    read_choice_texts,
+    read_choices,
+    task_fields_from_choices,
+)
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, make_features
-from electra.finetuning.heads import TaskModel
+from electra.finetuning.heads import ChoiceModel, TaskModel
 from electra.finetuning.readers import (
     Row,
     TaskKind,
@@ -47,11 +57,13 @@ from electra.finetuning.tasks import (
     read_split_rows,
     take_chunk,
 )
+from electra.huggingface.convert import choice_settings
 from electra.huggingface.names import Settings
+from electra.model.config import EncoderConfig
 
 
-def read_text_or_pair(task: Task, row: Row) -> tuple[str, ...]:
-    return tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)
+def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
+    return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
 
 
 def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
@@ -64,12 +76,23 @@ def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict
         yield {"prediction": rounded} | probabilities
 
 
+def choice_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+    """The right choice in the form of the labels, and the probabilities of all choices."""
+    assert task.choice_label is not None
+    for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
+        choices = read_choices(task, row)
+        probabilities = [round(value, 4) for value in values[: len(choices)]]
+        yield {"prediction": CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
 
     # from the rows of a file to examples
-    read_texts: Callable[[Task, Row], tuple[str, ...]] = read_text_or_pair
+    text_column: str | None = "text"  # unless set
+    choice_columns: tuple[str, ...] = ()  # unless set
+    read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
     label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
     parse: Callable[[Any], Any]  # label cell → class name, class names, or score
     infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
@@ -97,7 +120,7 @@ class Kind:
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
     columns: Callable[[Task, NDArray, list[Row]], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
-    huggingface_settings: Settings
+    huggingface_settings: Callable[[EncoderConfig], Settings]
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
 
 
@@ -122,7 +145,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=softmax,
         has_confusion_matrix=True,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
-        huggingface_settings={"problem_type": "single_label_classification"},
+        huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
     "multi-label": Kind(
         parse=parse_classes,
@@ -138,7 +161,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
         has_class_scores=True,
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
-        huggingface_settings={"problem_type": "multi_label_classification"},
+        huggingface_settings=lambda encoder: {"problem_type": "multi_label_classification"},
     ),
     "regression": Kind(
         parse=parse_score,
@@ -155,8 +178,29 @@ KINDS: dict[TaskKind, Kind] = {
         activation=lambda logits: logits,
         constant_prediction="mean score",
         decode=lambda scores, task: scores.tolist(),
-        huggingface_settings={"problem_type": "regression"},
+        huggingface_settings=lambda encoder: {"problem_type": "regression"},
         output_names=lambda task: ("score",),
+    ),
+    "choice": Kind(
+        text_column=None,
+        choice_columns=("choices",),
+        read_texts=read_choice_texts,
+        label_cell=read_choice_label,
+        parse=parse_choice_label,
+        infer=task_fields_from_choices,
+        encode=encode_choice,
+        dtype=np.int64,
+        has_classes=False,
+        model=ChoiceModel,
+        loss=cross_entropy,
+        uniform_loss=lambda task: math.log(MAX_CHOICES),
+        predict=lambda logits, task: logits.argmax(1),
+        activation=softmax,
+        constant_prediction="most frequent position",
+        decode=lambda indices, task: indices.tolist(),
+        columns=choice_columns,
+        huggingface_task="MultipleChoice",
+        huggingface_settings=choice_settings,
     ),
 }
 
@@ -177,11 +221,14 @@ def define_task(config: TaskConfig) -> Task:
         return get_glue_task(config.task, config.data)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
+    kind_name = config.kind or "classification"
+    kind = KINDS[kind_name]
     task = Task(
         name=config.train.name.split(".")[0],
-        kind=config.kind or "classification",
-        text=config.text,
+        kind=kind_name,
+        text=config.text or kind.text_column,
         text_b=config.text_b,
+        choices=config.choices or kind.choice_columns,
         label=config.label,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
@@ -205,9 +252,13 @@ def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     for warning in KINDS[kind].warnings(parsed):
         print(f"{source}: {warning}", file=sys.stderr)
     try:
-        return replace(task, kind=kind, **KINDS[kind].infer(parsed))
+        task = replace(task, kind=kind, **KINDS[kind].infer(parsed))
     except DataError as error:
         raise DataError(f"{source}: {error}") from None
+    for line, label in zip(cells, parsed, strict=True):  # refused before anything is written
+        with add_line_to_errors(source, line):
+            KINDS[kind].encode(label, task)
+    return task
 
 
 def read_examples(task: Task, split: str) -> Examples:
@@ -235,16 +286,20 @@ def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: boo
 
 def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: bool) -> Examples:
     kind = KINDS[task.kind]
-    texts, labels = [], []
+    texts: list[tuple[str, ...]] = []
+    counts, labels = [], []
     for row in rows:
         with add_line_to_errors(source, row.line):
-            texts.append(kind.read_texts(task, row))
+            sequences = kind.read_texts(task, row)
+            texts += sequences
+            counts.append(len(sequences))
             if has_labels:
                 labels.append(kind.encode(kind.parse(kind.label_cell(task, row)), task))
     first, *second = zip(*texts, strict=True)
     return Examples(
         texts=list(first),
         texts_b=list(second[0]) if second else None,
+        counts=np.array(counts) if len(texts) > len(counts) else None,
         labels=np.array(labels, kind.dtype) if has_labels else None,
     )
 

@@ -19,10 +19,10 @@ from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import compute_logits
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
-from electra.finetuning.kinds import KINDS, stream_examples
+from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, warn_untrained_length
-from electra.finetuning.readers import LABEL_SEPARATOR
+from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
 from electra.model.storage import load_model_tokenizer
 from electra.runfolder import lock_file, open_atomic
@@ -106,15 +106,20 @@ class Predictor:
                 yield examples, self.compute_logits(examples)
                 progress.update(progress_task, completed=self.rows)
 
-    def predict(self, texts: str | Sequence[str], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The prediction for each text, or pair of texts, and for classes their probabilities."""
+    def predict(self, texts: str | Sequence[Any], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
+        task = self.task
         texts = [texts] if isinstance(texts, str) else list(texts)
-        if (self.task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
-            raise ConfigError(
-                f"task {self.task.name} needs {'one text' if self.task.text_b is None else 'two texts'} per row"
-            )
-        examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        return list(self.kind.columns(self.task, self.compute_logits(examples), [])) if texts else []
+        rows = [Row(number, text) for number, text in enumerate(texts, start=1) if isinstance(text, dict)]
+        if rows and len(rows) == len(texts) and texts_b is None:
+            examples = parse_examples(task, "texts", rows, has_labels=False)
+        elif task.choices and texts:
+            raise ConfigError(f"task {task.name} has choices; give each row as a dictionary by column")
+        elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
+            raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
+        else:
+            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
+        return list(self.kind.columns(task, self.compute_logits(examples), rows)) if texts else []
 
     def compute_logits(self, examples: Examples) -> NDArray:
         """The logits [N, num_labels] of examples, averaged over the models."""

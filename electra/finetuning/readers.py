@@ -178,7 +178,9 @@ def check_columns(file_name: str, columns: list[str]) -> None:
 
 # Labels: how each kind of task reads its label column.
 
-TaskKind = Literal["classification", "multi-label", "regression"]
+TaskKind = Literal["classification", "multi-label", "regression", "choice"]
+ChoiceLabel = Literal["text", "index", "letter", "small letter", "number"]
+"""How the label of a multiple-choice row names the right choice; an index counts from 0, a number from 1."""
 
 LABEL_SEPARATOR = "|"  # between the labels of a multi-label cell that is a string
 MAX_CLASSES = 20  # integers with more distinct values are scores, unless the user sets the kind

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import Row, TaskKind, hub_rows, read_rows
+from electra.finetuning.readers import ChoiceLabel, Row, TaskKind, hub_rows, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -29,10 +29,13 @@ class Task:
 
     name: str
     kind: TaskKind
-    text: str
-    """Column of the text, or of the first text of a pair."""
+    text: str | None
+    """Column of the text, of the first text of a pair, or of the context of choices, which may be missing."""
     text_b: str | None = None
-    """Column of the second text of a pair."""
+    """Column of the second text of a pair, or of the question."""
+    choices: tuple[str, ...] = ()
+    """Column with lists of choices, or a column for each choice."""
+    choice_label: ChoiceLabel | None = None
     label: str
     """Column of the label or score."""
     labels: tuple[str, ...] = ()
@@ -97,20 +100,26 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Texts or pairs of texts, with labels where they are known."""
+    """Texts or pairs of texts, with labels where they are known; an example may have several of them, its choices."""
 
     texts: list[str]
     texts_b: list[str] | None = None
+    counts: NDArray | None = None  # [N] texts or pairs of each example; None: one
     labels: NDArray | None = None  # class ids [N] int64; scores [N] float32; multi-hot classes [N, classes] float32
     rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.texts) if self.counts is None else len(self.counts)
 
     def select(self, indices: NDArray) -> Examples:
+        positions = indices
+        if self.counts is not None:
+            groups = np.split(np.arange(len(self.texts)), np.cumsum(self.counts)[:-1])
+            positions = np.concatenate([groups[index] for index in indices])
         return Examples(
-            texts=[self.texts[index] for index in indices],
-            texts_b=None if self.texts_b is None else [self.texts_b[index] for index in indices],
+            texts=[self.texts[position] for position in positions],
+            texts_b=None if self.texts_b is None else [self.texts_b[position] for position in positions],
+            counts=None if self.counts is None else self.counts[indices],
             labels=None if self.labels is None else self.labels[indices],
         )
 
@@ -127,7 +136,7 @@ def take_chunk(rows: Iterator[Row], max_rows: int) -> list[Row]:
     chunk, size = [], 0
     for row in islice(rows, max_rows):
         chunk.append(row)
-        size += sum(len(cell) for cell in row.values.values() if isinstance(cell, str))
+        size += sum(len(str(cell)) for cell in row.values.values())
         if size > MAX_CHUNK_CHARACTERS:
             break
     return chunk
@@ -167,19 +176,22 @@ def get_cell(task: Task, name: str, row: Row) -> Any:
     column = task.find_column(name, row.values)
     if column is None:
         present = join_first_names([repr(column) for column in row.values], 20)
-        raise DataError(
-            f"no column {name!r}; the columns are {present}; --text, --text-b and --label of electra finetune set them"
-        )
+        flags = f"--text, --text-b{', --choices' if task.choices else ''} and --label"
+        raise DataError(f"no column {name!r}; the columns are {present}; {flags} of electra finetune set them")
     return row.values[column]
 
 
 def get_text(task: Task, name: str, row: Row) -> str:
     """The text of a row in a column; null becomes empty."""
-    text = get_cell(task, name, row)
+    return check_text(get_cell(task, name, row), f"column {name!r}")
+
+
+def check_text(text: Any, place: str) -> str:
+    """A cell, or an element of one, as text; null becomes empty."""
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise DataError(f"column {name!r} holds a {type(text).__name__}; a text must be a string")
+        raise DataError(f"{place} holds a {type(text).__name__}; a text must be a string")
     return text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which tokenizers reject
 
 

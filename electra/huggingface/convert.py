@@ -148,7 +148,15 @@ def to_modernbert_classification_head(head: Tensors) -> Tensors:
 TASK_HEADS: dict[str, Callable[[Tensors], Tensors]] = {  # tensors of our task head → those of a class of `transformers`
     "ElectraForSequenceClassification": to_electra_classification_head,
     "ModernBertForSequenceClassification": to_modernbert_classification_head,
+    "ElectraForMultipleChoice": lambda head: {f"classifier.{name}": tensor for name, tensor in head.items()},
+    "ModernBertForMultipleChoice": to_modernbert_classification_head,
 }
+
+
+def choice_settings(config: EncoderConfig) -> Settings:
+    """Settings that make the head of ElectraForMultipleChoice ours, a linear layer on the [CLS] state."""
+    summary = {"summary_type": "first", "summary_use_proj": False, "summary_activation": "linear"}
+    return {} if config.is_modern() else summary | {"summary_last_dropout": config.dropout}
 
 
 def to_huggingface_config(

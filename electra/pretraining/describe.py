@@ -136,7 +136,7 @@ def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:
     else:
         return
     fraction = shards.index.settings["validation_fraction"]
-    yield f"{problem}; make shards with a --validation-fraction above {fraction}"
+    yield f"{problem}; make shards with a --validation-fraction above {fraction:.2g}"
 
 
 @dataclass(frozen=True)
