@@ -55,6 +55,8 @@ def test_a_held_out_loss_that_rises_is_overfitting():
 def test_runs_without_generator_or_without_discriminator_are_assessed():
     generator = {name: value for name, value in LEARNT.items() if "rtd" not in name}
     assert list(assess(generator)) == ["epochs", "generator", "next"]
+    adversarial = LEARNT | {"mlm_loss": 7.0, "baseline": 0.5}  # its generator does not minimise the MLM loss
+    assert list(assess(adversarial)) == ["epochs", "discriminator", "next"]
     discriminator = {name: LEARNT[name] for name in ("loss", "unigram_mlm_loss", "unigram_rtd_auc", "unigram_rtd_loss")}
     assert list(assess(discriminator)) == ["epochs", "discriminator", "next"]
 

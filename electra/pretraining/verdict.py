@@ -21,13 +21,15 @@ def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> 
     last = evaluations[-1]
     seen = f"the text {epochs:.1f} times" if epochs >= 1 else f"{epochs:.0%} of the text"
     verdict = {"epochs": f"It has seen {seen}."}
-    for name in [name for name in TOKEN_LOSSES if name in last]:
+    is_adversarial = any("baseline" in line for line in metrics_lines)  # its generator does not minimise the MLM loss
+    token_losses = [name for name in TOKEN_LOSSES if name in last and not is_adversarial]
+    for name in token_losses:
         verdict[TOKEN_LOSSES[name]] = assess_token_predictions(last, name)
         verdict |= {"plateau": PLATEAU} if is_on_plateau(last, name) else {}
     if "unigram_rtd_auc" in last:
         verdict["discriminator"] = assess_discriminator(last)
     # losses with the same masks and samples at every evaluation
-    loss = next((name for name in (*TOKEN_LOSSES, "unigram_rtd_loss") if name in last), "loss")
+    loss = next(name for name in (*token_losses, "unigram_rtd_loss", "loss") if name in last)
     lowest = min((line for line in evaluations if line.get(loss) is not None), key=lambda line: line[loss])
     if last[loss] > OVERFITTING * lowest[loss]:
         rise = f"was {lowest[loss]:.3f} at step {lowest['step']:,} and is {last[loss]:.3f} now"
