@@ -56,8 +56,12 @@ def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     )
     pooling = "--pooling mean" if style == "modern" else ""
     tuned = f"finetune --model {model} --train {path} --dev {path} --output {tmp_path}/out {flags} {pooling}"
-    accuracy = json.loads(run(f"{tuned} --device cpu --json", capsys))["median"]["dev"]["accuracy"]
+    result = json.loads(run(f"{tuned} --device cpu --json", capsys))
+    accuracy = result["median"]["dev"]["accuracy"]
     assert accuracy > 0.9
+    chance = np.mean([1 / len(row["choices"]) for row in rows])
+    assert result["baseline"] == {"accuracy": pytest.approx(chance)}
+    assert result["verdict"]["baseline"].startswith("Better than choosing at random")
     evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
     assert evaluated["metrics"] == {"accuracy": accuracy}
     run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/out.jsonl --device cpu", capsys)

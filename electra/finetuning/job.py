@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,7 +29,6 @@ from electra.finetuning.metrics import (
     Metrics,
     class_scores,
     confusion_matrix,
-    most_frequent_label,
     nan_as_lowest,
     none_to_nan,
 )
@@ -72,7 +70,7 @@ class JobResult:
     seconds: float
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
-    baseline: Metrics = field(default_factory=dict)  # of one prediction for all dev rows: `most_frequent_label`
+    baseline: Metrics = field(default_factory=dict)  # of predictions without a text: `Kind.baseline`
     classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
 
     def __post_init__(self) -> None:
@@ -142,9 +140,7 @@ class FinetuningTask:
         self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
         self.train = self.splits["train"]
         train_labels, dev_labels = (self.true_labels(self.splits[split]) for split in ("train", "dev"))
-        self.baseline = self.task.compute_metrics(
-            np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels
-        )
+        self.baseline = self.kind.baseline(self.task, train_labels, dev_labels, self.splits["dev"])
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
         self.batches: Iterator[RowBatch] = iter(())
@@ -233,9 +229,10 @@ class FinetuningTask:
 
     def describe_metrics(self, metrics: Metrics) -> str:
         baseline = next(iter(self.baseline.values()))
-        constant = "" if math.isnan(baseline) else f" ({self.kind.constant_prediction}: {baseline:.3f})"
+        name = self.kind.baseline_name.removeprefix("always predicting the ")
+        compared = "" if math.isnan(baseline) else f" ({name}: {baseline:.3f})"
         values = [f"{name} {value:.3f}" for name, value in metrics.items() if name != "loss"]
-        return ", ".join([values[0] + constant, *values[1:]])
+        return ", ".join([values[0] + compared, *values[1:]])
 
     def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}

@@ -30,6 +30,7 @@ from electra.finetuning.choice import (
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, make_features
 from electra.finetuning.heads import ChoiceModel, TaskModel
+from electra.finetuning.metrics import Metrics, most_frequent_label
 from electra.finetuning.readers import (
     Row,
     TaskKind,
@@ -76,6 +77,11 @@ def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict
         yield {"prediction": rounded} | probabilities
 
 
+def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:
+    """Dev metrics of the most frequent class, or the mean score, of the training rows."""
+    return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
+
+
 def choice_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
@@ -112,7 +118,8 @@ class Kind:
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
-    constant_prediction: str = "most frequent class"  # the best one without a text
+    baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
+    baseline_name: str = "always predicting the most frequent class"
     has_confusion_matrix: bool = False
     has_class_scores: bool = False  # precision, recall and F1 of each class
 
@@ -176,7 +183,7 @@ KINDS: dict[TaskKind, Kind] = {
         uniform_loss=lambda task: 1.0,
         predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
         activation=lambda logits: logits,
-        constant_prediction="mean score",
+        baseline_name="always predicting the mean score",
         decode=lambda scores, task: scores.tolist(),
         huggingface_settings=lambda encoder: {"problem_type": "regression"},
         output_names=lambda task: ("score",),
@@ -196,7 +203,8 @@ KINDS: dict[TaskKind, Kind] = {
         uniform_loss=lambda task: math.log(MAX_CHOICES),
         predict=lambda logits, task: logits.argmax(1),
         activation=softmax,
-        constant_prediction="most frequent position",
+        baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
+        baseline_name="choosing at random",
         decode=lambda indices, task: indices.tolist(),
         columns=choice_columns,
         huggingface_task="MultipleChoice",

@@ -36,12 +36,12 @@ def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple
     baseline = result.baseline.get(name, math.nan)
     baseline = 0.0 if math.isnan(baseline) else baseline  # the correlation of a constant
     margin = (2 if name in CORRELATIONS else 1) / math.sqrt(result.rows["dev"])  # about two standard errors
-    constant = f"the {KINDS[job.task.kind].constant_prediction}"
+    baseline_name = KINDS[job.task.kind].baseline_name
     values = f"{name} {format_metric(name, value)} and {format_metric(name, baseline)}"
     if value > baseline + margin:
-        return True, f"Better than always predicting {constant} ({values})."
+        return True, f"Better than {baseline_name} ({values})."
     return False, (
-        f"Not clearly better than always predicting {constant} ({values}): with {result.rows['dev']:,} dev rows, "
+        f"Not clearly better than {baseline_name} ({values}): with {result.rows['dev']:,} dev rows, "
         f"differences up to {format_metric(name, margin)} may be chance."
     )
 
