@@ -12,8 +12,10 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, is_dataclass
@@ -33,6 +35,7 @@ CHECKSUM = "sha256:"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
 CONFIG = "config.json"  # of a run and of a model
 CHECKPOINTS = "checkpoints"
+CHECKPOINT_NAME = re.compile(r"step-\d{9,}")
 CHECKSUMS = "checksums.json"  # of the other files in its folder
 MAX_JSON_BYTES = 2**27
 
@@ -292,14 +295,26 @@ def write_checksums(folder: Path) -> None:
     write_stored(folder / CHECKSUMS, asdict(Checksums({path.name: file_checksum(path) for path in files})))
 
 
+def remove_written_folder(folder: Path) -> None:
+    """Remove a folder at once, so that a reader finds all of it or nothing, unless it has files that are not listed in
+    its checksums: those are somebody else's."""
+    with suppress(DataError):
+        listed = read_stored(folder / CHECKSUMS, Checksums).files
+        if all(path.name in listed or path.name == CHECKSUMS for path in folder.iterdir()):
+            removed = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
+            os.replace(folder, removed)
+            shutil.rmtree(removed)
+
+
 def verify_checksum(path: Path) -> None:
     """Raise a DataError if a file is missing or has another checksum than is listed beside it; others pass."""
     list_path = path.with_name(CHECKSUMS)
     if list_path.exists():
         listed = read_stored(list_path, Checksums).files.get(path.name)
         if listed is not None and not (path.is_file() and file_checksum(path) == listed):
-            reason = f"it is missing or its checksum differs; if you changed it on purpose, remove {CHECKSUMS}"
-            raise damaged_file_error(path, reason)
+            is_checkpoint = path.parent.parent.name == CHECKPOINTS
+            hint = "" if is_checkpoint else f"; if you changed it on purpose, remove {CHECKSUMS}"
+            raise damaged_file_error(path, f"it is missing or its checksum differs{hint}")
 
 
 def check_same_settings(
@@ -339,5 +354,6 @@ def describe_change(name: str, old: Any, new: Any) -> str:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first."""
-    return sorted((run / CHECKPOINTS).glob("step-*"))
+    """The checkpoints of a run, oldest first; folders that others put beside them are none."""
+    folders = [path for path in (run / CHECKPOINTS).glob("step-*") if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted((path for path in folders if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))

@@ -150,3 +150,17 @@ def test_a_reader_takes_the_next_checkpoint_if_one_vanishes(tmp_path, monkeypatc
     prune_checkpoints(tmp_path, keep_last=1, best_name=None)
     monkeypatch.setattr(checkpoint, "checkpoint_folders", lambda run: next(listings))
     assert find_model_folder(tmp_path) == second
+
+
+def test_what_others_put_beside_or_into_checkpoints_is_neither_read_nor_removed(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    folder = tmp_path / "checkpoints"
+    notes = [folder / "step-0-notes/n.txt", folder / "step-best/n.txt", folder / "step-000000001/n.txt"]
+    for note in (*notes, folder / "step-00.txt"):
+        note.parent.mkdir(exist_ok=True)
+        note.write_text("precious")
+    assert find_model_folder(tmp_path).name == "step-000000003"
+    prune_checkpoints(tmp_path, keep_last=1, best_name=None)
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["step-000000001", "step-000000003"]
+    assert all(note.read_text() == "precious" for note in (*notes, folder / "step-00.txt"))

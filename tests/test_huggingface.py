@@ -199,6 +199,15 @@ def test_weights_in_several_files_are_imported(tmp_path):
     check_equal(theirs, load_model(tmp_path / "ours").eval().discriminator, "ElectraForPreTraining")
 
 
+def test_weights_that_are_not_finite_are_not_exported(tmp_path, make_pair):
+    electra = make_pair()
+    torch.nn.init.constant_(electra.discriminator.encoder.layers[0].feedforward.down.weight, float("nan"))
+    save_model(electra, tmp_path / "ours")
+    with pytest.raises(DataError, match="not finite"):
+        export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "hf"))
+    assert not (tmp_path / "hf").exists()
+
+
 def test_discriminator_without_a_trained_head_is_not_exported(tmp_path):
     imported(random_model(ElectraModel), tmp_path, "discriminator")
     with pytest.raises(ConfigError, match=r"no trained head; .* --part encoder"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from synthetic import write_rows
 
-from electra.errors import ConfigError, TrainingError
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.finetuning.kinds import define_task
@@ -129,6 +129,21 @@ def test_an_interrupted_job_continues_to_the_same_weights(make_job, monkeypatch)
     weights = [job.folder / "model" / "model.safetensors" for job in (whole, broken)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert not list(broken.folder.glob("checkpoints"))
+
+
+def test_files_that_others_put_into_a_job_are_kept(make_job):
+    job = make_job(rows=20)
+    job.run()
+    (job.folder / "result.json").unlink()  # as if it was killed before the last file
+    (job.folder / "checkpoints").mkdir()
+    notes = [job.folder / "model" / "notes.txt", job.folder / "checkpoints" / "notes.txt"]
+    for note in notes:
+        note.write_text("precious")
+    with pytest.raises(DataError, match="model exists already"):
+        job.run()
+    notes[0].unlink()
+    job.run()
+    assert notes[1].read_text() == "precious"
 
 
 def interrupted_second_call(function):

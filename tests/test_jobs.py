@@ -33,7 +33,7 @@ from electra.finetuning.jobs import (
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
 from electra.model.storage import write_tensors
-from electra.runfolder import lock_folder, read_json, write_json
+from electra.runfolder import lock_folder, read_json, write_checksums, write_json
 from electra.training.config import HardwareConfig
 
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
@@ -185,6 +185,7 @@ def test_a_finished_seed_removes_checkpoints_and_partial_models(custom_config, t
     finetune(custom_config())
     seed = tmp_path / "out" / "seed-1"
     (seed / "checkpoints" / "step-000000001").mkdir(parents=True)
+    write_checksums(seed / "checkpoints" / "step-000000001")
     finetune(custom_config())
     assert not (seed / "checkpoints").exists()
     (seed / "result.json").unlink()

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig, ImportConfig
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
@@ -126,6 +126,9 @@ def write_huggingface_folder(
     output: Path, tensors: Tensors, settings: Settings, tokenizer_folder: Path, max_length: int
 ) -> ConversionResult:
     """Write a Hugging Face folder with the tokenizer of `tokenizer_folder`, which truncates to `max_length` tokens."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise DataError(f"the weights in {tokenizer_folder} are not finite ({name}); train the model again")
     with create_folder_atomically(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)

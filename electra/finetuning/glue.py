@@ -1,7 +1,6 @@
 """`electra glue`: fine-tune on all GLUE tasks, tabulate the results beside published ones, write a submission."""
 
 import io
-import shutil
 import statistics
 import zipfile
 from dataclasses import asdict, dataclass, field, replace
@@ -26,7 +25,7 @@ from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, none_to_nan
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
 from electra.finetuning.verdict import find_single_prediction
-from electra.runfolder import convert_stored, read_json, write_file, write_stored
+from electra.runfolder import convert_stored, read_json, remove_written_folder, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"
 GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
@@ -227,7 +226,7 @@ def remove_all_but_best_model(jobs: list[Job]) -> None:
     best = best_model_folder(jobs[0].folder.parent)
     for job in jobs:
         if job.folder / MODEL != best:
-            shutil.rmtree(job.folder / MODEL, ignore_errors=True)
+            remove_written_folder(job.folder / MODEL)
 
 
 def describe_other_results(rows: list[GlueRow]) -> list[str]:

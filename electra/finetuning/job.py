@@ -1,9 +1,9 @@
 """One fine-tuning run: a pre-trained encoder, a task and a seed give a model and its metrics."""
 
 import math
-import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,7 @@ from electra.runfolder import (
     create_folder_atomically,
     make_folder_removed_if_empty,
     read_json,
+    remove_written_folder,
     write_checksums,
     write_stored,
 )
@@ -112,7 +113,10 @@ class Job:
         if not self.is_finished():
             with make_folder_removed_if_empty(self.folder):
                 train_job(self, quiet)
-        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+        for checkpoint in checkpoint_folders(self.folder):
+            remove_written_folder(checkpoint)
+        with suppress(OSError):  # missing, or not empty
+            (self.folder / CHECKPOINTS).rmdir()
         return read_job_result(self.folder / RESULT)
 
 
@@ -297,7 +301,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     check_job_converged(finetuning, metrics)
     logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
     write_logits(folder, logits)
-    shutil.rmtree(folder / MODEL, ignore_errors=True)  # of a process that was killed before it wrote the result
+    remove_written_folder(folder / MODEL)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
         write_checksums(draft)

@@ -6,8 +6,6 @@ runs/x/checkpoints/step-000001000/   config.json · model.safetensors · tokeniz
 """
 
 import os
-import shutil
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,10 +20,10 @@ from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import (
     CHECKPOINTS,
     CHECKSUMS,
-    PARTIAL,
     checkpoint_folders,
     create_folder_atomically,
     read_stored,
+    remove_written_folder,
     repair_advice,
     write_checksums,
     write_json,
@@ -71,14 +69,12 @@ def keep_checkpoint(folder: Path) -> bool:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint at once, so that a reader finds all of it or nothing; not if a process keeps it."""
+    """Remove a checkpoint, unless a process keeps it or it has files of others."""
     try:
         descriptor = open_locked(folder, exclusive=True)
     except BlockingIOError:
         return  # until the next checkpoint is saved
-    removed = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
-    os.replace(folder, removed)
-    shutil.rmtree(removed)
+    remove_written_folder(folder)
     if descriptor is not None:
         os.close(descriptor)
 
