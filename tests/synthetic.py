@@ -34,6 +34,20 @@ def write_rows(path: Path, kind: str, count: int, seed: int, has_pairs: bool = F
     return path
 
 
+def write_choices(path: Path, count: int, seed: int) -> list[dict]:
+    """Write a .jsonl file of rows with two to four choices, of which the one with a cat is right; returns them."""
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        animals = ["cat", *(generator.choice(ANIMALS[1:]) for _ in range(generator.randint(1, 3)))]
+        generator.shuffle(animals)
+        choices = [f"the {generator.choice(SIZES)} {animal} sat ." for animal in animals]
+        texts = {"context": sentence(generator), "question": "in the house"}
+        rows.append(texts | {"choices": choices, "label": animals.index("cat")})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
 def write_glue(folder: Path, rows: int = 60) -> Path:
     """Write CoLA (is there a cat?), RTE and STS-B (is it the same animal?) in the format of GLUE's download."""
     generator = random.Random(0)

@@ -2,13 +2,12 @@
 
 import csv
 import json
-import random
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from synthetic import ANIMALS, SIZES, sentence
+from synthetic import write_choices
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 import electra
@@ -26,20 +25,6 @@ from electra.finetuning.model import load_pretrained
 from electra.finetuning.predict import Predictor
 
 CONTEXT = "--text context --text-b question"
-
-
-def write_choices(path, count, seed):
-    """Rows of two to four choices, of which the one with a cat is right."""
-    generator = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        animals = ["cat", *(generator.choice(ANIMALS[1:]) for _ in range(generator.randint(1, 3)))]
-        generator.shuffle(animals)
-        choices = [f"the {generator.choice(SIZES)} {animal} sat ." for animal in animals]
-        texts = {"context": sentence(generator), "question": "in the house"}
-        rows.append(texts | {"choices": choices, "label": animals.index("cat")})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
 
 
 def run(command, capsys):

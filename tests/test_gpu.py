@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import random_layer, reference_layer
 from safetensors.torch import load_file
-from synthetic import write_rows
+from synthetic import write_choices, write_rows
 from torch import Tensor
 from torch.nn import functional
 
@@ -449,10 +449,15 @@ def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
     assert min(difference(run, runs[3]) for run in runs[:3]) <= max(uninterrupted, 1e-7)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, dropout):
-    train = write_rows(tmp_path / "rows.jsonl", "classification", 200, seed=0)
+@pytest.mark.parametrize(("kind", "dropout"), [("classification", 0.0), ("classification", 0.1), ("choice", 0.0)])
+def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, kind, dropout):
+    train = tmp_path / "rows.jsonl"
+    if kind == "choice":
+        write_choices(train, 200, seed=0)
+    else:
+        write_rows(train, kind, 200, seed=0)
     settings = {"precision": "fp32", "dropout": dropout, "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
+    settings["kind"] = kind
     weights = []
     for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name

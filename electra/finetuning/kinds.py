@@ -17,36 +17,12 @@ from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning.choice import (
-    CHOICE_NAMES,
-    MAX_CHOICES,
-    encode_choice,
-    parse_choice_label,
-    read_choice_label,
-    read_choice_texts,
-    read_choices,
-    task_fields_from_choices,
-)
+from electra.finetuning import choice, readers
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, make_features
 from electra.finetuning.heads import ChoiceModel, TaskModel
 from electra.finetuning.metrics import Metrics, most_frequent_label
-from electra.finetuning.readers import (
-    Row,
-    TaskKind,
-    class_warnings,
-    encode_class,
-    encode_classes,
-    infer_task_kind,
-    parse_class,
-    parse_classes,
-    parse_score,
-    read_rows,
-    score_warnings,
-    task_fields_from_classes,
-    task_fields_from_multi_labels,
-    task_fields_from_scores,
-)
+from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
     TEST,
     Examples,
@@ -86,9 +62,9 @@ def choice_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dic
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
     for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
-        choices = read_choices(task, row)
+        choices = choice.read_choices(task, row)
         probabilities = [round(value, 4) for value in values[: len(choices)]]
-        yield {"prediction": CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}
+        yield {"prediction": choice.CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +117,10 @@ def softmax(logits: NDArray) -> NDArray:
 
 KINDS: dict[TaskKind, Kind] = {
     "classification": Kind(
-        parse=parse_class,
-        infer=task_fields_from_classes,
-        warnings=class_warnings,
-        encode=lambda name, task: encode_class(name, task.class_ids),
+        parse=readers.parse_class,
+        infer=readers.task_fields_from_classes,
+        warnings=readers.class_warnings,
+        encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(task.num_labels),
@@ -155,10 +131,10 @@ KINDS: dict[TaskKind, Kind] = {
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
     "multi-label": Kind(
-        parse=parse_classes,
-        infer=task_fields_from_multi_labels,
-        warnings=lambda rows: class_warnings(chain.from_iterable(rows), has_several=True),
-        encode=lambda names, task: encode_classes(names, task.class_ids),
+        parse=readers.parse_classes,
+        infer=readers.task_fields_from_multi_labels,
+        warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
+        encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
         loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
             logits, targets, reduction="none"
@@ -171,9 +147,9 @@ KINDS: dict[TaskKind, Kind] = {
         huggingface_settings=lambda encoder: {"problem_type": "multi_label_classification"},
     ),
     "regression": Kind(
-        parse=parse_score,
-        infer=task_fields_from_scores,
-        warnings=score_warnings,
+        parse=readers.parse_score,
+        infer=readers.task_fields_from_scores,
+        warnings=readers.score_warnings,
         encode=lambda score, task: score,
         dtype=np.float32,
         has_classes=False,
@@ -191,16 +167,16 @@ KINDS: dict[TaskKind, Kind] = {
     "choice": Kind(
         text_column=None,
         choice_columns=("choices",),
-        read_texts=read_choice_texts,
-        label_cell=read_choice_label,
-        parse=parse_choice_label,
-        infer=task_fields_from_choices,
-        encode=encode_choice,
+        read_texts=choice.read_choice_texts,
+        label_cell=choice.read_choice_label,
+        parse=choice.parse_choice_label,
+        infer=choice.task_fields_from_choices,
+        encode=choice.encode_choice,
         dtype=np.int64,
         has_classes=False,
         model=ChoiceModel,
         loss=cross_entropy,
-        uniform_loss=lambda task: math.log(MAX_CHOICES),
+        uniform_loss=lambda task: math.log(choice.MAX_CHOICES),
         predict=lambda logits, task: logits.argmax(1),
         activation=softmax,
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
@@ -252,7 +228,7 @@ def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     for row in read_split_rows(task, "train"):
         with add_line_to_errors(source, row.line):
             cells[row.line] = KINDS[task.kind].label_cell(task, row)
-    kind = kind or infer_task_kind(list(cells.values()))
+    kind = kind or readers.infer_task_kind(list(cells.values()))
     parsed = []
     for line, cell in cells.items():
         with add_line_to_errors(source, line):
@@ -284,7 +260,7 @@ def read_examples(task: Task, split: str) -> Examples:
 
 def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: bool = True) -> Iterator[Examples]:
     """The examples of a file in chunks, with their rows; labels are read if the file has them and `with_labels`."""
-    rows = read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
+    rows = readers.read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
     rows = chain([first], rows)
