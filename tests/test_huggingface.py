@@ -21,7 +21,7 @@ from transformers import (
 from transformers_models import add_noise, our_output, random_model
 
 from electra.data.tokenizer import read_trained_length
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.export.command import export, import_model
 from electra.export.config import ExportConfig, ImportConfig
 from electra.huggingface.convert import to_huggingface_tensors
