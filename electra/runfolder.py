@@ -83,8 +83,8 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise DataError(f"{folder} exists already; remove it or choose another output folder")
         shutil.rmtree(draft, ignore_errors=True)  # of a killed process
-        draft.mkdir()
-        try:
+        try:  # an interrupt may come at any moment after this
+            draft.mkdir()
             yield draft
             for file in draft.iterdir():
                 with file.open("rb") as content:

@@ -102,3 +102,8 @@ def test_a_dev_loss_that_rises_is_overfitting(assess_job):
     verdict = assess_job([[0.0, 1.0], [1.0, 0.0]], [0.5, 0.4, 0.8], accuracy=0.8)
     assert "was 0.400 after epoch 2 of 3 and is 0.800 now" in verdict["overfitting"]
     assert "fewer --epochs" in verdict["next"]
+
+
+def test_metrics_that_are_missing_or_cut_leave_topics_out(assess_job):
+    assert list(assess_job([[0.0, 1.0], [1.0, 0.0]], [], accuracy=0.8)) == ["baseline", "next"]
+    assert list(assess({"loss": None, "mlm_loss": 4.0})) == ["epochs", "next"]

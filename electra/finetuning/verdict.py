@@ -58,9 +58,10 @@ def find_single_prediction(job: Job) -> str | list[str] | None:
 
 def describe_overfitting(job: Job) -> str:
     """Where the dev loss was lowest, if it rose clearly after that; otherwise empty."""
-    losses = [line["loss"] for line in read_metrics(job.folder / METRICS) if line["kind"] == "validation"]
-    lowest = min(losses, key=lambda loss: math.inf if loss is None else loss)
-    if losses[-1] <= OVERFITTING * lowest:
+    evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS) if line["kind"] == "validation"]
+    losses = [loss for loss in evaluations if loss is not None]
+    lowest = min(losses, default=math.inf)  # metrics.jsonl may be cut
+    if not losses or losses[-1] <= OVERFITTING * lowest:
         return ""
     before = f"{lowest:.3f} after epoch {losses.index(lowest) + 1} of {len(losses)}"
     return f"It over-fits: the dev loss was {before} and is {losses[-1]:.3f} now"

@@ -18,20 +18,26 @@ def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> 
     evaluations = [line for line in metrics_lines if line["kind"] == "validation"]
     if not evaluations:
         return {}
-    last = evaluations[-1]
+    last = {name: value for name, value in evaluations[-1].items() if value is not None}
     seen = f"the text {epochs:.1f} times" if epochs >= 1 else f"{epochs:.0%} of the text"
     verdict = {"epochs": f"It has seen {seen}."}
     is_adversarial = any("baseline" in line for line in metrics_lines)  # its generator does not minimise the MLM loss
-    token_losses = [name for name in TOKEN_LOSSES if name in last and not is_adversarial]
+    token_losses = [
+        name
+        for name in TOKEN_LOSSES
+        if {name, name.replace("loss", "accuracy"), "unigram_mlm_loss"} <= last.keys() and not is_adversarial
+    ]
     for name in token_losses:
         verdict[TOKEN_LOSSES[name]] = assess_token_predictions(last, name)
         verdict |= {"plateau": PLATEAU} if is_on_plateau(last, name) else {}
     if "unigram_rtd_auc" in last:
         verdict["discriminator"] = assess_discriminator(last)
     # losses with the same masks and samples at every evaluation
-    loss = next(name for name in (*token_losses, "unigram_rtd_loss", "loss") if name in last)
-    lowest = min((line for line in evaluations if line.get(loss) is not None), key=lambda line: line[loss])
-    if last[loss] > OVERFITTING * lowest[loss]:
+    loss = next((name for name in (*token_losses, "unigram_rtd_loss", "loss") if name in last), "loss")
+    lowest = min(
+        (line for line in evaluations if line.get(loss) is not None), key=lambda line: line[loss], default=last
+    )
+    if loss in last and last[loss] > OVERFITTING * lowest[loss]:
         rise = f"was {lowest[loss]:.3f} at step {lowest['step']:,} and is {last[loss]:.3f} now"
         verdict["overfitting"] = f"It over-fits: the held-out {loss} {rise}."
     return verdict | {"next": f"Next: {suggest_next(verdict, epochs, run)}."}
