@@ -75,8 +75,8 @@ class JobResult:
     classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
 
     def __post_init__(self) -> None:
-        if not self.metrics.get("dev"):
-            raise ValueError("no metrics of the dev rows")
+        if not self.metrics.get("dev") or self.rows.get("dev", 0) < 1:
+            raise ValueError("no dev rows, or no metrics of them")
 
     @property
     def main_metric(self) -> float:
