@@ -91,7 +91,7 @@ def test_large_tasks_may_have_fewer_seeds_and_no_ensemble(glue_config, tmp_path)
     config = glue_config(ensemble=True, large_seeds=1)
     sst2, rte = (prepare_task_jobs(GLUE_TASKS[name], config) for name in ("sst2", "rte"))
     assert (len(sst2), len(rte)) == (1, 2)
-    result = JobResult("sst2", 1, {"dev": {"accuracy": 0.5}}, steps=1, seconds=1.0, rows={}, truncated={})
+    result = JobResult("sst2", 1, {"dev": {"accuracy": 0.5}}, steps=1, seconds=1.0, rows={"dev": 1}, truncated={})
     assert make_glue_row(sst2, [result], with_ensemble=True).ensemble == {}
 
 

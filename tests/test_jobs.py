@@ -206,7 +206,9 @@ def write_seed(output, seed: int, accuracy: float) -> None:
     folder = output / f"seed-{seed}"
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "model.safetensors").touch()
-    result = JobResult("made", seed, {"dev": {"accuracy": accuracy}}, steps=1, seconds=1.0, rows={}, truncated={})
+    result = JobResult(
+        "made", seed, {"dev": {"accuracy": accuracy}}, steps=1, seconds=1.0, rows={"dev": 1}, truncated={}
+    )
     write_json(folder / "result.json", vars(result))
 
 
@@ -242,7 +244,7 @@ def test_an_unfinished_fine_tuning_has_no_model(finetuned, tmp_path):
 
 
 def test_medians_and_standard_deviations_over_seeds():
-    results = [JobResult("made", 1, {"dev": {"f1": value}}, 1, 1.0, {}, {}) for value in (0.2, 0.6, 0.4)]
+    results = [JobResult("made", 1, {"dev": {"f1": value}}, 1, 1.0, {"dev": 1}, {}) for value in (0.2, 0.6, 0.4)]
     medians, deviations = medians_and_deviations(results)
     assert medians == {"dev": {"f1": 0.4}}
     assert deviations["dev"]["f1"] == pytest.approx(0.2)
