@@ -296,8 +296,9 @@ def write_checksums(folder: Path) -> None:
 
 
 def remove_written_folder(folder: Path) -> None:
-    """Remove a folder at once, so that a reader finds all of it or nothing, unless it has files that are not listed in
-    its checksums: those are somebody else's."""
+    """Remove a folder atomically, so that a reader finds all of it or nothing.
+
+    One with files that its checksums do not list is kept: they are somebody else's."""
     with suppress(DataError):
         listed = read_stored(folder / CHECKSUMS, Checksums).files
         if all(path.name in listed or path.name == CHECKSUMS for path in folder.iterdir()):

@@ -131,9 +131,9 @@ class Outcome:
 
 
 @dataclass
-class Verdict:
+class CaseResult:
     case: Case
-    verdict: str  # one of FAULTS, or: refused, same, accepted (another result that no checksum covers)
+    name: str  # one of FAULTS, or: refused, same, accepted (another result that no checksum covers)
     outcome: Outcome
     faults: list[str] = field(default_factory=list)
 
@@ -296,7 +296,7 @@ class Trial:
         self.files[case.command] = set(read_files(folder))
         shutil.rmtree(folder.parent)
 
-    def run(self, case: Case, number: int) -> Verdict:
+    def run(self, case: Case, number: int) -> CaseResult:
         folder = self.copy_inputs(case, number)
         try:
             if case.stop is not None:
@@ -304,12 +304,12 @@ class Trial:
             case.prepare(folder)
             before = read_files(folder)
             outcome = run_electra(case.command, folder)
-            verdict = self.judge(case, folder, outcome)
+            result = self.judge(case, folder, outcome)
             faults = self.common_faults(outcome)
             if lost := self.lost_files(case, before, read_files(folder), outcome.code):
                 faults.append("lost")
                 outcome.errors += f"\nchanged or removed: {', '.join(lost)}"
-            return Verdict(case, verdict, outcome, faults + ([verdict] if verdict in FAULTS else []))
+            return CaseResult(case, result, outcome, faults + ([result] if result in FAULTS else []))
         finally:
             shutil.rmtree(folder.parent, ignore_errors=True)
 
@@ -345,7 +345,7 @@ class Trial:
         is_own = (lambda name: Path(name).name not in FOREIGN) if code == 0 else (lambda name: name.endswith(replaced))
         return [name for name in lost if not name.startswith(f"{output}/") or not is_own(name)]
 
-    def run_stopped(self, case: Case, folder: Path) -> Verdict:
+    def run_stopped(self, case: Case, folder: Path) -> CaseResult:
         """Stop a command by a signal and repeat it: its result must be that of an uninterrupted one."""
         assert case.stop is not None
         number, fraction = case.stop
@@ -372,7 +372,7 @@ class Trial:
         if again.code not in (0, 2) or not is_whole or strays or lost:
             faults.append("lost")
             again.errors += f"\nwhole: {is_whole}, code: {again.code}, left behind: {strays}, lost: {lost}"
-        return Verdict(case, faults[0] if faults else "same", again, faults)
+        return CaseResult(case, faults[0] if faults else "same", again, faults)
 
 
 def all_cases(draw: random.Random) -> Iterator[Case]:
@@ -403,7 +403,7 @@ def damage_cases(draw: random.Random) -> Iterator[Case]:
                     is_checked = kind in CHECKED and Path(file).name not in UNCHECKED_FILES
                     is_checked = is_checked and "signed" not in damage_name
                     name = f"{path}, {damage_name}: {command.split()[0]}"
-                    prepare = lambda folder, path=path, damage=damage: damage(folder / path)  # noqa: E731
+                    prepare = lambda folder, path=path, damage=damage: damage(folder / path)  # noqa: E731 (binds this round's path and damage)
                     yield Case(kind, name, command, (kind, *others), prepare, path, is_checked=is_checked)
 
 
@@ -416,7 +416,7 @@ def is_of_interest(name: str) -> bool:
     return not name.endswith(".png") and not name.startswith(old)
 
 
-def run_trial(limit: int | None, only: str, seed: int, workers: int) -> list[Verdict]:
+def run_trial(limit: int | None, only: str, seed: int, workers: int) -> list[CaseResult]:
     """Run all cases, or a random selection of `limit`, in forked processes."""
     import_libraries()
     with tempfile.TemporaryDirectory(prefix="electra-faults-") as work:
@@ -429,14 +429,14 @@ def run_trial(limit: int | None, only: str, seed: int, workers: int) -> list[Ver
             cases = draw.sample(cases, min(limit, len(cases)))
         for number, case in enumerate({case.command: case for case in cases if case.group[:7] != "hostile"}.values()):
             trial.measure(case, number)
-        return [verdict for part in run_in_workers(trial, cases, workers) for verdict in part]
+        return [result for part in run_in_workers(trial, cases, workers) for result in part]
 
 
-def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[list[Verdict]]:
-    """Divide the cases among forked processes, which write their verdicts to files."""
+def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[list[CaseResult]]:
+    """Divide the cases among forked processes, which write their results to files."""
     children = {}
     for worker in range(workers):
-        path = trial.work / f"verdicts-{worker}"
+        path = trial.work / f"results-{worker}"
         if child := os.fork():
             children[child] = path
             continue
@@ -450,16 +450,16 @@ def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[li
         if os.waitpid(child, 0)[1]:
             sys.exit("the trial itself failed")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        yield [Verdict(cases[number], name, Outcome(**outcome), faults) for number, name, faults, outcome in lines]
+        yield [CaseResult(cases[number], name, Outcome(**outcome), faults) for number, name, faults, outcome in lines]
 
 
 def run_cases(trial: Trial, cases: list[Case], numbers: range, path: Path) -> None:
-    """Run some of the cases and write their verdicts to a file."""
+    """Run some of the cases and write their results to a file."""
     with path.open("w") as file:
         for number in numbers:
-            verdict = trial.run(cases[number], number)
-            outcome = replace(verdict.outcome, output="", errors=verdict.outcome.errors[-3000:])
-            file.write(json.dumps([number, verdict.verdict, verdict.faults, outcome.__dict__]) + "\n")
+            result = trial.run(cases[number], number)
+            outcome = replace(result.outcome, output="", errors=result.outcome.errors[-3000:])
+            file.write(json.dumps([number, result.name, result.faults, outcome.__dict__]) + "\n")
             file.flush()
 
 
@@ -480,15 +480,15 @@ def import_libraries() -> None:
     plotting.save_figure = lambda path, *arguments, **options: path.write_bytes(b"") == 0  # plots take most of the time
 
 
-def format_table(verdicts: list[Verdict]) -> str:
+def format_table(results: list[CaseResult]) -> str:
     """Counts by group, as a Markdown table."""
     columns = ("refused", "same", "accepted", *FAULTS)
     rows = [("fault", "cases", *columns), tuple("-" * 3 for _ in range(2 + len(columns)))]
-    groups = list(dict.fromkeys(verdict.case.group for verdict in verdicts))
+    groups = list(dict.fromkeys(result.case.group for result in results))
     for group in [*groups, "all"]:
-        mine = [verdict for verdict in verdicts if group in (verdict.case.group, "all")]
-        counts = Counter(verdict.verdict for verdict in mine if not verdict.faults)
-        counts.update(fault for verdict in mine for fault in set(verdict.faults))
+        mine = [result for result in results if group in (result.case.group, "all")]
+        counts = Counter(result.name for result in mine if not result.faults)
+        counts.update(fault for result in mine for fault in set(result.faults))
         rows.append((group, f"{len(mine):,}", *(f"{counts[column]:,}" for column in columns)))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -502,18 +502,21 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the outcome of every case")
     options = parser.parse_args()
     start = time.monotonic()
-    verdicts = run_trial(options.cases, options.only, options.seed, options.workers)
-    for verdict in verdicts:
+    results = run_trial(options.cases, options.only, options.seed, options.workers)
+    for result in results:
         if options.list:
-            last = (verdict.outcome.errors.strip().splitlines() or [""])[-1]
-            print(f"{verdict.verdict}: {verdict.case.group}: {verdict.case.name}: {last[:300]}")
-        if verdict.faults:
-            error = verdict.outcome.errors.strip()[-600:]
-            print(f"{', '.join(verdict.faults)}: {verdict.case.group}: {verdict.case.name}\n{error}\n", file=sys.stderr)
-    print(format_table(verdicts))
-    peak = max(verdict.outcome.resident_bytes for verdict in verdicts)
-    print(f"\n{len(verdicts):,} cases in {time.monotonic() - start:.0f} s; at most {peak / 1e6:.0f} MB resident")
-    sys.exit(any(verdict.faults for verdict in verdicts))
+            last = (result.outcome.errors.strip().splitlines() or [""])[-1]
+            print(f"{result.name}: {result.case.group}: {result.case.name}: {last[:300]}")
+        if result.faults:
+            error = result.outcome.errors.strip()[-600:]
+            print(
+                f"{', '.join(result.faults)}: {result.case.group}: {result.case.name}\n{error}\n",
+                file=sys.stderr,
+            )
+    print(format_table(results))
+    peak = max(result.outcome.resident_bytes for result in results)
+    print(f"\n{len(results):,} cases in {time.monotonic() - start:.0f} s; at most {peak / 1e6:.0f} MB resident")
+    sys.exit(any(result.faults for result in results))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     assert accuracy > 0.9
     chance = np.mean([1 / len(row["choices"]) for row in rows])
     assert result["baseline"] == {"accuracy": pytest.approx(chance)}
-    assert result["verdict"]["baseline"].startswith("Better than choosing at random")
+    assert result["assessment"]["baseline"].startswith("Better than choosing at random")
     evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
     assert evaluated["metrics"] == {"accuracy": accuracy}
     run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/out.jsonl --device cpu", capsys)

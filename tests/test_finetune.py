@@ -21,8 +21,8 @@ def test_seeds_are_evaluated_alone_and_as_an_ensemble(finetuned):
     assert result.ensemble["dev"]["accuracy"] > 0.9
     assert "median of 2 seeds" in str(result)
     assert result.baseline["accuracy"] < 0.6
-    assert result.verdict["baseline"].startswith("Better than always predicting the most frequent class")
-    assert "electra predict" in result.verdict["next"]
+    assert result.assessment["baseline"].startswith("Better than always predicting the most frequent class")
+    assert "electra predict" in result.assessment["next"]
     assert {path.name for path in (finetuned.output / "seed-1").iterdir()} >= {
         *("curves.png", "confusion.png", "metrics.jsonl", "result.json", "model")
     }

@@ -98,8 +98,8 @@ def test_it_learns_a_grammar(run_config):
     assert result.metrics["mlm_loss"] < entropy - 0.2
     assert result.metrics["unigram_mlm_loss"] == pytest.approx(entropy, abs=0.1)
     assert result.metrics["unigram_rtd_auc"] > 0.6
-    assert "better than token frequencies" in result.verdict["generator"]
-    assert "plateau" not in result.verdict
+    assert "better than token frequencies" in result.assessment["generator"]
+    assert "plateau" not in result.assessment
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,20 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from rich.progress import Progress
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from electra.data.charset import describe_encoding, guess_encoding, read_as_utf8
-from electra.data.files import TextFile, find_text_files, import_optional, limit_expansion, open_parquet, open_streams
+from electra.data.files import (
+    TextFile,
+    describe_encoding,
+    find_text_files,
+    guess_encoding,
+    import_optional,
+    limit_expansion,
+    open_parquet,
+    open_streams,
+    read_as_utf8,
+)
 from electra.errors import ConfigError, DataError
 
 BLOCK_BYTES = 1 << 20
@@ -321,3 +331,10 @@ def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) ->
 def hash_document(document: bytes) -> float:
     """A number from 0 to 1 that depends on the text only: a document below the validation fraction is held out."""
     return int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big") / 2**64
+
+
+def create_progress_bar() -> Progress:
+    """A progress bar on a terminal, of at most 80 columns; nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)

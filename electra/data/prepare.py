@@ -22,9 +22,16 @@ from zlib import crc32
 import numpy as np
 
 from electra.config import flat_defaults, flat_values
-from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, hash_document, parse_documents
+from electra.data.corpus import (
+    Block,
+    Corpus,
+    CorpusConfig,
+    ReadStats,
+    create_progress_bar,
+    hash_document,
+    parse_documents,
+)
 from electra.data.files import warn_skipped_files
-from electra.data.progress import create_progress_bar
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,

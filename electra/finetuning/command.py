@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from electra.finetuning.assess import assess_finetuning
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.jobs import (
     best_model_folder,
@@ -14,7 +15,6 @@ from electra.finetuning.jobs import (
 from electra.finetuning.kinds import define_task
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import Task
-from electra.finetuning.verdict import assess_finetuning
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FinetuneResult:
     ensemble: dict[str, Metrics]
     baseline: Metrics  # of one prediction for all dev rows: the most frequent class, or the mean score
     classes: dict[str, Metrics]  # scores on the dev rows of the classes of a multi-label task, best seed
-    verdict: dict[str, str]  # what was learnt, in words by topic
+    assessment: dict[str, str]  # what was learnt, in words by topic
 
     def __str__(self) -> str:
         rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
@@ -46,7 +46,7 @@ class FinetuneResult:
             for name, value in metrics.items():
                 lines.append(f"  {split} {name:<14}{format_metric(name, value):>6}{self.describe_seeds(split, name)}")
         lines += format_class_scores(self.classes)
-        return "\n".join([*lines, f"model: {self.model}", *self.verdict.values()])
+        return "\n".join([*lines, f"model: {self.model}", *self.assessment.values()])
 
     def describe_seeds(self, split: str, name: str) -> str:
         """Number of seeds, standard deviation and ensemble of a metric; empty for a single seed."""
@@ -89,5 +89,5 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         ensemble=ensemble_metrics(jobs) if config.jobs.ensemble else {},
         baseline=results[0].baseline,
         classes=max(results, key=lambda result: result.main_metric).classes,
-        verdict=assess_finetuning(jobs, results, median["dev"]),
+        assessment=assess_finetuning(jobs, results, median["dev"]),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from numpy.typing import NDArray
 
 from electra.errors import DataError
+from electra.finetuning.assess import find_single_prediction
 from electra.finetuning.config import GlueConfig
 from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
@@ -24,7 +25,6 @@ from electra.finetuning.jobs import (
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, none_to_nan
 from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task, with_data_source
-from electra.finetuning.verdict import find_single_prediction
 from electra.runfolder import convert_stored, read_json, remove_written_folder, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"

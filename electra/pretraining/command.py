@@ -21,7 +21,7 @@ from electra.pretraining.checks import (
     write_extended_budget,
 )
 from electra.pretraining.config import PretrainConfig, read_pretraining_state
-from electra.pretraining.describe import RunEstimate, estimate_run, run_warnings, summarize_run
+from electra.pretraining.describe import RunEstimate, assess_run, estimate_run, run_warnings, summarize_run
 from electra.pretraining.initialize import (
     InitialWeights,
     has_trained_segments,
@@ -31,7 +31,6 @@ from electra.pretraining.initialize import (
 )
 from electra.pretraining.phases import Phase, plan_phases, read_phase_index
 from electra.pretraining.task import PretrainingTask
-from electra.pretraining.verdict import assess_run
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_stored
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device, should_compile
@@ -93,7 +92,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, de
         return result
     check_final_losses(metrics, shards.tokenizer.vocabulary.size, result.checkpoint)
     epochs = result.tokens / max(1, shards.index.totals_by_split("tokens")["train"])
-    return replace(result, verdict=assess_run(metrics, epochs, result.run))
+    return replace(result, assessment=assess_run(metrics, epochs, result.run))
 
 
 def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: InitialWeights | None) -> TrainResult:

@@ -1,13 +1,15 @@
-"""What a run will do: a summary of models and phases, warnings, and the estimates of a dry run."""
+"""What a run will do (a summary of models and phases, warnings, the estimates of a dry run) and what it has learnt."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
 from electra.model.config import ElectraConfig, EncoderConfig
+from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.held_out import held_out_loader_config
@@ -33,6 +35,13 @@ FEW_ROWS = 20  # held-out rows: fewer give noisy metrics
 EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # speed of training relative to a plain matrix product, roughly
 CHECKPOINTING_TIME = 4 / 3  # activation checkpointing repeats the forward pass
 BYTES_PER_PARAMETER = 16  # weight, gradient and two moments in fp32
+GUESSING_AUC = 0.55  # of random tokens; below, a discriminator is hardly better than guessing, which has 0.5
+OVERFITTING = 1.02  # times the lowest held-out loss
+MANY_EPOCHS = 20
+PLATEAU = (
+    "This is the plateau of token frequencies: every model first learns how frequent each token is, and uses the "
+    "context only later, often quite suddenly."
+)
 
 
 def summarize_run(config: PretrainConfig, phases: list[Phase]) -> list[str]:
@@ -222,3 +231,62 @@ def activation_bytes_per_row(phase: Phase, device: torch.device) -> int:
     for encoder in filter(None, predicting):
         total += 3 * 4 * max_masked(length, config.masking) * encoder.vocab_size  # logits, noise and gradient in fp32
     return total
+
+
+def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> dict[str, str]:
+    """Sentences about a finished run by topic, from its metrics; some topics are there only if they apply."""
+    evaluations = [line for line in metrics_lines if line["kind"] == "validation"]
+    if not evaluations:
+        return {}
+    last = {name: value for name, value in evaluations[-1].items() if value is not None}
+    seen = f"the text {epochs:.1f} times" if epochs >= 1 else f"{epochs:.0%} of the text"
+    assessment = {"epochs": f"It has seen {seen}."}
+    is_adversarial = any("baseline" in line for line in metrics_lines)  # its generator does not minimise the MLM loss
+    token_losses = [
+        name
+        for name in TOKEN_LOSSES
+        if {name, name.replace("loss", "accuracy"), "unigram_mlm_loss"} <= last.keys() and not is_adversarial
+    ]
+    for name in token_losses:
+        assessment[TOKEN_LOSSES[name]] = assess_token_predictions(last, name)
+        assessment |= {"plateau": PLATEAU} if is_on_plateau(last, name) else {}
+    if "unigram_rtd_auc" in last:
+        assessment["discriminator"] = assess_discriminator(last)
+    # losses with the same masks and samples at every evaluation
+    loss = next((name for name in (*token_losses, "unigram_rtd_loss", "loss") if name in last), "loss")
+    lowest = min(
+        (line for line in evaluations if line.get(loss) is not None), key=lambda line: line[loss], default=last
+    )
+    if loss in last and last[loss] > OVERFITTING * lowest[loss]:
+        rise = f"was {lowest[loss]:.3f} at step {lowest['step']:,} and is {last[loss]:.3f} now"
+        assessment["overfitting"] = f"It over-fits: the held-out {loss} {rise}."
+    return assessment | {"next": f"Next: {suggest_next(assessment, epochs, run)}."}
+
+
+def assess_token_predictions(metrics: dict[str, float], name: str) -> str:
+    """Whether masked tokens are predicted better than by their frequencies."""
+    loss, unigram_loss, accuracy = metrics[name], metrics["unigram_mlm_loss"], metrics[name.replace("loss", "accuracy")]
+    comparison = "no better" if loss >= unigram_loss else "hardly better" if is_on_plateau(metrics, name) else "better"
+    return (
+        f"The {TOKEN_LOSSES[name]} predicts masked tokens {comparison} than token frequencies alone: held-out loss "
+        f"{loss:.2f} and {unigram_loss:.2f}; its first choice is right for {accuracy:.0%}."
+    )
+
+
+def assess_discriminator(metrics: dict[str, float]) -> str:
+    """How well replaced tokens are distinguished from original ones, compared with guessing."""
+    random_auc = metrics["unigram_rtd_auc"]  # samples of a poor generator are easier: their frequencies differ
+    own = f" ({metrics['rtd_auc']:.0%} for samples of its generator)" if "rtd_auc" in metrics else ""
+    share = f"{random_auc:.0%} of the time{own}; guessing has 50%"
+    nothing = ": it has learnt next to nothing" if random_auc < GUESSING_AUC else ""
+    return f"The discriminator ranks a random token above an original one {share}{nothing}."
+
+
+def suggest_next(assessment: dict[str, str], epochs: float, run: str) -> str:
+    """What to do after a run."""
+    if "overfitting" in assessment:
+        return "more text, fewer steps, a smaller --size or --dropout 0.1"
+    if "plateau" in assessment or "nothing" in assessment.get("discriminator", ""):
+        advice = "more text" if epochs > MANY_EPOCHS else "train longer (--resume with a larger budget)"
+        return f"{advice}, or a smaller model or vocabulary"
+    return f"electra finetune --model {run} --train FILE --output FOLDER"

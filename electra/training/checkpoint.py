@@ -32,7 +32,7 @@ from electra.runfolder import (
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # open_locked returns None without it
 
 TRAINING = "training.safetensors"
 STATE = "state.json"

@@ -77,7 +77,7 @@ class TrainResult:
     metrics: dict[str, float]  # of the last evaluation
     signal: int = 0  # that stopped it; 0: the budget is used up
     was_finished: bool = False  # already before it was resumed
-    verdict: dict[str, str] = field(default_factory=dict)  # what was learnt, in words by topic
+    assessment: dict[str, str] = field(default_factory=dict)  # what was learnt, in words by topic
 
     @property
     def exit_code(self) -> int:
@@ -89,7 +89,7 @@ class TrainResult:
         if self.nonfinite_steps:
             lines.append(f"{self.nonfinite_steps} steps skipped because of a non-finite loss or gradient")
         lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
-        lines += [f"checkpoint: {self.checkpoint}", *self.verdict.values()]
+        lines += [f"checkpoint: {self.checkpoint}", *self.assessment.values()]
         if self.was_finished:
             lines.append(f"to train longer: --resume with a larger budget, or a new --output with --init {self.run}")
         return "\n".join(lines)

@@ -15,19 +15,19 @@ OVERFITTING = 1.1  # times the lowest dev loss
 
 def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics) -> dict[str, str]:
     """Sentences about the finished jobs of a task by topic; some topics are there only if they apply."""
-    verdict = {}
-    is_better, verdict["baseline"] = compare_with_baseline(jobs[0], results[0], median)
+    assessment = {}
+    is_better, assessment["baseline"] = compare_with_baseline(jobs[0], results[0], median)
     of_seeds = f" (with {{}} of {len(jobs)} seeds)" if len(jobs) > 1 else ""
     if single := [prediction for job in jobs if (prediction := find_single_prediction(job)) is not None]:
-        verdict["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
+        assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
     if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
-        verdict["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
+        assessment["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
     advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions.csv"
     if single or not is_better:
         advice = "more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer"
     elif overfitting:
         advice = "fewer --epochs or more rows, and --seeds 5 to compare settings"
-    return verdict | {"next": f"Next: {advice}."}
+    return assessment | {"next": f"Next: {advice}."}
 
 
 def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple[bool, str]:
