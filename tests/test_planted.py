@@ -35,7 +35,17 @@ def test_a_sentence_counts_if_its_planted_word_has_the_highest_score():
 def test_a_word_has_the_highest_score_of_its_tokens():
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", ",", "."]
     tokenizer = build_wordpiece_tokenizer(tokens, lowercase=True)
-    assert tokenizer.library.encode("The cats, the cat.").tokens == "[CLS] the cat ##s , the cat . [SEP]".split()
+    assert tokenizer.library.encode("The cats, the cat.").tokens == [
+        "[CLS]",
+        "the",
+        "cat",
+        "##s",
+        ",",
+        "the",
+        "cat",
+        ".",
+        "[SEP]",
+    ]
     scores = [9.0, 0.1, 0.5, 0.7, 9.0, 0.2, 0.3, 9.0, 9.0]
     assert word_scores(tokenizer, "The cats, the cat.", scores) == [0.1, 0.7, 0.2, 0.3]
 
