@@ -6,26 +6,34 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from electra.errors import ConfigError
 from electra.huggingface.names import Part
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
-    ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
+    """Write a model as a folder that `transformers` loads without custom code, or as ONNX. A fine-tuned model is
+    ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice
     ElectraForMultipleChoice or ModernBertForMultipleChoice."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""
     output: Path
     """Folder to write; it must not exist yet."""
-    to: Literal["huggingface"] = "huggingface"
-    """Format."""
+    to: Literal["huggingface", "onnx"] = "huggingface"
+    """huggingface: safetensors, for transformers and, of an encoder, sentence-transformers; onnx: for ONNX Runtime and
+    transformers.js, with the same inputs and outputs."""
     part: Part = "discriminator"
     """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
+    int8: bool = False
+    """With --to onnx: also write a file with int8 weights, a quarter of the size and faster."""
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.int8 and self.to != "onnx":
+            raise ConfigError("has an effect only with --to onnx; add it, or leave out --int8", field="int8")
 
 
 @dataclass(frozen=True, kw_only=True)

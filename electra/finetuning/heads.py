@@ -46,6 +46,8 @@ HEADS = {"classic": ClassicHead, "modern": ModernHead}
 class TaskModel(nn.Module):
     """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
 
+    input_axes: tuple[str, ...] = ("batch", "length")
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__()
         if pooling not in get_args(Pooling):
@@ -60,9 +62,15 @@ class TaskModel(nn.Module):
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
 
+    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """The outputs of the class of `transformers` that this model is exported as, by name."""
+        return {"logits": self(input_ids, attention_mask, segment_ids)}
+
 
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
+
+    input_axes = ("batch", "choices", "length")
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
         """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_CHOICE` where a row has fewer."""
@@ -70,6 +78,11 @@ class ChoiceModel(TaskModel):
         is_missing = ~attention_mask[..., 1]  # [CLS] alone
         logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_CHOICE)  # [B, slots]
         return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_CHOICE)
+
+    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Logits [B, choices], of padding as well."""
+        inputs = (tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids))
+        return {"logits": super().forward(*inputs).view(input_ids.shape[:2])}
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
