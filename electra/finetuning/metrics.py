@@ -86,6 +86,33 @@ def rmse(predicted: NDArray, labels: NDArray) -> float:
     return float(np.sqrt(np.mean(np.square(predicted - labels), dtype=np.float64)))
 
 
+# Entities: of class ids in which 0 is O, 2k + 1 is B- and 2k + 2 is I- of type k, and -1 separates sentences.
+
+
+def find_entity_spans(tags: NDArray) -> NDArray:
+    """The entities in tags [words] of IOB2, as rows (first word, last word, type); an I- that continues nothing
+    starts one, as conlleval reads it."""
+    types = (tags - 1) // 2  # -1 outside
+    before = np.append(-1, types)[:-1]
+    starts = (types >= 0) & ((tags % 2 == 1) | (types != before))
+    continues = (types >= 0) & ~starts
+    ends = (types >= 0) & ~np.append(continues, False)[1:]
+    return np.stack([np.flatnonzero(starts), np.flatnonzero(ends), types[starts]], axis=1)
+
+
+def count_entities(predicted: NDArray, labels: NDArray, num_types: int) -> NDArray:
+    """The numbers of correct, predicted and true entities of each type [3, num_types]."""
+    predicted_spans, spans = find_entity_spans(predicted), find_entity_spans(labels)
+    _, ours, theirs = np.intersect1d(spans[:, 0], predicted_spans[:, 0], assume_unique=True, return_indices=True)
+    correct = spans[ours][(spans[ours] == predicted_spans[theirs]).all(1)]
+    return np.stack([np.bincount(each[:, 2], minlength=num_types) for each in (correct, predicted_spans, spans)])
+
+
+def precision_recall_f1(correct: int, predicted: int, true: int) -> tuple[float, float, float]:
+    """0 where a number to divide by is 0."""
+    return correct / max(1, predicted), correct / max(1, true), 2 * correct / max(1, predicted + true)
+
+
 METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
     "accuracy": accuracy,
     "f1": f1,
