@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -280,12 +280,15 @@ def read_examples(task: Task, split: str) -> Examples:
     return examples
 
 
-def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: bool = True) -> Iterator[Examples]:
-    """The examples of a file in chunks, with their rows; labels are read if the file has them and `with_labels`."""
+def stream_examples(
+    task: Task, path: Path, chunk_size: int, *, with_labels: bool = True, skip_rows: int = 0
+) -> Iterator[Examples]:
+    """The examples of a file in chunks, with their rows, after the first `skip_rows`; labels are read if the file has
+    them and `with_labels`."""
     rows = readers.read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
-    rows = chain([first], rows)
+    rows = islice(chain([first], rows), skip_rows, None)
     while chunk := take_chunk(rows, chunk_size):
         yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
 

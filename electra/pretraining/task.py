@@ -54,6 +54,8 @@ class PretrainingTask:
         if config.init.sinusoidal_positions:
             set_sinusoidal_positions(self.model)
         self.trains_segments = config.loader.packing != "packed"
+        if not self.trains_segments:
+            copy_first_segment_embedding(self.model)  # so that `has_trained_segments` is not misled by random numbers
         self.trained_length = config.loader.length
         losses = self.objective.losses
         self.compute_losses = torch.compile(losses, dynamic=False) if self.is_compiled else losses
