@@ -7,21 +7,18 @@ import pytest
 from seqeval.metrics import accuracy_score, classification_report, f1_score, precision_score, recall_score
 from seqeval.metrics.sequence_labeling import get_entities
 
-from electra.data.tokenizer import build_wordpiece_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning import tags as tagging
-from electra.finetuning.readers import read_rows as read_tables
+from electra.finetuning.conll import find_entities, read_rows, recognize_scheme, write_tags
 from electra.finetuning.tags import (
+    compute_tag_metrics,
     decode_tags,
     encode_tags,
-    find_entities,
-    recognize_scheme,
+    score_tag_classes,
     split_into_windows,
     tag_warnings,
     task_fields_from_tags,
-    write_tags,
 )
-from electra.finetuning.tasks import Examples, Task
+from electra.finetuning.tasks import Task, stack_labels
 
 PREFIXES = {"IOB1": "BI", "IOB2": "BI", "BIOES": "BIES"}
 TYPES = ("LOC", "PER", "X-Y")
@@ -35,13 +32,6 @@ def random_sentences(prefixes, count, generator):
 def task_of(sentences, **settings):
     fields = task_fields_from_tags(sentences) | settings
     return Task(name="t", kind="tags", text="words", label="tags", splits={}, **fields)
-
-
-def object_array(items):
-    array = np.empty(len(items), object)
-    for index, item in enumerate(items):
-        array[index] = item
-    return array
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # seqeval warns of types that are not predicted
@@ -58,13 +48,13 @@ def test_entity_scores_equal_those_of_seqeval_on_random_tags(scheme):
             for tags, others in zip(labels, random_tags, strict=True)
         ]
         task = task_of([[f"B-{type}" for type in TYPES]])
-        ours, truth = (object_array([encode_tags(tags, task) for tags in each]) for each in (predicted, labels))
-        metrics = tagging.compute_tag_metrics(ours, truth, task)
+        ours, truth = (stack_labels([encode_tags(tags, task) for tags in each]) for each in (predicted, labels))
+        metrics = compute_tag_metrics(ours, truth, task)
         assert metrics["entity_f1"] == pytest.approx(f1_score(labels, predicted))
         assert metrics["precision"] == pytest.approx(precision_score(labels, predicted))
         assert metrics["recall"] == pytest.approx(recall_score(labels, predicted))
         report = classification_report(labels, predicted, output_dict=True)
-        for type, scores in tagging.score_tag_classes(ours, truth, task).items():
+        for type, scores in score_tag_classes(ours, truth, task).items():
             expected = report.get(type, {"precision": 0, "recall": 0, "f1-score": 0, "support": 0})
             assert list(scores.values()) == pytest.approx(list(expected.values()), abs=1e-12)
 
@@ -72,10 +62,10 @@ def test_entity_scores_equal_those_of_seqeval_on_random_tags(scheme):
 def test_accuracy_is_that_of_words():
     labels, predicted = [["NN", "VB"], ["DT", "NN", "NN"]], [["NN", "NN"], ["DT", "NN", "VB"]]
     task = task_of(labels)
-    ours, truth = (object_array([encode_tags(tags, task) for tags in each]) for each in (predicted, labels))
-    metrics = tagging.compute_tag_metrics(ours, truth, task)
+    ours, truth = (stack_labels([encode_tags(tags, task) for tags in each]) for each in (predicted, labels))
+    metrics = compute_tag_metrics(ours, truth, task)
     assert metrics["accuracy"] == accuracy_score(labels, predicted) == 3 / 5
-    assert tagging.score_tag_classes(ours, truth, task)["NN"] == {
+    assert score_tag_classes(ours, truth, task)["NN"] == {
         "precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3, "words": 3,
     }  # fmt: skip
 
@@ -95,10 +85,10 @@ def test_conversion_to_another_scheme_keeps_the_entities(scheme):
 
 
 def test_one_sentence_in_three_schemes():
-    iob1 = "I-PER I-PER O I-LOC B-LOC I-ORG".split()
-    iob2 = "B-PER I-PER O B-LOC B-LOC B-ORG".split()
-    bioes = "B-PER E-PER O S-LOC S-LOC S-ORG".split()
-    bilou = "B-PER L-PER O U-LOC U-LOC U-ORG".split()
+    iob1 = ["I-PER", "I-PER", "O", "I-LOC", "B-LOC", "I-ORG"]
+    iob2 = ["B-PER", "I-PER", "O", "B-LOC", "B-LOC", "B-ORG"]
+    bioes = ["B-PER", "E-PER", "O", "S-LOC", "S-LOC", "S-ORG"]
+    bilou = ["B-PER", "L-PER", "O", "U-LOC", "U-LOC", "U-ORG"]
     for tags in (iob1, iob2, bioes, bilou):
         entities = find_entities(tags)
         assert [write_tags(entities, 6, scheme) for scheme in ("IOB1", "IOB2", "BIOES")] == [iob1, iob2, bioes]
@@ -163,7 +153,7 @@ Peter NNP B-PER
 def read_conll(tmp_path):
     def read(content, name="rows.conll"):
         (tmp_path / name).write_text(content, newline="")
-        return list(tagging.read_rows(tmp_path / name))
+        return list(read_rows(tmp_path / name))
 
     return read
 
@@ -215,9 +205,8 @@ def test_files_that_are_no_columns_are_errors(read_conll, content, message):
 def test_tables_have_lists_of_words(read_conll):
     [row] = read_conll('{"words": ["EU"], "tags": ["O"]}\n', "rows.jsonl")
     assert row.values == {"words": ["EU"], "tags": ["O"]}
-    with pytest.raises(ConfigError, match="sentences are in .jsonl, .parquet, or in CoNLL columns"):
+    with pytest.raises(ConfigError, match=r"sentences are in .jsonl, .parquet, or in CoNLL columns"):
         read_conll("words,tags\n", "rows.csv")
-    assert read_tables is tagging.read_table_rows
 
 
 def test_a_sentence_that_fits_is_one_window():

@@ -25,6 +25,7 @@ from electra.runfolder import PARTIAL
 
 LOGITS = "logits.safetensors"
 LOSS_ROWS = 256  # whose logits are padded together
+IGNORED = -100  # target of tokens without a term in the loss
 NO_LOGIT = -1e30  # of what cannot be chosen: its probability is 0, and means over models stay finite
 PAD_TO_MULTIPLE_OF = 32
 """Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
@@ -74,6 +75,9 @@ class Features:
     labels: Tensor  # [N] or [N, …], the targets of the loss; empty if unknown
     truncated: Tensor  # [] number of truncated examples
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
+    words: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # index of the first token of each word of a tagged text
 
     def __len__(self) -> int:
         return len(self.sequences) or len(self.starts)
@@ -249,14 +253,17 @@ def sort_into_batches(rows: NDArray, lengths: NDArray, counts: NDArray, batch_si
 def make_full_batch(rows: NDArray, lengths: NDArray, counts: NDArray, batch_size: int, max_length: int) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
-    longest = int(lengths[rows].max())
-    padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
     return RowBatch(
         torch.from_numpy(np.resize(rows, batch_size)),
         torch.from_numpy(weights),
-        min(padded, max_length),
+        padded_length(int(lengths[rows].max()), max_length),
         int(counts[rows].max()),
     )
+
+
+def padded_length(longest: int, max_length: int) -> int:
+    """The length of a batch whose longest row has `longest` tokens."""
+    return min(-(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF, max_length)
 
 
 @torch.no_grad()

@@ -1,11 +1,10 @@
-"""Tagging: the columns of CoNLL files, tag schemes, and the words and tags of a row.
+"""Tagging: the words and tags of a row, their tokens in windows, predictions and scores.
 
-Entities (or chunks) are read from IOB1, IOB2 and BIOES alike, as conlleval reads them: a tag that cannot continue the
-entity before it starts a new one. Models learn IOB2, whose tags `transformers` groups into the same entities.
+Models learn tags of entities in IOB2, from which `transformers` finds the same entities.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,100 +12,88 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from electra.data.files import TextFile, format_and_compression, open_streams
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
-from electra.finetuning.features import Features, Outputs
-from electra.finetuning.metrics import METRICS, Metrics, confusion_matrix, count_entities, precision_recall_f1
-from electra.finetuning.readers import Row, TagScheme, class_name_from_cell, decode_lines, encode_class, sort_labels
-from electra.finetuning.readers import read_rows as read_table_rows
-from electra.finetuning.tasks import Examples, Task, check_text, get_cell
+from electra.finetuning.conll import (
+    OUTSIDE,
+    SCHEMES_IN_WORDS,
+    count_violations,
+    find_entities,
+    has_prefix,
+    recognize_scheme,
+    split_tag,
+    write_tags,
+)
+from electra.finetuning.features import IGNORED, Features, Outputs, padded_length
+from electra.finetuning.metrics import (
+    METRICS,
+    Metrics,
+    confusion_matrix,
+    count_entities,
+    find_entity_spans,
+    precision_recall_f1,
+)
+from electra.finetuning.readers import Row, class_name_from_cell, encode_class, sort_labels
+from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack_labels
 
-OUTSIDE = "O"
-DOCUMENT_START = "-DOCSTART-"
-TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
-CONLLU = ".conllu"
-CONLLU_COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
-NO_WORD = re.compile(r"\d+[-.]\d+")  # ids of multiword tokens and empty nodes in CoNLL-U, which are no words
-OTHER_PREFIXES = {"L": "E", "U": "S"}  # of BILOU, which is BIOES with other letters
-ENTITY_TAG = re.compile(r"([BIESLU])-(.+)", re.DOTALL)
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 OF_ENTITIES = ENTITY_METRICS[:3]
-IGNORED, UNKNOWN = -100, -1  # targets of tokens that are no words, and of words whose tags are not known
-SCHEMES_IN_WORDS = "O, B-TYPE and I-TYPE (IOB1, IOB2), or also E-TYPE and S-TYPE (BIOES)"
-
-
-class Entity(NamedTuple):
-    """An entity or chunk: words `start` to `end` - 1 of a sentence."""
-
-    start: int
-    end: int
-    type: str
-
-
-def find_entities(tags: Sequence[str]) -> list[Entity]:
-    """The entities that the tags of a sentence mean, in any scheme."""
-    entities: list[Entity] = []
-    is_open = False  # whether the last entity may continue
-    for index, tag in enumerate(tags):
-        prefix, type = split_tag(tag)
-        if prefix in "IE" and is_open and entities[-1].type == type:
-            entities[-1] = entities[-1]._replace(end=index + 1)
-        elif prefix != OUTSIDE:
-            entities.append(Entity(index, index + 1, type))
-        is_open = prefix in "BI"
-    return entities
-
-
-def split_tag(tag: str) -> tuple[str, str]:
-    """Prefix (O, B, I, E or S) and type of a tag."""
-    match = ENTITY_TAG.fullmatch(tag)
-    return (OTHER_PREFIXES.get(match[1], match[1]), match[2]) if match else (OUTSIDE, "")
-
-
-def write_tags(entities: Sequence[Entity], num_words: int, scheme: TagScheme) -> list[str]:
-    """The tags of a sentence with these entities, in their order."""
-    tags = [OUTSIDE] * num_words
-    for number, (start, end, type) in enumerate(entities):
-        tags[start:end] = [f"I-{type}"] * (end - start)
-        follows_same = number > 0 and entities[number - 1][1:] == (start, type)
-        if scheme != "IOB1" or follows_same:
-            tags[start] = f"B-{type}"
-        if scheme == "BIOES":
-            tags[end - 1] = f"{'S' if end - start == 1 else 'E'}-{type}"
-    return tags
-
-
-def has_prefix(tag: str) -> bool:
-    return ENTITY_TAG.fullmatch(tag) is not None
-
-
-def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
-    """The scheme that most tags follow; None if most have no prefix, as parts of speech."""
-    tags = [tag for tag in chain.from_iterable(sentences) if tag != OUTSIDE]
-    if sum(map(has_prefix, tags)) <= len(tags) / 2:
-        return None
-    schemes: tuple[TagScheme, ...] = ("IOB2", "IOB1", "BIOES")  # the first of equals
-    return min(schemes, key=lambda scheme: count_violations(sentences, scheme)[0])
-
-
-def count_violations(sentences: Sequence[Sequence[str]], scheme: TagScheme) -> tuple[int, str]:
-    """The number of tags that `scheme` would write differently, and the first of them with the tag before it."""
-    count, first = 0, ""
-    for tags in sentences:
-        expected = write_tags(find_entities(tags), len(tags), scheme)
-        for index, (tag, other) in enumerate(zip(tags, expected, strict=True)):
-            if split_tag(tag) != split_tag(other):
-                count += 1
-                first = first or f"{tag} after {tags[index - 1] if index else 'the start of a sentence'}"
-    return count, first
+UNKNOWN = -1  # target of words whose tags are not known
+WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
+TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
+CORPORA = ("conll2003", "conll2000")
+SPLIT_FILES = {
+    "train": ("eng.train", "train.txt"),
+    "dev": ("eng.testa", "valid.txt", "dev.txt"),
+    "test": ("eng.testb", "test.txt"),
+}
 
 
 # Words and tags of a row.
+
+
+def find_columns(task: Task, row: Row) -> Task:
+    """The task with the columns of the training file: those that are set, else words and tags, else the first and the
+    last; files with other columns may have the same under other names."""
+    numbers = [column for column in row.values if column.isdecimal()]
+    text, label = str(task.text), task.label
+    if text == WORDS[0]:
+        text = next((name for name in WORDS if name in row.values), text)
+    if label == TAGS[0]:
+        label = next((name for name in (*TAGS, *numbers[:0:-1]) if name in row.values), label)
+    aliases = dict.fromkeys(WORDS, text) | dict.fromkeys(TAGS if numbers else (*TAGS, "2"), label)
+    return replace(
+        task, text=text, label=label, aliases={name: aliases[name] for name in aliases.keys() - {text, label}}
+    )
+
+
+def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
+    """The task of a column of CoNLL-2003 or CoNLL-2000, with its files in the folder `data` or a folder in it."""
+    for folder in (Path(data), *(Path(data, corpus) for corpus in CORPORA)):
+        files = {split: [folder / file for file in files] for split, files in SPLIT_FILES.items()}
+        splits = {split: next((str(file) for file in paths if file.exists()), "") for split, paths in files.items()}
+        if splits["train"]:
+            break
+    else:
+        expected = ", ".join(chain.from_iterable(SPLIT_FILES.values()))
+        raise ConfigError(f"no {' or '.join(SPLIT_FILES['train'])} in {data}; --data must be a folder with {expected}")
+    return Task(
+        name=name,
+        kind="tags",
+        text="1",
+        label=TASK_COLUMNS[name],
+        aliases={"words": "1", "tokens": "1", "tags": TASK_COLUMNS[name]},
+        crf=crf,
+        metrics=(),
+        splits={split: file for split, file in (splits | {"dev": splits["dev"] or splits["train"]}).items() if file},
+        dev_fraction=0.0 if splits["dev"] else 0.1,
+        epochs=5,
+    )
 
 
 def read_words(task: Task, row: Row) -> list[tuple[str, ...]]:
@@ -191,49 +178,52 @@ def decode_tags(sentences: Iterable[Sequence[int]], task: Task) -> list[list[str
 def tag_targets(sentences: NDArray, task: Task) -> NDArray:
     """Targets of the first token of each word and of those that `transformers` takes for words of their own, such as
     the periods of U.S.; these continue an entity."""
-    targets = np.empty(len(sentences), object)
-    for index, tags in enumerate(sentences):
+    targets = []
+    for tags in sentences:
         continued = [tag + tag % 2 for tag in tags] if task.scheme else tags
-        targets[index] = [tags, [IGNORED] * len(tags) if task.crf else continued]
-    return targets
+        targets.append([tags, [IGNORED] * len(tags) if task.crf else continued])
+    return stack_labels(targets)
 
 
 def make_tag_features(examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
     """Tokenise sentences as [CLS] words [SEP]; one that is longer than `max_length` becomes overlapping windows, each
     with targets for other words."""
     vocabulary = tokenizer.vocabulary
+    cls, sep = np.array([vocabulary.cls_id]), np.array([vocabulary.sep_id])
     is_continuation = np.array(vocabulary.is_continuation)
+    is_continuation |= not is_continuation.any()  # of other tokenizers only the first tokens have targets
     create_encoder(tokenizer)  # special tokens in texts are text
-    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
-    sentences = split_sentences(examples.texts, counts)
+    sentences = split_sentences(examples.texts, examples.text_counts)
     encodings = tokenizer.library.encode_batch([" ".join(words) for words in sentences], add_special_tokens=False)
-    pieces, targets, windows, first_tokens = [], [], [], []
+    pieces: list[NDArray] = []
+    targets, windows, first_tokens = [], [], []
     num_tokens = 0
     for number, (words, encoding) in enumerate(zip(sentences, encodings, strict=True)):
         ids, word_of_token = tokens_of_words(words, encoding, vocabulary.unk_id, max_length - 2)
         lengths = np.bincount(word_of_token)
         starts = lengths.cumsum() - lengths
         tags = [[UNKNOWN] * len(words), [IGNORED] * len(words)] if examples.labels is None else examples.labels[number]
-        target = np.where(is_continuation[ids] | (not is_continuation.any()), IGNORED, np.array(tags[1])[word_of_token])
+        target = np.where(is_continuation[ids], IGNORED, np.array(tags[1])[word_of_token])
         target[starts] = tags[0]
         for window in split_into_windows(lengths, max_length - 2):
             tokens = slice(starts[window.start], starts[window.end - 1] + lengths[window.end - 1])
-            own = np.arange(window.first_own, window.end_own)
-            is_own = np.isin(word_of_token[tokens], own)
-            pieces += [[vocabulary.cls_id], ids[tokens], [vocabulary.sep_id]]
+            own = slice(window.first_own, window.end_own)
+            is_own = (word_of_token[tokens] >= own.start) & (word_of_token[tokens] < own.stop)
+            pieces += [cls, ids[tokens], sep]
             targets.append(torch.from_numpy(np.where(is_own, target[tokens], IGNORED).astype(np.int16)))
             first_tokens.append(num_tokens + 1 + starts[own] - tokens.start)
             windows.append(number)
             num_tokens += 2 + tokens.stop - tokens.start
-    lengths = torch.tensor([2 + len(target) for target in targets])
-    padded = functional.pad(pad_sequence(targets, batch_first=True, padding_value=IGNORED), (1, 1), value=IGNORED)
+    row_lengths = torch.tensor([2 + len(target) for target in targets])
+    padded = pad_sequence(targets, batch_first=True, padding_value=IGNORED)
+    end = padded_length(int(row_lengths.max()), max_length) - 1 - padded.shape[1]
     return Features(
         input_ids=torch.from_numpy(np.concatenate(pieces).astype(np.int32)),
-        starts=lengths.cumsum(0) - lengths,
-        lengths=lengths,
-        lengths_a=lengths,
+        starts=row_lengths.cumsum(0) - row_lengths,
+        lengths=row_lengths,
+        lengths_a=row_lengths.clone(),  # stored tensors must not share memory
         sequences=torch.empty(0),
-        labels=padded,
+        labels=functional.pad(padded, (1, end), value=IGNORED),  # as wide as the longest batch
         truncated=torch.tensor(0),
         examples=torch.tensor(windows),
         words=torch.from_numpy(np.concatenate(first_tokens)),
@@ -285,10 +275,23 @@ def split_into_windows(lengths: NDArray, max_tokens: int) -> list[Window]:
 # Predictions.
 
 
+def tag_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over the words of each row of their cross-entropies [B], from logits [B, L, num_labels]."""
+    tags = targets[:, : logits.shape[1]].long()
+    return functional.cross_entropy(logits.transpose(1, 2), tags, reduction="none", ignore_index=IGNORED).sum(1)
+
+
 def predict_tags(outputs: Outputs, task: Task) -> NDArray:
-    """The class ids of the words of each sentence, as lists."""
+    """The class ids of the words of each sentence, as lists; an I- that continues no entity becomes B-."""
     assert outputs.examples is not None
-    return stack_objects(split_sentences(word_logits(outputs).argmax(1).tolist(), outputs.examples.text_counts))
+    counts = outputs.examples.text_counts
+    predicted = stack_labels(split_sentences(word_logits(outputs).argmax(1).tolist(), counts))
+    if task.scheme is None:
+        return predicted
+    tags = join_sentences(predicted)
+    spans = find_entity_spans(tags)
+    tags[spans[:, 0]] = 2 * spans[:, 2] + 1
+    return stack_labels(split_sentences(tags[tags >= 0].tolist(), counts))
 
 
 def word_logits(outputs: Outputs) -> NDArray:
@@ -335,6 +338,12 @@ def compute_tag_metrics(predicted: NDArray, labels: NDArray, task: Task) -> Metr
     return {name: METRICS[name](*(of_sentences if name in OF_ENTITIES else of_words)) for name in task.metrics}
 
 
+def constant_tag_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:
+    """Dev metrics of the most frequent tag of the training rows."""
+    most_frequent = int(np.bincount(classes_of_words(train_labels)).argmax())
+    return compute_tag_metrics(stack_labels([[most_frequent] * len(tags) for tags in dev_labels]), dev_labels, task)
+
+
 def score_tag_classes(predicted: NDArray, labels: NDArray, task: Task) -> dict[str, Metrics]:
     """Precision, recall and F1 of each type of entity, with the number of entities, or of each tag."""
     if task.scheme is None:
@@ -347,57 +356,3 @@ def score_tag_classes(predicted: NDArray, labels: NDArray, task: Task) -> dict[s
         name: precision_recall_f1(*numbers) | {unit: float(numbers[2])}
         for name, numbers in zip(names, table.T.tolist(), strict=True)
     }
-
-
-# Files.
-
-
-def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
-    """Stream the sentences of a file: a table with lists, or CoNLL columns named 1, 2, …; raises if there are none."""
-    format, compression = format_and_compression(path)
-    if format in TABLES:
-        yield from read_table_rows(path, columns=columns, skip_malformed=skip_malformed)
-        return
-    if format in (".csv", ".json"):
-        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
-    is_empty = True
-    with open_streams(TextFile(path, format, compression)) as (decompressed, _):
-        for row in conll_rows(str(path), decode_lines(path, decompressed), CONLLU_COLUMNS * (format == CONLLU)):
-            is_empty = False
-            yield row
-    if is_empty:
-        raise DataError(f"no sentences in {path}; each word is a line, and a blank line ends a sentence")
-
-
-def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()) -> Iterator[Row]:
-    """The sentences between blank lines, as lists by column; without comments and marks of documents.
-
-    A line that starts with # is a comment if a sentence may start there and it has another number of columns."""
-    numbered = ((number, split_columns(line)) for number, line in enumerate(chain(lines, [""]), start=1))
-    head = []  # up to the first line that is certainly a word
-    for number, fields in numbered:
-        head.append((number, fields))
-        if fields and not fields[0].startswith(("#", DOCUMENT_START)):
-            break
-    names = list(columns) or [str(column) for column in range(1, len(head[-1][1]) + 1)]
-    start, words = 0, []  # of the sentence
-    for number, fields in chain(head, numbered):
-        if not fields or fields[0] == DOCUMENT_START:
-            if words:
-                yield Row(start, dict(zip(names, map(list, zip(*words, strict=True)), strict=True)))
-            words = []
-        elif len(fields) != len(names):
-            if words or not fields[0].startswith("#"):
-                raise DataError(
-                    f"{file_name}, line {number}: {len(fields):,} columns, but {len(names)} in the lines before; each "
-                    "word needs all columns, separated by spaces or by tabs, and a blank line ends a sentence"
-                )
-        elif not (columns and NO_WORD.fullmatch(fields[0])):
-            start = start if words else number
-            words.append(fields)
-
-
-def split_columns(line: str) -> list[str]:
-    """The columns of a line, separated by tabs if it has any, else by spaces."""
-    stripped = line.strip(" \t\r\n")  # no-break spaces belong to words
-    return re.split(r" *\t *" if "\t" in stripped else " +", stripped) if stripped else []
