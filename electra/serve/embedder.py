@@ -64,7 +64,9 @@ class Embedder:
         check_finite(vectors, "the encoder")
         return vectors
 
-    def pooled_states(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+    def pooled_states(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
         """The embeddings [B, dimensions] of a batch."""
         if self.layers == [self.encoder.config.layers]:  # where layers may be fused
             hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]

@@ -16,7 +16,7 @@ from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
 from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import EmbeddingPooling
+from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
@@ -186,10 +186,11 @@ def load_model(path: Path, device: Device) -> Model:
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
-def load(path: str | Path, device: Device = "auto") -> Model | Predictor:
+def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | Predictor:
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
-    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed)."""
+    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed); by default
+    the small English model in the package."""
     if is_finetuned(Path(path)):
         return Predictor(PredictorConfig(model=Path(path), input=Path(), device=device))
     return load_model(Path(path), device)
