@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
@@ -21,6 +20,14 @@ from electra.finetuning import choice, readers
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
 from electra.finetuning.heads import ChoiceModel, TaskModel
+from electra.finetuning.losses import (
+    BALANCED,
+    balanced_class_weights,
+    balanced_positive_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    parse_class_weights,
+)
 from electra.finetuning.metrics import Metrics, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
@@ -94,7 +101,8 @@ class Kind:
 
     # from features to predictions
     model: Callable[[Task], type[TaskModel]] = lambda task: TaskModel
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    loss: Callable[..., Tensor]  # logits [B, num_labels], targets and, if `balance` is set, class weights → losses [B]
+    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
@@ -114,10 +122,6 @@ class Kind:
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, reduction="none")
-
-
 def softmax(logits: NDArray) -> NDArray:
     return torch.from_numpy(logits).softmax(1).numpy()
 
@@ -130,6 +134,7 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
+        balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
@@ -143,9 +148,8 @@ KINDS: dict[TaskKind, Kind] = {
         warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
-        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        ).mean(1),
+        loss=binary_cross_entropy,
+        balance=balanced_positive_weights,
         uniform_loss=lambda task: math.log(2),
         predict=lambda outputs, task: (outputs.logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
@@ -216,6 +220,23 @@ def compute_metrics(task: Task, logits: NDArray, features: Features, examples: E
     assert examples.labels is not None
     kind = KINDS[task.kind]
     return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
+
+
+def check_class_weights(words: tuple[str, ...], task: Task) -> None:
+    """Raise a ConfigError if --class-weights do not fit a task."""
+    if words and KINDS[task.kind].balance is None:
+        raise ConfigError(f"is {' '.join(words)}, but a task of kind {task.kind} has none", field="class_weights")
+    if words != (BALANCED,):
+        parse_class_weights(words, task)
+
+
+def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray) -> Tensor | None:
+    """The weights [classes] of --class-weights for a task with these training labels."""
+    balance = KINDS[task.kind].balance
+    if not words or balance is None:
+        return None
+    weights = balance(train_labels, len(task.labels)) if words == (BALANCED,) else parse_class_weights(words, task)
+    return torch.tensor(np.asarray(weights), dtype=torch.float32)
 
 
 def define_task(config: TaskConfig) -> Task:

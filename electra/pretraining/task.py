@@ -128,6 +128,9 @@ class PretrainingTask:
     def describe_metrics(self, metrics: dict[str, float]) -> str:
         return describe_metrics(metrics)
 
+    def should_stop(self) -> bool:
+        return False
+
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""
         achieved = tokens_per_second * self.phase.flops_per_step() / self.phase.tokens_per_step()
