@@ -236,9 +236,15 @@ class PredictConfig:
 
     predictor: PredictorConfig
     output: Path
-    """The file to write: .csv, .tsv or .jsonl; an existing one is replaced."""
+    """The file to write: .csv, .tsv or .jsonl."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.output.exists() and not self.overwrite:
+            raise ConfigError(f"is {self.output}, which exists; choose another name, or --overwrite it", field="output")
 
 
 @dataclass(frozen=True, kw_only=True)

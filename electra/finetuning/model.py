@@ -4,7 +4,6 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,14 +151,3 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
     model.load_state_dict(weights, assign=True)
     return model.eval(), config
-
-
-def warn_untrained_length(model: Path, length: int) -> None:
-    """Print to standard error if rows may be longer than those that a model was trained on."""
-    trained_length = read_trained_length(model)
-    if trained_length is not None and trained_length < length:
-        print(
-            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
-            f"untrained; consider --length {trained_length}",
-            file=sys.stderr,
-        )

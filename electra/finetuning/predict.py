@@ -21,10 +21,10 @@ from electra.finetuning.features import compute_logits
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, warn_untrained_length
+from electra.finetuning.model import load_finetuned_model
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
-from electra.model.storage import load_model_tokenizer
+from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.runfolder import lock_file, open_atomic
 from electra.training.hardware import choose_device, choose_dtype
 
