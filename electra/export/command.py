@@ -8,6 +8,7 @@ import torch
 from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig, ImportConfig
+from electra.export.package import write_package
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.model import load_finetuned_model
@@ -61,7 +62,10 @@ class ConversionResult:
 
 
 def export(config: ExportConfig) -> ConversionResult:
-    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder."""
+    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder; or a pair as the packaged model."""
+    if config.to == "package":
+        description, parameters, files = write_package(config, find_model_folder(config.model))
+        return ConversionResult(str(config.output), description, parameters, files)
     if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
         return export_finetuned(config)
     folder = find_model_folder(config.model)

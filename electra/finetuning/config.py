@@ -7,7 +7,7 @@ from typing import Any, Literal
 from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
-from electra.model.config import EncoderConfig, Pooling
+from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
 SAVE_EVERY = 2000
@@ -154,9 +154,10 @@ class FinetuneConfig:
 
     An interrupted run continues when the same command is repeated."""
 
-    model: Path
+    model: Path = PACKAGED_MODEL
     """What to fine-tune: a pre-training run, a model folder (written by electra), a Hugging Face folder (ELECTRA, BERT,
-    ModernBERT), a fine-tuned model, or the --output of another fine-tuning (its best seed)."""
+    ModernBERT), a fine-tuned model, or the --output of another fine-tuning (its best seed); default: the small English
+    model in the package."""
     output: Path
     """Folder for models, metrics and plots."""
     task: TaskConfig
@@ -241,10 +242,6 @@ class PredictConfig:
     """Replace the file if it exists."""
     json: bool = False
     """Print the result as JSON."""
-
-    def __post_init__(self) -> None:
-        if self.output.exists() and not self.overwrite:
-            raise ConfigError(f"is {self.output}, which exists; choose another name, or --overwrite it", field="output")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Model folders: config.json with the configuration, model.safetensors with the weights, and tokenizer files.
 
-Shared parameters are stored once, under their first name. Pickles are never read.
+Shared parameters are stored once, under their first name. Pickles are never read. The packaged model has its weights
+in 8 bits, in model.safetensors.gz; they are dequantized when they are read.
 """
 
 import errno
@@ -32,6 +33,7 @@ from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra
 from electra.model.heads import RTDHead
+from electra.model.quantize import COMPRESSED, read_compressed
 from electra.runfolder import (
     CHECKSUM,
     CONFIG,
@@ -74,8 +76,12 @@ def write_model_files(
 ) -> list[str]:
     """Write configuration, weights and tokenizer files; returns the names of the latter."""
     write_tensors(folder / WEIGHTS, weights)
-    write_json(folder / CONFIG, {"model": asdict(config)})
+    write_config(config, folder)
     return copy_tokenizer_files(tokenizer_folder, folder, trained_length)
+
+
+def write_config(config: ElectraConfig, folder: Path) -> None:
+    write_json(folder / CONFIG, {"model": asdict(config)})
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False) -> None:
@@ -148,7 +154,7 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
     """Check that the weight files of a folder may hold encoders of the sizes in its config.json.
 
     Done before anything is built: a damaged config.json must not take hours or all memory."""
-    shapes = [shape for path in weights if path.exists() for shape in read_shapes(path)]
+    shapes = [shape for path in weights if path.exists() or is_compressed(path) for shape in read_shapes(path)]
     largest = max(chain.from_iterable(shapes), default=0)
     for encoder in encoders if shapes else ():
         sizes = {name: getattr(encoder, name) for name in ("width", "feedforward", "embedding_width", "vocab_size")}
@@ -159,7 +165,18 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
                 raise DataError(f"{folder / CONFIG} has {name} {size:,}, but the weights have no more than {limit:,}")
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether there is a compressed file instead of a file of weights."""
+    return not path.exists() and compressed_file(path).exists()
+
+
+def compressed_file(path: Path) -> Path:
+    return path.with_name(path.name + COMPRESSED)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    if is_compressed(path):
+        return read_compressed(compressed_file(path))
     with open_safetensors(path) as file:
         verify_checksum(path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -180,12 +197,16 @@ def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def read_tensor_names(path: Path) -> list[str]:
     """The names of the tensors in a safetensors file."""
+    if is_compressed(path):
+        return list(read_compressed(compressed_file(path)))
     with open_safetensors(path) as file:
         return list(file.keys())
 
 
 def read_shapes(path: Path) -> list[list[int]]:
     """The shapes of the tensors in a safetensors file, from its header."""
+    if is_compressed(path):
+        return [list(tensor.shape) for tensor in read_compressed(compressed_file(path)).values()]
     with open_safetensors(path) as file:
         return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (not a dict)
 

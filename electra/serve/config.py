@@ -5,7 +5,7 @@ from pathlib import Path
 
 from electra.config import Positional
 from electra.errors import ConfigError
-from electra.model.config import Pooling
+from electra.model.config import PACKAGED_MODEL, Pooling
 from electra.training.config import Device
 
 
@@ -17,8 +17,9 @@ class TextConfig:
     """The text, in quotes; put -- before a text that starts with a dash."""
     input: Path | None = None
     """Instead of a text: a file with one text per line; without either, standard input is read."""
-    model: Path
-    """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
+    model: Path = PACKAGED_MODEL
+    """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT); default:
+    the small English model in the package."""
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     json: bool = False

@@ -17,7 +17,7 @@ from electra.finetuning.config import PredictorConfig
 from electra.finetuning.job import RESULT
 from electra.finetuning.predict import Predictor
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import Pooling
+from electra.model.config import PACKAGED_MODEL, Pooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
@@ -198,10 +198,11 @@ def load_model(path: Path, device: Device) -> Model:
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
-def load(path: str | Path, device: Device = "auto") -> Model | Predictor:
+def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | Predictor:
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
-    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed)."""
+    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed); by default
+    the small English model in the package."""
     config = Path(path) / CONFIG
     if (Path(path) / RESULT).exists() or (config.exists() and "task" in read_json(config)):
         return Predictor(PredictorConfig(model=Path(path), input=Path(), device=device))
