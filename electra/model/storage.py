@@ -21,7 +21,7 @@ from torch import Tensor
 from electra.data.tokenizer import SETTINGS, TOKENIZER_FILES, TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.model.electra import Discriminator, Electra
+from electra.model.electra import Discriminator, Electra, meta_device
 from electra.model.heads import RTDHead
 from electra.model.quantize import COMPRESSED, read_compressed
 from electra.runfolder import (
@@ -91,7 +91,7 @@ def load_model(folder: Path) -> Electra:
 
 def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
     """A model with `weights`, which were read from `path`; a missing discriminator head is newly initialised."""
-    with torch.device("meta"):
+    with meta_device():
         electra = Electra(config)
     expected = dict(electra.named_parameters())
     needs_head = isinstance(electra.discriminator, Discriminator) and not has_rtd_head(weights)
