@@ -110,7 +110,7 @@ def test_two_predictions_do_not_write_one_file(finetuned, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_prediction_leaves_nothing(finetuned, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(Predictor, "compute_logits", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(Predictor, "compute_outputs", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit, match=str(128 + number)):
         main(f"predict --model {finetuned.output} --input {finetuned.dev} --output {tmp_path}/predictions.csv".split())
     assert not list(tmp_path.iterdir())
@@ -124,15 +124,15 @@ def stopped_prediction(finetuned, tmp_path, monkeypatch):
         predict_file(finetuned.output, finetuned.dev, tmp_path / f"whole{name}")
         monkeypatch.setattr("electra.finetuning.predict.CHUNK_SIZE", 10)
         monkeypatch.setattr("electra.resumable.SAVE_SECONDS", 0)
-        compute_logits, computed = Predictor.compute_logits, []
+        compute_outputs, computed = Predictor.compute_outputs, []
 
         def compute(predictor, examples):
             computed.append(len(examples))
             if len(computed) == 4:
                 raise KeyboardInterrupt
-            return compute_logits(predictor, examples)
+            return compute_outputs(predictor, examples)
 
-        monkeypatch.setattr(Predictor, "compute_logits", compute)
+        monkeypatch.setattr(Predictor, "compute_outputs", compute)
         with pytest.raises(KeyboardInterrupt):
             predict_file(finetuned.output, finetuned.dev, tmp_path / f"out{name}")
         assert not (tmp_path / f"out{name}").exists()
@@ -214,7 +214,7 @@ def test_an_exported_model_gives_the_same_outputs_in_transformers(untrained, tmp
     with torch.no_grad():
         theirs = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.numpy()
     predictor = Predictor(PredictorConfig(model=folder, input=path))
-    [(_, ours)] = predictor.stream_logits(path, with_labels=False)
+    [ours] = [outputs.logits for outputs in predictor.stream_outputs(path, with_labels=False)]
     task = predictor.task
     expected = ours if task.labels else task.denormalize_scores(ours)
     assert np.abs(theirs - expected).max() < 1e-5

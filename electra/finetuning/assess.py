@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from electra.finetuning.features import Outputs
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, format_metric
@@ -49,9 +50,9 @@ def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple
 def find_single_prediction(job: Job) -> str | list[str] | None:
     """The class (of a multi-label task: the classes) that is predicted for all dev rows, if there is only one."""
     kind = KINDS[job.task.kind]
-    if not kind.has_classes:
+    if not kind.has_classes or not kind.has_row_logits:
         return None
-    predicted = kind.predict(job.read_logits()["dev"], job.task)
+    predicted = kind.predict(Outputs(job.read_logits()["dev"]), job.task)
     is_single = len(predicted) > 1 and len(np.unique(predicted, axis=0)) == 1
     return kind.decode(predicted[:1], job.task)[0] if is_single else None
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from electra.errors import DataError
 from electra.finetuning.assess import find_single_prediction
 from electra.finetuning.config import GlueConfig
+from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
@@ -278,7 +279,7 @@ def write_glue_submission(path: Path, jobs_by_task: list[list[Job]], use_ensembl
         members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
         for split, logits in read_mean_logits(members).items():
             if split.startswith(TEST):
-                predictions[submission_key(task, split)] = KINDS[task.kind].predict(logits, task)
+                predictions[submission_key(task, split)] = KINDS[task.kind].predict(Outputs(logits), task)
     write_submission_zip(path, predictions)
     missing = missing_submission_files(predictions)
     return f"submission: {path}" + (f"; GLUE's site also requires {', '.join(missing)}" if missing else "")

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
+from electra.finetuning.features import NO_LOGIT
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
@@ -39,7 +40,6 @@ class ModernHead(ClassicHead):
         return super().forward(self.norm(functional.gelu(self.dense(pooled))))
 
 
-NO_CHOICE = -1e30  # the logit of a missing choice: its probability is 0, and means over models stay finite
 HEADS = {"classic": ClassicHead, "modern": ModernHead}
 
 
@@ -55,8 +55,10 @@ class TaskModel(nn.Module):
         self.encoder, self.pooling = encoder, pooling
         self.head = HEADS[encoder.config.style](encoder.config, num_labels)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
-        """Logits [B, num_labels]."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
 
@@ -64,12 +66,14 @@ class TaskModel(nn.Module):
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
-        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_CHOICE` where a row has fewer."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_LOGIT` where a row has fewer."""
         scores = super().forward(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
         is_missing = ~attention_mask[..., 1]  # [CLS] alone
-        logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_CHOICE)  # [B, slots]
-        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_CHOICE)
+        logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_LOGIT)  # [B, slots]
+        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:

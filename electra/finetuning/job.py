@@ -9,21 +9,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.features import (
     Features,
+    Outputs,
     RowBatch,
     compute_logits,
     epoch_batches,
-    load_or_make_features,
     read_logits,
     write_logits,
 )
-from electra.finetuning.kinds import KINDS, read_examples, with_targets
+from electra.finetuning.kinds import KINDS, load_features, read_examples
 from electra.finetuning.metrics import (
     ERRORS,
     Metrics,
@@ -33,7 +32,7 @@ from electra.finetuning.metrics import (
     none_to_nan,
 )
 from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
-from electra.finetuning.tasks import HUB, Task
+from electra.finetuning.tasks import HUB, Examples, Task
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.objectives.losses import Counts, Loss, Losses
@@ -106,6 +105,10 @@ class Job:
         """The logits of a finished job by split, without the training split."""
         return read_logits(self.folder)
 
+    @property
+    def features_cache(self) -> Path:
+        return self.folder.parent / "tokens"  # shared by all seeds
+
     def run(self, quiet: bool = False) -> JobResult:
         """Fine-tune, from the last checkpoint if there is one; a finished job only returns its result.
 
@@ -136,28 +139,27 @@ class FinetuningTask:
             self.task.num_labels,
             self.tuning.pooling,
             seed=job.seed,
-            model_class=self.kind.model,
+            model_class=self.kind.model(self.task),
         )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
         self.master_weights = MasterWeights(self.model, choose_dtype(job.hardware.precision, self.device))
-        self.splits = {split: self.load_features(split) for split in available_splits(self.task)}
+        self.examples = {split: read_examples(self.task, split) for split in available_splits(self.task)}
+        if self.task.double_unordered:
+            self.examples["train"] = self.examples["train"].with_swapped_pairs()
+        self.splits = {split: self.load_features(examples) for split, examples in self.examples.items()}
         self.train = self.splits["train"]
-        train_labels, dev_labels = (self.true_labels(self.splits[split]) for split in ("train", "dev"))
+        train_labels, dev_labels = (self.true_labels(self.examples[split]) for split in ("train", "dev"))
         self.baseline = self.kind.baseline(self.task, train_labels, dev_labels, self.splits["dev"])
+        del self.examples["train"]  # texts that are no longer needed
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
         self.batches: Iterator[RowBatch] = iter(())
 
-    def load_features(self, split: str) -> Features:
-        """Token ids and labels of a split, on the device."""
-        examples = read_examples(self.task, split)
-        if split == "train" and self.task.double_unordered:
-            examples = examples.with_swapped_pairs()
-        cache = self.job.folder.parent / "tokens"  # shared by all seeds
-        return load_or_make_features(
-            self.kind.make_features, with_targets(self.task, examples), self.tokenizer, self.tuning.length, cache
-        ).to(self.device)
+    def load_features(self, examples: Examples) -> Features:
+        """Token ids and targets of examples, on the device."""
+        features = load_features(self.task, examples, self.tokenizer, self.tuning.length, self.job.features_cache)
+        return features.to(self.device)
 
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
@@ -185,9 +187,10 @@ class FinetuningTask:
 
     def losses(self, batch: RowBatch) -> Losses:
         self.master_weights.update_half_precision_weights()
+        targets = self.train.labels[batch.rows]
         with self.master_weights.autocast():
-            logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id))  # [B, num_labels]
-        losses = self.kind.loss(logits.float(), self.train.labels[batch.rows])  # [B]
+            logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id), targets)
+        losses = self.kind.loss(logits.float(), targets)  # [B]
         return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
 
     def loss_counts(self, batch: RowBatch) -> Counts:
@@ -209,27 +212,29 @@ class FinetuningTask:
 
     def evaluate(self) -> Metrics:
         """Loss and metrics on the dev split."""
-        dev = self.splits["dev"]
-        logits = self.compute_logits(dev)
-        losses = self.kind.loss(torch.from_numpy(logits), dev.labels.cpu())
-        return {"loss": losses.mean().item()} | self.compute_metrics(logits, dev)
+        dev = self.compute_outputs("dev")
+        return {"loss": dev.compute_losses(self.kind.loss).mean().item()} | self.compute_metrics(dev)
 
-    def compute_logits(self, features: Features) -> NDArray:
-        """The model's logits [N, num_labels] of all rows, without dropout."""
+    def compute_outputs(self, split: str) -> Outputs:
+        """The model's logits of a split, without dropout."""
+        features = self.splits[split]
         self.model.eval()
         with self.master_weights.autocast():
             logits = compute_logits(
                 self.model, features, EVALUATION_BATCH_SIZE, self.tuning.length, self.encoder.pad_id
             )
         self.model.train()
-        return logits
+        return Outputs(logits, features, self.examples[split])
 
-    def compute_metrics(self, logits: NDArray, features: Features) -> Metrics:
-        return self.task.compute_metrics(self.kind.predict(logits, self.task), self.true_labels(features))
+    def compute_metrics(self, outputs: Outputs) -> Metrics:
+        assert outputs.examples is not None
+        predicted = self.kind.predict(outputs, self.task)
+        return self.kind.compute_metrics(predicted, self.true_labels(outputs.examples), self.task)
 
-    def true_labels(self, features: Features) -> NDArray:
-        """Class ids, multi-hot classes, or scores in the user's unit."""
-        return self.kind.labels_of_targets(features.labels.cpu().numpy(), self.task)
+    def true_labels(self, examples: Examples) -> NDArray:
+        """Labels in the form of predictions; scores with the precision of their targets."""
+        assert examples.labels is not None
+        return self.kind.labels_of_targets(self.kind.targets(examples.labels, self.task), self.task)
 
     def describe_metrics(self, metrics: Metrics) -> str:
         baseline = next(iter(self.baseline.values()))
@@ -299,14 +304,15 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
-    logits = {split: finetuning.compute_logits(rows) for split, rows in splits.items() if split != "train"}
-    write_logits(folder, logits)
+    outputs = {split: finetuning.compute_outputs(split) for split in finetuning.examples}
+    write_logits(folder, {split: values.logits for split, values in outputs.items()})
     remove_written_folder(folder / MODEL)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:
         finetuning.write_model(draft)
         write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
-    predicted, dev_labels = finetuning.kind.predict(logits["dev"], task), finetuning.true_labels(splits["dev"])
+    predicted = finetuning.kind.predict(outputs["dev"], task)
+    dev_labels = finetuning.true_labels(finetuning.examples["dev"])
     if finetuning.kind.has_confusion_matrix:
         counts = confusion_matrix(predicted, dev_labels, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
@@ -314,13 +320,11 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         task=task.name,
         seed=finetuning.job.seed,
         metrics={
-            split: finetuning.compute_metrics(values, splits[split])
-            for split, values in logits.items()
-            if len(splits[split].labels)
+            split: finetuning.compute_metrics(values) for split, values in outputs.items() if len(splits[split].labels)
         },
         steps=steps,
         seconds=seconds,
-        rows={split: len(features) for split, features in splits.items()},
+        rows={split: features.num_examples for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
         baseline=finetuning.baseline,
         classes=class_scores(predicted, dev_labels, task.labels) if finetuning.kind.has_class_scores else {},

@@ -28,12 +28,12 @@ from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
-from electra.finetuning.kinds import KINDS, read_examples
+from electra.finetuning.kinds import compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config, warn_untrained_length
 from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.names import get_architecture
-from electra.model.storage import WEIGHTS, is_huggingface_folder
+from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
@@ -247,11 +247,13 @@ def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics]
 
 def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
-    task, metrics = jobs[0].task, {}
+    job, task, metrics = jobs[0], jobs[0].task, {}
+    tokenizer = load_model_tokenizer(job.model)
     for split, logits in read_mean_logits(jobs).items():
-        labels = read_examples(task, split).labels
-        if labels is not None:
-            metrics[split] = task.compute_metrics(KINDS[task.kind].predict(logits, task), labels)
+        examples = read_examples(task, split)
+        if examples.labels is not None:
+            features = load_features(task, examples, tokenizer, job.tuning.length, job.features_cache)
+            metrics[split] = compute_metrics(task, logits, features, examples)
     return metrics
 
 

@@ -19,7 +19,7 @@ from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, make_features
+from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
 from electra.finetuning.heads import ChoiceModel, TaskModel
 from electra.finetuning.metrics import Metrics, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
@@ -43,11 +43,11 @@ def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
     return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
 
 
-def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The prediction and the probability of each class, or the predicted score."""
     kind = KINDS[task.kind]
-    predictions = kind.decode(kind.predict(logits, task), task)
-    for prediction, values in zip(predictions, kind.activation(logits).tolist(), strict=True):
+    predictions = kind.decode(kind.predict(outputs, task), task)
+    for prediction, values in zip(predictions, kind.activation(outputs.logits).tolist(), strict=True):
         probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
         rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
         yield {"prediction": rounded} | probabilities
@@ -58,9 +58,12 @@ def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, de
     return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
 
 
-def choice_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
+    assert outputs.examples is not None
+    assert outputs.examples.rows is not None
+    logits, rows = outputs.logits, outputs.examples.rows
     for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
         choices = choice.read_choices(task, row)
         probabilities = [round(value, 4) for value in values[: len(choices)]]
@@ -82,6 +85,7 @@ class Kind:
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
     has_classes: bool = True  # that the task lists as its labels
+    has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
 
     # from examples to features
     make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
@@ -89,11 +93,14 @@ class Kind:
     labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
 
     # from features to predictions
-    model: type[TaskModel] = TaskModel
+    model: Callable[[Task], type[TaskModel]] = lambda task: TaskModel
     loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
-    predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
+    predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
+        predicted, labels
+    )
     baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
     baseline_name: str = "always predicting the most frequent class"
     has_confusion_matrix: bool = False
@@ -101,7 +108,7 @@ class Kind:
 
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
-    columns: Callable[[Task, NDArray, list[Row]], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
     huggingface_settings: Callable[[EncoderConfig], Settings]
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
@@ -124,7 +131,7 @@ KINDS: dict[TaskKind, Kind] = {
         dtype=np.int64,
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(task.num_labels),
-        predict=lambda logits, task: logits.argmax(1),
+        predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
         has_confusion_matrix=True,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
@@ -140,7 +147,7 @@ KINDS: dict[TaskKind, Kind] = {
             logits, targets, reduction="none"
         ).mean(1),
         uniform_loss=lambda task: math.log(2),
-        predict=lambda logits, task: (logits > 0).astype(np.float32),
+        predict=lambda outputs, task: (outputs.logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
         has_class_scores=True,
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
@@ -157,7 +164,7 @@ KINDS: dict[TaskKind, Kind] = {
         labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
         uniform_loss=lambda task: 1.0,
-        predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
+        predict=lambda outputs, task: task.denormalize_scores(outputs.logits[:, 0]),
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
         decode=lambda scores, task: scores.tolist(),
@@ -174,10 +181,10 @@ KINDS: dict[TaskKind, Kind] = {
         encode=choice.encode_choice,
         dtype=np.int64,
         has_classes=False,
-        model=ChoiceModel,
+        model=lambda task: ChoiceModel,
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(choice.MAX_CHOICES),
-        predict=lambda logits, task: logits.argmax(1),
+        predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
         baseline_name="choosing at random",
@@ -194,6 +201,21 @@ def with_targets(task: Task, examples: Examples) -> Examples:
     if examples.labels is None:
         return examples
     return replace(examples, labels=KINDS[task.kind].targets(examples.labels, task))
+
+
+def load_features(
+    task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache_folder: Path
+) -> Features:
+    """Token ids and targets of examples, from a cache after the first time."""
+    make_features = KINDS[task.kind].make_features
+    return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
+
+
+def compute_metrics(task: Task, logits: NDArray, features: Features, examples: Examples) -> Metrics:
+    """The task's metrics of logits of examples with labels."""
+    assert examples.labels is not None
+    kind = KINDS[task.kind]
+    return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
 
 
 def define_task(config: TaskConfig) -> Task:
@@ -287,8 +309,18 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
         texts=list(first),
         texts_b=list(second[0]) if second else None,
         counts=np.array(counts) if len(texts) > len(counts) else None,
-        labels=np.array(labels, kind.dtype) if has_labels else None,
+        labels=stack_labels(labels, kind.dtype) if has_labels else None,
     )
+
+
+def stack_labels(labels: list[Any], dtype: type) -> NDArray:
+    """Labels as an array; objects, which may be lists, stay as they are."""
+    if dtype is not object:
+        return np.array(labels, dtype)
+    stacked = np.empty(len(labels), object)
+    for index, label in enumerate(labels):
+        stacked[index] = label
+    return stacked
 
 
 def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:

@@ -147,7 +147,7 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     """Load a fine-tuned model and its configuration."""
     config = read_finetuned_config(folder)
     with meta_device():
-        model_class = KINDS[config.task.kind].model
+        model_class = KINDS[config.task.kind].model(config.task)
         model = model_class(Encoder(config.encoder), config.task.num_labels, config.pooling)
     weights = read_tensors(folder / WEIGHTS)
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)

@@ -5,20 +5,19 @@ import io
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import compute_logits
+from electra.finetuning.features import Outputs, compute_logits
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
@@ -98,13 +97,13 @@ class Predictor:
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
 
-    def stream_logits(self, path: Path, with_labels: bool) -> Iterator[tuple[Examples, NDArray]]:
-        """The examples of a file in chunks, after the first `self.rows`, with their logits [N, num_labels]."""
+    def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
+        """The logits of the examples of a file after the first `self.rows`, in chunks."""
         with show_row_count(self.rows) as show:
             for examples in stream_examples(self.task, path, CHUNK_SIZE, with_labels=with_labels, skip_rows=self.rows):
-                logits = self.compute_logits(examples)
+                outputs = self.compute_outputs(examples)
                 show(self.rows)
-                yield examples, logits
+                yield outputs
 
     def settings(self, path: Path) -> dict[str, Any]:
         """All that predictions for the rows of a file depend on."""
@@ -125,10 +124,11 @@ class Predictor:
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
             examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        return list(self.kind.columns(task, self.compute_logits(examples), rows)) if texts else []
+        examples = replace(examples, rows=rows)
+        return list(self.kind.columns(task, self.compute_outputs(examples))) if texts else []
 
-    def compute_logits(self, examples: Examples) -> NDArray:
-        """The logits [N, num_labels] of examples, averaged over the models."""
+    def compute_outputs(self, examples: Examples) -> Outputs:
+        """The logits of examples, averaged over the models."""
         features = self.kind.make_features(examples, self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
@@ -136,10 +136,11 @@ class Predictor:
                 self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
             )
         check_finite(logits, self.folders[0])
-        return logits
+        return Outputs(logits, features, examples)
 
-    def mean_logits(self, *inputs: Tensor) -> Tensor:
-        """The models' mean logits [B, num_labels] of a batch."""
+    def mean_logits(self, *inputs: Tensor | None) -> Tensor:
+        """The models' mean logits of a batch; targets are not used."""
+        inputs = inputs[:3]
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
 
 
@@ -180,10 +181,11 @@ def predict(config: PredictConfig) -> PredictResult:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
         writer = WRITERS[config.output.suffix](content, output.state.get("header", []))
-        for examples, logits in predictor.stream_logits(path, with_labels=False):
-            assert examples.rows is not None
-            predictions = predictor.kind.columns(predictor.task, logits, examples.rows)
-            for row, prediction in zip(examples.rows, predictions, strict=True):
+        for outputs in predictor.stream_outputs(path, with_labels=False):
+            assert outputs.examples is not None
+            assert outputs.examples.rows is not None
+            predictions = predictor.kind.columns(predictor.task, outputs)
+            for row, prediction in zip(outputs.examples.rows, predictions, strict=True):
                 with add_line_to_errors(str(path), row.line):
                     writer.write_row(add_columns(row.values, prediction))
             output.file.write(content.getvalue().encode("utf-8", "replace"))
@@ -260,23 +262,23 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Compute the task's metrics on a file with labels."""
     predictor = Predictor(config.predictor)
     path, task = config.predictor.input, predictor.task
-    labels, logits = [], []
-    for examples, chunk_logits in predictor.stream_logits(path, with_labels=True):
-        if examples.labels is None:
+    labels, predictions = [], []
+    for outputs in predictor.stream_outputs(path, with_labels=True):
+        assert outputs.examples is not None
+        if outputs.examples.labels is None:
             raise DataError(
                 f"{path} has no label column {task.label!r}; evaluation needs labels, electra predict does not"
             )
-        labels.append(examples.labels)
-        logits.append(chunk_logits)
-    truth = np.concatenate(labels)
-    predicted = predictor.kind.predict(np.concatenate(logits), task)
+        labels.append(outputs.examples.labels)
+        predictions.append(predictor.kind.predict(outputs, task))
+    truth, predicted = np.concatenate(labels), np.concatenate(predictions)
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],
         task=task.name,
         input=str(path),
         rows=predictor.rows,
         truncated=predictor.truncated,
-        metrics=task.compute_metrics(predicted, truth),
+        metrics=predictor.kind.compute_metrics(predicted, truth, task),
         labels=list(task.labels),
         confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
         if predictor.kind.has_confusion_matrix

@@ -24,7 +24,7 @@ CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
 
 
 class SkipInit(TorchFunctionMode):
-    """Skips the functions of torch.nn.init."""
+    """Skips the functions of torch.nn.init that draw random numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -34,7 +34,8 @@ class SkipInit(TorchFunctionMode):
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Build modules without memory and without initial weights, which on the meta device import torch.compile: 2 s."""
+    """Build modules without memory and without random initial weights, for which torch would import torch.compile: two
+    seconds."""
     with torch.device("meta"), SkipInit():
         yield
 
