@@ -39,11 +39,12 @@ class ResumableFile:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, json.loads(dump_json(settings))
         self.partial = path.with_name(f"{path.name}{PARTIAL}")
+        self.complete = self.partial  # the file that gets the name in the end
         self.progress_file = path.with_name(f".{path.name}.progress{PARTIAL}")
         self.state: dict[str, Any] = {}  # of the last saved part
         self.saved_at = time.monotonic()
         size = self.restore_progress()
-        self.file: BinaryIO = self.partial.open("r+b" if size else "wb")
+        self.file: BinaryIO = self.partial.open("r+b" if size else "w+b")
         self.file.truncate(size)
         self.file.seek(size)
 
@@ -76,13 +77,13 @@ class ResumableFile:
     def finish(self) -> None:
         """Let the file appear under its name."""
         self.sync()
-        self.file.close()
-        os.replace(self.partial, self.path)
-        self.progress_file.unlink(missing_ok=True)
+        os.replace(self.complete, self.path)
+        self.discard()
 
     def discard(self) -> None:
+        """Remove all partial files."""
         self.file.close()
-        for path in (self.progress_file, self.partial):
+        for path in (self.progress_file, self.partial, self.complete):
             path.unlink(missing_ok=True)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
@@ -171,9 +172,15 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
 
 def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     """The token ids of each text, without special tokens."""
-    encoder = create_encoder(tokenizer)
+    encoder = cached_encoder(tokenizer)
     dtype = np.dtype(encoder.typecode)
-    return [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
+    ids = [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
+    encoder.uncovered.clear()  # would grow with a file
+    return ids
+
+
+cached_encoder = lru_cache(maxsize=1)(create_encoder)
+"""The encoder of a tokenizer, which caches words: chunks of a file share it."""
 
 
 def truncated_lengths(lengths: list[int], max_tokens: int) -> list[int]:
@@ -246,11 +253,18 @@ def sort_into_batches(rows: NDArray, lengths: NDArray, counts: NDArray, batch_si
         yield rows[start : start + batch_size]
 
 
-def make_full_batch(rows: NDArray, lengths: NDArray, counts: NDArray, batch_size: int, max_length: int) -> RowBatch:
+def make_full_batch(
+    rows: NDArray,
+    lengths: NDArray,
+    counts: NDArray,
+    batch_size: int,
+    max_length: int,
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF,
+) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
     longest = int(lengths[rows].max())
-    padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
+    padded = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return RowBatch(
         torch.from_numpy(np.resize(rows, batch_size)),
         torch.from_numpy(weights),
@@ -261,7 +275,12 @@ def make_full_batch(rows: NDArray, lengths: NDArray, counts: NDArray, batch_size
 
 @torch.no_grad()
 def compute_logits(
-    model: Callable[..., Tensor], features: Features, batch_size: int, max_length: int, pad_id: int
+    model: Callable[..., Tensor],
+    features: Features,
+    batch_size: int,
+    max_length: int,
+    pad_id: int,
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF,
 ) -> NDArray:
     """The model's logits of all rows in their order: [N, outputs], or [tokens, outputs] from a model of tokens."""
     device = features.starts.device
@@ -269,7 +288,7 @@ def compute_logits(
     batch_size = min(max(1, batch_size // int(counts.max())), len(features))
     order, logits = [], []
     for rows in sort_into_batches(np.arange(len(features)), lengths, counts, batch_size):
-        batch = make_full_batch(rows, lengths, counts, batch_size, max_length).to(device)
+        batch = make_full_batch(rows, lengths, counts, batch_size, max_length, pad_to_multiple_of).to(device)
         order.append(rows)
         output = model(*features.collate(batch, pad_id), features.targets(batch))[: len(rows)].float().cpu().numpy()
         logits.append(output)

@@ -1,5 +1,7 @@
 """Task heads, and the encoder with one of them."""
 
+import math
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -9,7 +11,7 @@ from torch.nn import functional
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.features import NO_LOGIT
-from electra.model.config import EncoderConfig, Pooling
+from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
 
@@ -60,7 +62,7 @@ class TaskModel(nn.Module):
     ) -> Tensor:
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
+        return self.head(POOL[self.pooling](hidden, attention_mask))
 
 
 class ChoiceModel(TaskModel):
@@ -76,7 +78,20 @@ class ChoiceModel(TaskModel):
         return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
 
 
+def max_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The maximum [B, D] of the states [B, L, D] of all tokens but padding."""
+    return hidden.masked_fill(~attention_mask[..., None], -math.inf).amax(1)
+
+
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """The mean [B, D] of the states [B, L, D] of all tokens but padding."""
     total = (hidden * attention_mask[..., None]).sum(1, dtype=torch.float32)
     return (total / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)
+
+
+POOL: dict[EmbeddingPooling, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": lambda hidden, attention_mask: hidden[:, 0],
+    "mean": mean_pool,
+    "max": max_pool,
+}
+"""Functions of states [B, L, D] and attention mask [B, L] to pooled states [B, D]."""

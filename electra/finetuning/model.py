@@ -31,7 +31,7 @@ from electra.model.storage import (
     read_tensors,
     write_tensors,
 )
-from electra.runfolder import CONFIG, convert_stored, read_json, write_json
+from electra.runfolder import CONFIG, convert_stored, file_checksum, read_json, write_json
 from electra.training.checkpoint import find_model_folder
 
 
@@ -153,6 +153,11 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
     model.load_state_dict(weights, assign=True)
     return model.eval(), config
+
+
+def weight_checksums(folder: Path) -> dict[str, str]:
+    """The checksums of the weights in a model folder or a Hugging Face folder."""
+    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"*{Path(WEIGHTS).suffix}"))}
 
 
 def warn_untrained_length(model: Path, length: int) -> None:

@@ -17,16 +17,17 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import Outputs, compute_logits
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
+from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, warn_untrained_length
+from electra.finetuning.model import load_finetuned_model, warn_untrained_length, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
-from electra.model.storage import WEIGHTS, load_model_tokenizer
+from electra.model.storage import load_model_tokenizer
 from electra.resumable import content_checksum, open_resumable
-from electra.runfolder import file_checksum
+from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -107,9 +108,9 @@ class Predictor:
 
     def settings(self, path: Path) -> dict[str, Any]:
         """All that predictions for the rows of a file depend on."""
-        models = {str(folder): file_checksum(folder / WEIGHTS) for folder in self.folders}
+        checksums = {file: checksum for folder in self.folders for file, checksum in weight_checksums(folder).items()}
         settings = {"length": self.length, "precision": str(self.precision)}
-        return {"model": models, "input": str(path), "content": content_checksum(path)} | settings
+        return {"model": checksums, "input": str(path), "content": content_checksum(path)} | settings
 
     def predict(self, texts: str | Sequence[Any], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
@@ -133,7 +134,12 @@ class Predictor:
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
-                self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
+                self.mean_logits,
+                features.to(self.device),
+                self.batch_size,
+                self.length,
+                self.pad_id,
+                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
             )
         check_finite(logits, self.folders[0])
         return Outputs(logits, features, examples)
@@ -142,6 +148,11 @@ class Predictor:
         """The models' mean logits of a batch; targets are not used."""
         inputs = inputs[:3]
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
+
+
+def is_finetuned(path: Path) -> bool:
+    """Whether a folder is a fine-tuned model, the output of a fine-tuning, or one of its seeds."""
+    return (path / RESULT).exists() or ((path / CONFIG).exists() and "task" in read_json(path / CONFIG))
 
 
 def ensemble_model_folders(output: Path) -> list[Path]:
