@@ -19,6 +19,7 @@ from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling
+from electra.model.electra import meta_device
 from electra.model.encoder import Encoder
 from electra.model.storage import (
     WEIGHTS,
@@ -62,7 +63,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
         seed_offset = 0
     if dropout is not None:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
-    with torch.device("meta"):  # the stored weights are assigned below
+    with meta_device():  # the stored weights are assigned below
         encoder = Encoder(config)
     weights = select_and_strip_prefix(tensors, "encoder.")
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
@@ -144,7 +145,7 @@ def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path
 def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     """Load a fine-tuned model and its configuration."""
     config = read_finetuned_config(folder)
-    with torch.device("meta"):
+    with meta_device():
         model_class = KINDS[config.task.kind].model(config.task)
         model = model_class(Encoder(config.encoder), config.task.num_labels, config.pooling)
     weights = read_tensors(folder / WEIGHTS)

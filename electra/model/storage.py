@@ -31,7 +31,7 @@ from electra.data.tokenizer import (
 )
 from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.model.electra import Discriminator, Electra
+from electra.model.electra import Discriminator, Electra, meta_device
 from electra.model.heads import RTDHead
 from electra.model.quantize import COMPRESSED, read_compressed
 from electra.runfolder import (
@@ -112,7 +112,7 @@ def load_model(folder: Path) -> Electra:
 
 def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
     """A model with `weights`, which were read from `path`; a missing discriminator head is newly initialised."""
-    with torch.device("meta"):
+    with meta_device():
         electra = Electra(config)
     expected = dict(electra.named_parameters())
     needs_head = isinstance(electra.discriminator, Discriminator) and not has_rtd_head(weights)
