@@ -248,7 +248,9 @@ class PredictConfig:
 
     predictor: PredictorConfig
     output: Path
-    """The file to write: .csv, .tsv or .jsonl; an existing one is replaced."""
+    """The file to write: .csv, .tsv or .jsonl."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
     json: bool = False
     """Print the result as JSON."""
 

@@ -30,10 +30,10 @@ from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
 from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import is_finetuned_config, warn_untrained_length
+from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.names import get_architecture
-from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer
+from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer, warn_untrained_length
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
