@@ -232,8 +232,11 @@ def test_predictions_as_columns_keep_those_of_the_input(tagged, tmp_path, capsys
     ]
     assert [[line.split()[3] for line in lines] for lines in sentences] == [row["tags"] for row in rows]
     (tmp_path / "words.txt").write_text("the\ncat\n\nthe\n")
-    run(f"predict --model {tagged}/out --input {tmp_path}/words.txt --output {tmp_path}/out.conll --device cpu", capsys)
-    assert [line.count(" ") for line in (tmp_path / "out.conll").read_text().splitlines()] == [1, 1, 0, 1, 0]
+    run(
+        f"predict --model {tagged}/out --input {tmp_path}/words.txt --output {tmp_path}/words.conll --device cpu",
+        capsys,
+    )
+    assert [line.count(" ") for line in (tmp_path / "words.conll").read_text().splitlines()] == [1, 1, 0, 1, 0]
 
 
 def test_a_tagger_predicts_texts_lists_and_rows_in_python(tagged):

@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from electra.config import all_defaults
 from electra.data.tokenizer import SETTINGS, VOCAB_TXT, TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.model.electra import Electra
+from electra.model.electra import Electra, meta_device
 from electra.model.quantize import dequantize, quantize, relative_error, write_compressed
 from electra.model.storage import (
     WEIGHTS,
@@ -69,7 +67,7 @@ def without_training_heads(electra: Electra) -> Electra:
     """The pair without the heads that only pre-training uses."""
     electra.require_generator()
     electra.require_discriminator()
-    with torch.device("meta"):
+    with meta_device():
         smaller = Electra(replace(electra.config, auxiliary_heads=(), has_baseline=False))
     parameters = dict(electra.named_parameters())
     smaller.load_state_dict(

@@ -1,5 +1,7 @@
 """Task heads, and the encoder with one of them."""
 
+import math
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -10,7 +12,7 @@ from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.crf import CRF
 from electra.finetuning.features import IGNORED, NO_LOGIT
-from electra.model.config import EncoderConfig, Pooling
+from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
 
@@ -61,10 +63,22 @@ class TaskModel(nn.Module):
     ) -> Tensor:
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
+        return self.head(POOL[self.pooling](hidden, attention_mask))
 
     def describe_head_input(self) -> str:
         return "the first token" if self.pooling == "cls" else "the mean of all tokens"
+
+
+class WindowModel(TaskModel):
+    """A task head on the mean of the pooled states of the windows of a text."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, num_labels] of windows [B, slots, L]."""
+        hidden = self.encoder(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
+        pooled = POOL[self.pooling](hidden, attention_mask.flatten(0, 1)).unflatten(0, input_ids.shape[:2])
+        return self.head(mean_pool(pooled, attention_mask[..., 1]))  # a missing window is [CLS] alone
 
 
 class TagModel(TaskModel):
@@ -118,7 +132,20 @@ class ChoiceModel(TaskModel):
         return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
 
 
+def max_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The maximum [B, D] of the states [B, L, D] of all tokens but padding."""
+    return hidden.masked_fill(~attention_mask[..., None], -math.inf).amax(1)
+
+
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """The mean [B, D] of the states [B, L, D] of all tokens but padding."""
     total = (hidden * attention_mask[..., None]).sum(1, dtype=torch.float32)
     return (total / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)
+
+
+POOL: dict[EmbeddingPooling, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": lambda hidden, attention_mask: hidden[:, 0],
+    "mean": mean_pool,
+    "max": max_pool,
+}
+"""Functions of states [B, L, D] and attention mask [B, L] to pooled states [B, D]."""

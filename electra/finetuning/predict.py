@@ -18,16 +18,17 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import Outputs, compute_logits
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
+from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, warn_untrained_length
+from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
-from electra.model.storage import WEIGHTS, load_model_tokenizer
+from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.resumable import content_checksum, open_resumable
-from electra.runfolder import file_checksum
+from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -108,9 +109,9 @@ class Predictor:
 
     def settings(self, path: Path) -> dict[str, Any]:
         """All that predictions for the rows of a file depend on."""
-        models = {str(folder): file_checksum(folder / WEIGHTS) for folder in self.folders}
+        checksums = {file: checksum for folder in self.folders for file, checksum in weight_checksums(folder).items()}
         settings = {"length": self.length, "precision": str(self.precision)}
-        return {"model": models, "input": str(path), "content": content_checksum(path)} | settings
+        return {"model": checksums, "input": str(path), "content": content_checksum(path)} | settings
 
     def predict(self, texts: str | Sequence[Any], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
@@ -137,7 +138,12 @@ class Predictor:
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
-                self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
+                self.mean_logits,
+                features.to(self.device),
+                self.batch_size,
+                self.length,
+                self.pad_id,
+                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
             )
         check_finite(logits, self.folders[0])
         return Outputs(logits, features, examples)
@@ -145,6 +151,11 @@ class Predictor:
     def mean_logits(self, *inputs: Tensor | None) -> Tensor:
         """The models' mean logits of a batch."""
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
+
+
+def is_finetuned(path: Path) -> bool:
+    """Whether a folder is a fine-tuned model, the output of a fine-tuning, or one of its seeds."""
+    return (path / RESULT).exists() or ((path / CONFIG).exists() and "task" in read_json(path / CONFIG))
 
 
 def ensemble_model_folders(output: Path) -> list[Path]:
@@ -179,7 +190,7 @@ def predict(config: PredictConfig) -> PredictResult:
     complete."""
     path = config.predictor.input
     predictor = Predictor(config.predictor)
-    check_output_file(config.output, path, predictor.kind.output_formats)
+    check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
     with open_resumable(config.output, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
@@ -198,10 +209,12 @@ def predict(config: PredictConfig) -> PredictResult:
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
 
 
-def check_output_file(output: Path, path: Path, suffixes: Collection[str]) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path`."""
-    if output.exists() and output.samefile(path):
+def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
+    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
+    if output.exists() and path.exists() and output.samefile(path):
         raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
     if output.suffix not in suffixes:
         raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
     if not output.parent.is_dir():

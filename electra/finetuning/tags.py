@@ -30,6 +30,7 @@ from electra.finetuning.conll import (
     write_tags,
 )
 from electra.finetuning.features import IGNORED, Features, Outputs, padded_length
+from electra.finetuning.losses import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
@@ -275,10 +276,9 @@ def split_into_windows(lengths: NDArray, max_tokens: int) -> list[Window]:
 # Predictions.
 
 
-def tag_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def tag_loss(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
     """The sum over the words of each row of their cross-entropies [B], from logits [B, L, num_labels]."""
-    tags = targets[:, : logits.shape[1]].long()
-    return functional.cross_entropy(logits.transpose(1, 2), tags, reduction="none", ignore_index=IGNORED).sum(1)
+    return cross_entropy(logits.transpose(1, 2), targets[:, : logits.shape[1]].long(), weights).sum(1)
 
 
 def predict_tags(outputs: Outputs, task: Task) -> NDArray:

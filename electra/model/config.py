@@ -16,6 +16,8 @@ AuxiliaryHead = Literal["corrective_lm", "bag_of_words"]
 Size = Literal["tiny", "small", "base", "large"]
 Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
+EmbeddingPooling = Literal["mean", "cls", "max"]
+"""Those of an embedding, of which no head depends: also the maximum over all tokens."""
 
 PACKAGED_MODEL = Path(__file__).parents[1] / "packaged"
 """The folder of the small English model that is part of the package; commands use it when no --model is given."""
@@ -87,6 +89,17 @@ class EncoderConfig:
 
     def is_modern(self) -> bool:
         return self.style == "modern"
+
+    def layer_indices(self, layers: tuple[int, ...]) -> list[int]:
+        """The indices of layers in `Encoder.hidden_states`; negative ones count from the end."""
+        outside = [layer for layer in layers if not -self.layers - 1 <= layer <= self.layers]
+        if outside or not layers:
+            value = " ".join(map(str, layers)) or "empty"
+            allowed = (
+                f"numbers from 0 (the embeddings) to {self.layers} or, counted from the end, -1 to {-self.layers - 1}"
+            )
+            raise ConfigError(f"is {value}; it must be {allowed}", field="layers")
+        return [layer % (self.layers + 1) for layer in layers]
 
     def check_length(self, length: int) -> None:
         """Check that rows fit the positions."""
