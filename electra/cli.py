@@ -40,6 +40,7 @@ from electra.config import (
     union_members,
 )
 from electra.errors import ConfigError, DataError, TrainingError, report_panics, suggest
+from electra.model.config import PACKAGED_MODEL
 from electra.runfolder import dump_json
 from electra.signals import clean_up_on_stop_signals, exit_on_stop_signals
 from electra.training.config import read_launch
@@ -216,7 +217,7 @@ def build_parameter(setting: Setting, group: Group, values: dict[str, Any] | Non
         allow_repeating=True,  # the last of two equal flags wins
         consume_multiple=1 if get_origin(setting.value_type) is tuple else None,
         negative_iterable=(),
-        show_default=default not in (None, ()),
+        show_default=default not in (None, (), PACKAGED_MODEL),
         required=values is not None and setting.name not in values,
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY

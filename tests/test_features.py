@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 
 from electra.data.tokenizer import load_tokenizer
 from electra.finetuning.features import (
+    Outputs,
     RowBatch,
     compute_logits,
     epoch_batches,
+    features_cache_key,
     load_or_make_features,
     make_features,
     make_full_batch,
     truncated_lengths,
 )
-from electra.finetuning.kinds import with_targets
+from electra.finetuning.kinds import stack_labels, with_targets
 from electra.finetuning.tasks import Examples, Task
 
 TEXTS = ["the cat sat .", "the big red dog ran in the small house .", "bird"]
@@ -129,5 +131,46 @@ def test_rows_are_padded_to_a_multiple_of_32_but_never_beyond_the_maximum_length
 
 def test_logits_keep_the_order_of_rows(tokenizer):
     features = make_features(Examples(texts=TEXTS), tokenizer, 16)
-    logits = compute_logits(lambda ids, mask, segments: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
+    logits = compute_logits(lambda ids, mask, segments, targets: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
     assert logits[:, 0].tolist() == features.lengths.tolist()
+
+
+def test_logits_of_tokens_are_those_of_input_ids_in_their_order(tokenizer):
+    features = make_features(Examples(texts=TEXTS), tokenizer, 16)
+    logits = compute_logits(lambda ids, mask, segments, targets: ids[..., None], features, 2, 16, pad_id=0)
+    assert logits[:, 0].tolist() == features.input_ids.tolist()
+    rows = Outputs(logits, features).row_logits()
+    assert [len(row) for row in rows] == features.lengths.tolist()
+    assert {row[0, 0] for row in rows} == {tokenizer.vocabulary.cls_id}
+
+
+def test_models_get_the_targets_of_their_batch(tokenizer):
+    features = make_features(Examples(texts=TEXTS, labels=np.array([2, 0, 1])), tokenizer, 16)
+    logits = compute_logits(lambda ids, mask, segments, targets: targets[:, None], features, 2, 16, pad_id=0)
+    assert logits[:, 0].tolist() == [2, 0, 1]
+    assert (
+        make_features(Examples(texts=TEXTS), tokenizer, 16).targets(RowBatch(torch.arange(3), torch.ones(3), 8)) is None
+    )
+
+
+def test_the_loss_of_tokens_ignores_other_rows_of_a_batch(tokenizer, monkeypatch):
+    """Padding has probability 0: the loss of the first token of each row is minus its log-softmax."""
+    monkeypatch.setattr("electra.finetuning.features.LOSS_ROWS", 2)
+    features = make_features(Examples(texts=TEXTS, labels=np.zeros(3, np.int64)), tokenizer, 16)
+    outputs = Outputs(np.zeros((len(features.input_ids), 1), np.float32), features)
+    losses = outputs.compute_losses(lambda logits, targets: -logits[..., 0].log_softmax(1)[:, 0])
+    assert losses.exp().tolist() == pytest.approx(features.lengths.tolist())
+
+
+def test_rows_of_an_example_count_once(tokenizer):
+    features = make_features(Examples(texts=TEXTS), tokenizer, 16)
+    assert features.num_examples == 3
+    assert replace(features, examples=torch.tensor([0, 0, 1])).num_examples == 2
+
+
+def test_labels_that_are_lists_stay_lists_and_change_the_cache(tokenizer):
+    first, second = (stack_labels([[("cat", 4)], labels], object) for labels in ([], [("dog", 4)]))
+    assert first.shape == (2,)
+    examples = [Examples(texts=TEXTS[:2], labels=labels) for labels in (first, first.copy(), second)]
+    keys = {features_cache_key(make_features, each, tokenizer, 16) for each in examples}
+    assert len(keys) == 2

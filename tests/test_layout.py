@@ -23,7 +23,7 @@ PACKAGES = [
     "export",
     "serve",
 ]
-ORDER = ["errors", "config", "random", "signals", "runfolder", "plotting", *PACKAGES]
+ORDER = ["errors", "config", "random", "signals", "runfolder", "resumable", "plotting", *PACKAGES]
 ORDER += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 

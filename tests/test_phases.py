@@ -330,6 +330,14 @@ def test_segment_embeddings_of_an_earlier_phase_are_kept(run_config):
     assert not torch.equal(table[0], table[1])
 
 
+def test_segment_b_of_a_new_discriminator_is_a_copy_of_a(run_config):
+    config = run_config(**TWO_STAGE, init_discriminator_from_generator=False, generator_width=32, steps=4)
+    pretrain(config)
+    tables = [value for name, value in checkpoint_weights(config, 4).items() if name.endswith("segment.weight")]
+    assert len(tables) == 2
+    assert all(torch.equal(table[0], table[1]) for table in tables)
+
+
 def test_a_run_with_auxiliary_losses_resumes_and_exports_without_their_heads(run_config, tmp_path):
     settings = {"corrective_lm_weight": 1.0, "bag_of_words_weight": 1.0, "unigram_output_bias": True}
     config = run_config(steps=4, save_every=2, **settings)

@@ -8,6 +8,7 @@ import torch
 from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig, ImportConfig
+from electra.export.package import write_package
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.model import load_finetuned_model
@@ -27,6 +28,7 @@ from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
     TOKENIZER_FILES,
     WEIGHTS,
+    check_tokenizer,
     copy_tokenizer_files,
     has_rtd_head,
     load_model,
@@ -60,7 +62,10 @@ class ConversionResult:
 
 
 def export(config: ExportConfig) -> ConversionResult:
-    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder."""
+    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder; or a pair as the packaged model."""
+    if config.to == "package":
+        description, parameters, files = write_package(config, find_model_folder(config.model))
+        return ConversionResult(str(config.output), description, parameters, files)
     if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
         return export_finetuned(config)
     folder = find_model_folder(config.model)
@@ -129,6 +134,7 @@ def write_huggingface_folder(
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise DataError(f"the weights in {tokenizer_folder} are not finite ({name}); train the model again")
+    check_tokenizer(tokenizer_folder, settings["vocab_size"])
     with create_folder_atomically(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
@@ -144,6 +150,7 @@ def import_model(config: ImportConfig) -> ConversionResult:
         parts = [model.part for model in models]
         if parts != ["discriminator", "generator"]:
             raise ConfigError(f"--from must be a discriminator and --generator a generator, not {' and '.join(parts)}")
+    check_tokenizer(config.source, models[0].config.vocab_size)
     electra, tensors = combine_into_pair(models)
     with create_folder_atomically(config.output) as draft:
         tokenizer = write_model_files(electra, tensors, draft, config.source)

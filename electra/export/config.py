@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from electra.errors import ConfigError
 from electra.huggingface.names import Part
 
 
@@ -13,19 +14,26 @@ from electra.huggingface.names import Part
 class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
     ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
-    ElectraForMultipleChoice or ModernBertForMultipleChoice."""
+    ElectraForMultipleChoice or ModernBertForMultipleChoice. With --to package: write a pair in 8 bits and at most 5 MB,
+    as the model in the package is stored."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""
     output: Path
     """Folder to write; it must not exist yet."""
-    to: Literal["huggingface"] = "huggingface"
-    """Format."""
+    to: Literal["huggingface", "package"] = "huggingface"
+    """Format: a Hugging Face folder; or the one of the model in the package, which only electra reads."""
     part: Part = "discriminator"
     """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
+    training_data: str | None = None
+    """With --to package: the text that the model was trained on and its licences, for the model card."""
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.training_data is not None and self.to != "package":
+            raise ConfigError("--training-data needs --to package: other formats have no model card")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import TaskKind
 from electra.finetuning.tasks import Task
-from electra.model.config import EncoderConfig, Pooling
+from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
 SAVE_EVERY = 2000
@@ -85,12 +85,19 @@ class TuningConfig:
     folder (classifier_pooling in Hugging Face's), else cls."""
     length: int = 128
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    class_weights: tuple[str, ...] = ()
+    """Weights of classes in the loss: balanced (rows of a class count in inverse proportion to their number), or
+    CLASS=WEIGHT for some classes, e.g. spam=5; of a multi-label task, weights of the rows that have the class."""
+    best_epoch: bool = False
+    """Keep the model of the epoch with the best main metric on the dev rows instead of the last one."""
+    early_stopping: int | None = None
+    """Stop after this many epochs without a better main metric on the dev rows; implies --best-epoch."""
     faithful: bool = False
     """Reproduce the released code: Adam without bias correction, a decay that starts during the warm-up, weight decay,
     and layer-wise decay counted from one layer higher."""
 
     def __post_init__(self) -> None:
-        check_range(self, "epochs", "batch_size", "micro_batches", at_least=1)
+        check_range(self, "epochs", "batch_size", "micro_batches", "early_stopping", at_least=1)
         check_range(self, "length", at_least=8)
         check_range(self, "layer_decay", above=0, at_most=1)
         if self.batch_size % self.micro_batches:
@@ -120,6 +127,10 @@ class TuningConfig:
             save_every=SAVE_EVERY,
             keep_checkpoints=1,
         )
+
+    @property
+    def keeps_best_epoch(self) -> bool:
+        return self.best_epoch or self.early_stopping is not None
 
     def epochs_for(self, task: Task) -> int:
         return task.epochs if self.epochs is None else self.epochs
@@ -154,9 +165,10 @@ class FinetuneConfig:
 
     An interrupted run continues when the same command is repeated."""
 
-    model: Path
+    model: Path = PACKAGED_MODEL
     """What to fine-tune: a pre-training run, a model folder (written by electra), a Hugging Face folder (ELECTRA, BERT,
-    ModernBERT), a fine-tuned model, or the --output of another fine-tuning (its best seed)."""
+    ModernBERT), a fine-tuned model, or the --output of another fine-tuning (its best seed); default: the small English
+    model in the package."""
     output: Path
     """Folder for models, metrics and plots."""
     task: TaskConfig
@@ -236,7 +248,9 @@ class PredictConfig:
 
     predictor: PredictorConfig
     output: Path
-    """The file to write: .csv, .tsv or .jsonl; an existing one is replaced."""
+    """The file to write: .csv, .tsv or .jsonl."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
     json: bool = False
     """Print the result as JSON."""
 

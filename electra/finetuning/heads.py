@@ -1,5 +1,7 @@
 """Task heads, and the encoder with one of them."""
 
+import math
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -8,7 +10,8 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
-from electra.model.config import EncoderConfig, Pooling
+from electra.finetuning.features import NO_LOGIT
+from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
 
@@ -39,7 +42,6 @@ class ModernHead(ClassicHead):
         return super().forward(self.norm(functional.gelu(self.dense(pooled))))
 
 
-NO_CHOICE = -1e30  # the logit of a missing choice: its probability is 0, and means over models stay finite
 HEADS = {"classic": ClassicHead, "modern": ModernHead}
 
 
@@ -55,24 +57,41 @@ class TaskModel(nn.Module):
         self.encoder, self.pooling = encoder, pooling
         self.head = HEADS[encoder.config.style](encoder.config, num_labels)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
-        """Logits [B, num_labels]."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(hidden[:, 0] if self.pooling == "cls" else mean_pool(hidden, attention_mask))
+        return self.head(POOL[self.pooling](hidden, attention_mask))
 
 
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
-        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_CHOICE` where a row has fewer."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_LOGIT` where a row has fewer."""
         scores = super().forward(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
         is_missing = ~attention_mask[..., 1]  # [CLS] alone
-        logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_CHOICE)  # [B, slots]
-        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_CHOICE)
+        logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_LOGIT)  # [B, slots]
+        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
+
+
+def max_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The maximum [B, D] of the states [B, L, D] of all tokens but padding."""
+    return hidden.masked_fill(~attention_mask[..., None], -math.inf).amax(1)
 
 
 def mean_pool(hidden: Tensor, attention_mask: Tensor) -> Tensor:
     """The mean [B, D] of the states [B, L, D] of all tokens but padding."""
     total = (hidden * attention_mask[..., None]).sum(1, dtype=torch.float32)
     return (total / attention_mask.sum(1, keepdim=True)).to(hidden.dtype)
+
+
+POOL: dict[EmbeddingPooling, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": lambda hidden, attention_mask: hidden[:, 0],
+    "mean": mean_pool,
+    "max": max_pool,
+}
+"""Functions of states [B, L, D] and attention mask [B, L] to pooled states [B, D]."""

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, make_features
+from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
 from electra.finetuning.heads import ChoiceModel, TaskModel
+from electra.finetuning.losses import (
+    BALANCED,
+    balanced_class_weights,
+    balanced_positive_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    parse_class_weights,
+)
 from electra.finetuning.metrics import Metrics, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
@@ -43,11 +50,11 @@ def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
     return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
 
 
-def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The prediction and the probability of each class, or the predicted score."""
     kind = KINDS[task.kind]
-    predictions = kind.decode(kind.predict(logits, task), task)
-    for prediction, values in zip(predictions, kind.activation(logits).tolist(), strict=True):
+    predictions = kind.decode(kind.predict(outputs, task), task)
+    for prediction, values in zip(predictions, kind.activation(outputs.logits).tolist(), strict=True):
         probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
         rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
         yield {"prediction": rounded} | probabilities
@@ -58,9 +65,12 @@ def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, de
     return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
 
 
-def choice_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
+    assert outputs.examples is not None
+    assert outputs.examples.rows is not None
+    logits, rows = outputs.logits, outputs.examples.rows
     for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
         choices = choice.read_choices(task, row)
         probabilities = [round(value, 4) for value in values[: len(choices)]]
@@ -82,6 +92,7 @@ class Kind:
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
     has_classes: bool = True  # that the task lists as its labels
+    has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
 
     # from examples to features
     make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
@@ -89,11 +100,15 @@ class Kind:
     labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
 
     # from features to predictions
-    model: type[TaskModel] = TaskModel
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    model: Callable[[Task], type[TaskModel]] = lambda task: TaskModel
+    loss: Callable[..., Tensor]  # logits [B, num_labels], targets and, if `balance` is set, class weights → losses [B]
+    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
-    predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
+    predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
+        predicted, labels
+    )
     baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
     baseline_name: str = "always predicting the most frequent class"
     has_confusion_matrix: bool = False
@@ -101,14 +116,10 @@ class Kind:
 
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
-    columns: Callable[[Task, NDArray, list[Row]], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
     huggingface_settings: Callable[[EncoderConfig], Settings]
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, reduction="none")
 
 
 def softmax(logits: NDArray) -> NDArray:
@@ -123,8 +134,9 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
+        balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
-        predict=lambda logits, task: logits.argmax(1),
+        predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
         has_confusion_matrix=True,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
@@ -136,11 +148,10 @@ KINDS: dict[TaskKind, Kind] = {
         warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
-        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        ).mean(1),
+        loss=binary_cross_entropy,
+        balance=balanced_positive_weights,
         uniform_loss=lambda task: math.log(2),
-        predict=lambda logits, task: (logits > 0).astype(np.float32),
+        predict=lambda outputs, task: (outputs.logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
         has_class_scores=True,
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
@@ -157,7 +168,7 @@ KINDS: dict[TaskKind, Kind] = {
         labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
         uniform_loss=lambda task: 1.0,
-        predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
+        predict=lambda outputs, task: task.denormalize_scores(outputs.logits[:, 0]),
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
         decode=lambda scores, task: scores.tolist(),
@@ -174,10 +185,10 @@ KINDS: dict[TaskKind, Kind] = {
         encode=choice.encode_choice,
         dtype=np.int64,
         has_classes=False,
-        model=ChoiceModel,
+        model=lambda task: ChoiceModel,
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(choice.MAX_CHOICES),
-        predict=lambda logits, task: logits.argmax(1),
+        predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
         baseline_name="choosing at random",
@@ -194,6 +205,38 @@ def with_targets(task: Task, examples: Examples) -> Examples:
     if examples.labels is None:
         return examples
     return replace(examples, labels=KINDS[task.kind].targets(examples.labels, task))
+
+
+def load_features(
+    task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache_folder: Path
+) -> Features:
+    """Token ids and targets of examples, from a cache after the first time."""
+    make_features = KINDS[task.kind].make_features
+    return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
+
+
+def compute_metrics(task: Task, logits: NDArray, features: Features, examples: Examples) -> Metrics:
+    """The task's metrics of logits of examples with labels."""
+    assert examples.labels is not None
+    kind = KINDS[task.kind]
+    return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
+
+
+def check_class_weights(words: tuple[str, ...], task: Task) -> None:
+    """Raise a ConfigError if --class-weights do not fit a task."""
+    if words and KINDS[task.kind].balance is None:
+        raise ConfigError(f"is {' '.join(words)}, but a task of kind {task.kind} has none", field="class_weights")
+    if words != (BALANCED,):
+        parse_class_weights(words, task)
+
+
+def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray) -> Tensor | None:
+    """The weights [classes] of --class-weights for a task with these training labels."""
+    balance = KINDS[task.kind].balance
+    if not words or balance is None:
+        return None
+    weights = balance(train_labels, len(task.labels)) if words == (BALANCED,) else parse_class_weights(words, task)
+    return torch.tensor(np.asarray(weights), dtype=torch.float32)
 
 
 def define_task(config: TaskConfig) -> Task:
@@ -258,12 +301,15 @@ def read_examples(task: Task, split: str) -> Examples:
     return examples
 
 
-def stream_examples(task: Task, path: Path, chunk_size: int, *, with_labels: bool = True) -> Iterator[Examples]:
-    """The examples of a file in chunks, with their rows; labels are read if the file has them and `with_labels`."""
+def stream_examples(
+    task: Task, path: Path, chunk_size: int, *, with_labels: bool = True, skip_rows: int = 0
+) -> Iterator[Examples]:
+    """The examples of a file in chunks, with their rows, after the first `skip_rows`; labels are read if the file has
+    them and `with_labels`."""
     rows = readers.read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
-    rows = chain([first], rows)
+    rows = islice(chain([first], rows), skip_rows, None)
     while chunk := take_chunk(rows, chunk_size):
         yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
 
@@ -284,8 +330,18 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
         texts=list(first),
         texts_b=list(second[0]) if second else None,
         counts=np.array(counts) if len(texts) > len(counts) else None,
-        labels=np.array(labels, kind.dtype) if has_labels else None,
+        labels=stack_labels(labels, kind.dtype) if has_labels else None,
     )
+
+
+def stack_labels(labels: list[Any], dtype: type) -> NDArray:
+    """Labels as an array; objects, which may be lists, stay as they are."""
+    if dtype is not object:
+        return np.array(labels, dtype)
+    stacked = np.empty(len(labels), object)
+    for index, label in enumerate(labels):
+        stacked[index] = label
+    return stacked
 
 
 def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:

@@ -1,31 +1,33 @@
 """`electra predict` and `electra evaluate`: apply a fine-tuned model to a file of any length."""
 
 import csv
+import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import compute_logits
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
+from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, warn_untrained_length
+from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
-from electra.model.storage import load_model_tokenizer
-from electra.runfolder import lock_file, open_atomic
+from electra.model.storage import load_model_tokenizer, warn_untrained_length
+from electra.resumable import content_checksum, open_resumable
+from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -96,15 +98,19 @@ class Predictor:
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
 
-    def stream_logits(self, path: Path, with_labels: bool) -> Iterator[tuple[Examples, NDArray]]:
-        """The examples of a file in chunks, with their logits [N, num_labels]."""
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.completed:,.0f} rows"), TimeElapsedColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            progress_task = progress.add_task("", total=None)
-            for examples in stream_examples(self.task, path, CHUNK_SIZE, with_labels=with_labels):
-                yield examples, self.compute_logits(examples)
-                progress.update(progress_task, completed=self.rows)
+    def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
+        """The logits of the examples of a file after the first `self.rows`, in chunks."""
+        with show_row_count(self.rows) as show:
+            for examples in stream_examples(self.task, path, CHUNK_SIZE, with_labels=with_labels, skip_rows=self.rows):
+                outputs = self.compute_outputs(examples)
+                show(self.rows)
+                yield outputs
+
+    def settings(self, path: Path) -> dict[str, Any]:
+        """All that predictions for the rows of a file depend on."""
+        checksums = {file: checksum for folder in self.folders for file, checksum in weight_checksums(folder).items()}
+        settings = {"length": self.length, "precision": str(self.precision)}
+        return {"model": checksums, "input": str(path), "content": content_checksum(path)} | settings
 
     def predict(self, texts: str | Sequence[Any], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
@@ -119,22 +125,34 @@ class Predictor:
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
             examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        return list(self.kind.columns(task, self.compute_logits(examples), rows)) if texts else []
+        examples = replace(examples, rows=rows)
+        return list(self.kind.columns(task, self.compute_outputs(examples))) if texts else []
 
-    def compute_logits(self, examples: Examples) -> NDArray:
-        """The logits [N, num_labels] of examples, averaged over the models."""
+    def compute_outputs(self, examples: Examples) -> Outputs:
+        """The logits of examples, averaged over the models."""
         features = self.kind.make_features(examples, self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
-                self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
+                self.mean_logits,
+                features.to(self.device),
+                self.batch_size,
+                self.length,
+                self.pad_id,
+                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
             )
         check_finite(logits, self.folders[0])
-        return logits
+        return Outputs(logits, features, examples)
 
-    def mean_logits(self, *inputs: Tensor) -> Tensor:
-        """The models' mean logits [B, num_labels] of a batch."""
+    def mean_logits(self, *inputs: Tensor | None) -> Tensor:
+        """The models' mean logits of a batch; targets are not used."""
+        inputs = inputs[:3]
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
+
+
+def is_finetuned(path: Path) -> bool:
+    """Whether a folder is a fine-tuned model, the output of a fine-tuning, or one of its seeds."""
+    return (path / RESULT).exists() or ((path / CONFIG).exists() and "task" in read_json(path / CONFIG))
 
 
 def ensemble_model_folders(output: Path) -> list[Path]:
@@ -148,20 +166,56 @@ def ensemble_model_folders(output: Path) -> list[Path]:
     return models
 
 
+@contextmanager
+def show_row_count(start: int = 0) -> Iterator[Callable[[int], None]]:
+    """Yield a function that shows a number of rows, with rows per second, on a terminal; nothing is shown elsewhere."""
+    console = Console(stderr=True)
+    texts = "{task.completed:,.0f} rows", "{task.fields[speed]:,.0f} rows/s"
+    columns = (SpinnerColumn(), *map(TextColumn, texts), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=None, completed=start, speed=0.0)
+
+        def show(rows: int) -> None:
+            speed = (rows - start) / max(1e-3, progress.tasks[0].elapsed or 0.0)
+            progress.update(task, completed=rows, speed=speed)
+
+        yield show
+
+
 def predict(config: PredictConfig) -> PredictResult:
-    """Write the rows of a file with their predictions; the output appears when it is complete."""
+    """Write the rows of a file with their predictions; a stopped process continues, and the output appears when it is
+    complete."""
     path = config.predictor.input
-    if config.output.exists() and config.output.samefile(path):
-        raise ConfigError(f"is {config.output}, the same as --input; choose another name", field="output")
+    check_output_file(config.output, path, WRITERS, config.overwrite)
     predictor = Predictor(config.predictor)
-    with open_row_writer(config.output) as write_row:
-        for examples, logits in predictor.stream_logits(path, with_labels=False):
-            assert examples.rows is not None
-            predictions = predictor.kind.columns(predictor.task, logits, examples.rows)
-            for row, prediction in zip(examples.rows, predictions, strict=True):
+    with open_resumable(config.output, predictor.settings(path)) as output:
+        predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
+        content = io.StringIO(newline="")
+        writer = WRITERS[config.output.suffix](content, output.state.get("header", []))
+        for outputs in predictor.stream_outputs(path, with_labels=False):
+            assert outputs.examples is not None
+            assert outputs.examples.rows is not None
+            predictions = predictor.kind.columns(predictor.task, outputs)
+            for row, prediction in zip(outputs.examples.rows, predictions, strict=True):
                 with add_line_to_errors(str(path), row.line):
-                    write_row(add_columns(row.values, prediction))
+                    writer.write_row(add_columns(row.values, prediction))
+            output.file.write(content.getvalue().encode("utf-8", "replace"))
+            content.seek(0)
+            content.truncate()
+            output.save_part({"rows": predictor.rows, "truncated": predictor.truncated, "header": writer.header})
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
+
+
+def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
+    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
+    if output.exists() and path.exists() and output.samefile(path):
+        raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
+    if output.suffix not in suffixes:
+        raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
+    if not output.parent.is_dir():
+        raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
@@ -172,32 +226,26 @@ def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     return row | columns
 
 
-RowWriter = Callable[[dict[str, Any]], None]
+class JsonWriter:
+    """Write rows as lines of JSON."""
+
+    def __init__(self, file: TextIO, header: list[str]) -> None:
+        self.file, self.header = file, header
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        print(json.dumps(row, ensure_ascii=False, default=str), file=self.file)
 
 
-@contextmanager
-def open_row_writer(path: Path) -> Iterator[RowWriter]:
-    """Yield a function that writes rows to a file, which appears when the block ends without an error."""
-    if path.suffix not in WRITERS:
-        raise ConfigError(f"is {path}; its name must end in {', '.join(WRITERS)}", field="output")
-    if not path.parent.is_dir():
-        raise ConfigError(f"is {path}, but there is no folder {path.parent}", field="output")
-    with lock_file(path), open_atomic(path, encoding="utf-8", errors="replace", newline="") as file:
-        yield WRITERS[path.suffix](file)
+class CsvWriter:
+    """Write rows of a table; the header, unless given, comes from the first row, lists are joined into one cell."""
 
+    dialect: ClassVar[dict[str, Any]] = {"quoting": csv.QUOTE_ALL}
 
-def json_row_writer(file: TextIO) -> RowWriter:
-    return lambda row: print(json.dumps(row, ensure_ascii=False, default=str), file=file)
+    def __init__(self, file: TextIO, header: list[str]) -> None:
+        self.writer = csv.writer(file, lineterminator="\n", **self.dialect)
+        self.header = header
 
-
-class TableWriter:
-    """Write rows of a table; the header comes from the first row, lists are joined into one cell."""
-
-    def __init__(self, file: TextIO, **dialect: Any) -> None:
-        self.writer = csv.writer(file, lineterminator="\n", **dialect)
-        self.header: list[str] = []
-
-    def __call__(self, row: dict[str, Any]) -> None:
+    def write_row(self, row: dict[str, Any]) -> None:
         if not self.header:
             self.header = list(row)
             self.write_cells(self.header)
@@ -216,34 +264,34 @@ class TableWriter:
             ) from None
 
 
-WRITERS: dict[str, Callable[[TextIO], RowWriter]] = {
-    ".jsonl": json_row_writer,
-    ".csv": lambda file: TableWriter(file, quoting=csv.QUOTE_ALL),
-    ".tsv": lambda file: TableWriter(file, delimiter="\t", quoting=csv.QUOTE_NONE, quotechar=None),
-}
+class TsvWriter(CsvWriter):
+    dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+
+
+WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {".jsonl": JsonWriter, ".csv": CsvWriter, ".tsv": TsvWriter}
 
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Compute the task's metrics on a file with labels."""
     predictor = Predictor(config.predictor)
     path, task = config.predictor.input, predictor.task
-    labels, logits = [], []
-    for examples, chunk_logits in predictor.stream_logits(path, with_labels=True):
-        if examples.labels is None:
+    labels, predictions = [], []
+    for outputs in predictor.stream_outputs(path, with_labels=True):
+        assert outputs.examples is not None
+        if outputs.examples.labels is None:
             raise DataError(
                 f"{path} has no label column {task.label!r}; evaluation needs labels, electra predict does not"
             )
-        labels.append(examples.labels)
-        logits.append(chunk_logits)
-    truth = np.concatenate(labels)
-    predicted = predictor.kind.predict(np.concatenate(logits), task)
+        labels.append(outputs.examples.labels)
+        predictions.append(predictor.kind.predict(outputs, task))
+    truth, predicted = np.concatenate(labels), np.concatenate(predictions)
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],
         task=task.name,
         input=str(path),
         rows=predictor.rows,
         truncated=predictor.truncated,
-        metrics=task.compute_metrics(predicted, truth),
+        metrics=predictor.kind.compute_metrics(predicted, truth, task),
         labels=list(task.labels),
         confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
         if predictor.kind.has_confusion_matrix

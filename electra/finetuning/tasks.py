@@ -105,7 +105,7 @@ class Examples:
     texts: list[str]
     texts_b: list[str] | None = None
     counts: NDArray | None = None  # [N] texts or pairs of each example; None: one
-    labels: NDArray | None = None  # class ids [N] int64; scores [N] float32; multi-hot classes [N, classes] float32
+    labels: NDArray | None = None  # [N] class ids, scores or objects; multi-hot classes [N, classes]
     rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
 
     def __len__(self) -> int:

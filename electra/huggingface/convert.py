@@ -27,7 +27,7 @@ from electra.huggingface.names import (
     Settings,
 )
 from electra.model.config import EncoderConfig
-from electra.model.electra import Discriminator, Generator
+from electra.model.electra import Discriminator, Generator, meta_device
 from electra.model.storage import check_tensors
 from electra.runfolder import CONFIG, convert_stored
 
@@ -69,7 +69,7 @@ def from_huggingface_tensors(
 
 def expected_tensors(architecture: Architecture, config: EncoderConfig) -> Tensors:
     """The parameters, on the meta device, of our generator, discriminator or encoder for a class of `transformers`."""
-    with torch.device("meta"):
+    with meta_device():
         model = Generator(config) if architecture.part == "generator" else Discriminator(config)
     parameters = model.named_parameters()
     return {name: tensor for name, tensor in parameters if architecture.head or name.startswith("encoder.")}

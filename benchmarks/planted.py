@@ -1,0 +1,22 @@
+"""Count in how many of a hundred sentences a model finds the planted word (electra/serve/planted.jsonl)."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from electra.runfolder import dump_json
+from electra.serve.inference import load_model
+from electra.serve.planted import find_planted_words
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="run, model folder or Hugging Face folder")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    result = find_planted_words(load_model(arguments.model, "auto"))
+    print(dump_json(asdict(result)) if arguments.json else result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Output files of any length that are written in parts: a command that was stopped continues where it was."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from electra.errors import DataError
+from electra.runfolder import (
+    PARTIAL,
+    describe_changed_settings,
+    dump_json,
+    file_checksum,
+    lock_file,
+    name_written_file,
+    read_stored,
+    write_stored,
+)
+
+SAVE_SECONDS = 5.0  # between saved parts of a file, at least
+
+
+@dataclass(frozen=True)
+class OutputProgress:
+    """What is written of an output file; stored beside it until it is complete."""
+
+    settings: dict[str, Any]
+    size: int  # bytes
+    state: dict[str, Any]  # of the command, such as the number of rows
+
+
+class ResumableFile:
+    """A binary file that is written in parts; after a stop the same command continues after the last saved part."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path, self.settings = path, json.loads(dump_json(settings))
+        self.partial = path.with_name(f"{path.name}{PARTIAL}")
+        self.complete = self.partial  # the file that gets the name in the end
+        self.progress_file = path.with_name(f".{path.name}.progress{PARTIAL}")
+        self.state: dict[str, Any] = {}  # of the last saved part
+        self.saved_at = time.monotonic()
+        size = self.restore_progress()
+        self.file: BinaryIO = self.partial.open("r+b" if size else "w+b")
+        self.file.truncate(size)
+        self.file.seek(size)
+
+    def restore_progress(self) -> int:
+        """The size of what a stopped process wrote with the same settings, after restoring its state; else 0."""
+        try:
+            progress = read_stored(self.progress_file, OutputProgress)
+            written = self.partial.stat().st_size
+        except (DataError, OSError):  # missing or damaged: start over
+            return 0
+        if changes := describe_changed_settings(progress.settings, self.settings):
+            print(f"{self.path} is started over: {'; '.join(changes)}", file=sys.stderr)
+            return 0
+        if written < progress.size:
+            return 0
+        self.state = progress.state
+        return progress.size
+
+    def save_part(self, state: dict[str, Any]) -> None:
+        """Let a stopped process continue from here; at most every few seconds, because disks are slow."""
+        if time.monotonic() - self.saved_at >= SAVE_SECONDS:
+            self.sync()
+            write_stored(self.progress_file, asdict(OutputProgress(self.settings, self.file.tell(), state)))
+            self.saved_at = time.monotonic()
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def finish(self) -> None:
+        """Let the file appear under its name."""
+        self.sync()
+        os.replace(self.complete, self.path)
+        self.discard()
+
+    def close(self) -> None:
+        """Close the file after an error: what is not saved counts for nothing."""
+        with suppress(OSError):  # the disk is full
+            self.file.close()
+
+    def discard(self) -> None:
+        """Remove all partial files."""
+        self.close()
+        for path in (self.progress_file, self.partial, self.complete):
+            path.unlink(missing_ok=True)
+
+
+def content_checksum(path: Path) -> str:
+    """The checksum of an input file; that of a pipe, which cannot be read again, is always another."""
+    return file_checksum(path) if path.is_file() else f"pipe at {time.time()}"
+
+
+@contextmanager
+def open_resumable(path: Path, settings: dict[str, Any]) -> Iterator[ResumableFile]:
+    """Open a file that appears when the block ends without an error.
+
+    What was written is kept if a signal stops the block or the disk is full, and removed after any other error."""
+    with lock_file(path):
+        output = ResumableFile(path, settings)
+        try:
+            with name_written_file(path, output.partial):
+                yield output
+                output.finish()
+        except (KeyboardInterrupt, SystemExit, OSError):
+            if output.progress_file.exists():
+                output.close()
+                print(f"what is finished of {path} is kept; run the same command to continue", file=sys.stderr)
+            else:
+                output.discard()
+            raise
+        except BaseException:
+            output.discard()
+            raise

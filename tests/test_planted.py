@@ -1,0 +1,55 @@
+"""The sentences with planted words, and how a model's probabilities are compared on them."""
+
+import re
+
+import pytest
+
+import electra
+from electra.data.tokenizer import build_wordpiece_tokenizer
+from electra.serve.planted import count_found, find_planted_words, read_planted_sentences, word_scores
+
+SENTENCES = read_planted_sentences()
+
+
+def test_a_hundred_different_sentences_have_one_planted_word_each():
+    assert len({sentence.text for sentence in SENTENCES}) == len({each.planted_word for each in SENTENCES}) == 100
+    for sentence in SENTENCES:
+        assert re.fullmatch(r"[A-Za-z]+", sentence.planted_word)
+        assert sentence.planted_word != sentence.original
+    assert {sentence.planted for sentence in SENTENCES} >= set(range(10))
+
+
+def test_a_sentence_counts_if_its_planted_word_has_the_highest_score():
+    by_text = {sentence.text: sentence for sentence in SENTENCES}
+
+    def score_words(text):
+        planted = by_text[text].planted if len(text) % 2 else (by_text[text].planted + 1) % len(text.split())
+        return [float(index == planted) for index in range(len(text.split()))]
+
+    result = count_found(score_words)
+    assert result.found == sum(len(sentence.text) % 2 for sentence in SENTENCES)
+    assert result.found + len(result.missed) == 100
+    assert result.guessing == pytest.approx(9.9, abs=0.1)
+
+
+def test_a_word_has_the_highest_score_of_its_tokens():
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", ",", "."]
+    tokenizer = build_wordpiece_tokenizer(tokens, lowercase=True)
+    assert tokenizer.library.encode("The cats, the cat.").tokens == [
+        "[CLS]",
+        "the",
+        "cat",
+        "##s",
+        ",",
+        "the",
+        "cat",
+        ".",
+        "[SEP]",
+    ]
+    scores = [9.0, 0.1, 0.5, 0.7, 9.0, 0.2, 0.3, 9.0, 9.0]
+    assert word_scores(tokenizer, "The cats, the cat.", scores) == [0.1, 0.7, 0.2, 0.3]
+
+
+def test_every_sentence_is_scored_by_a_model(finished_run):
+    result = find_planted_words(electra.load(finished_run, device="cpu"))
+    assert result.sentences == 100
