@@ -1,5 +1,7 @@
 """One fine-tuning run: the paper's hyperparameters, updates equal to a plain loop, resumption, each kind of task."""
 
+import json
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import torch
 from synthetic import write_rows
 
+import electra
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
@@ -256,3 +259,42 @@ def test_a_resumed_job_remembers_its_best_epoch(make_job, script_accuracy):
     train_epochs(job, 2)  # ends with a checkpoint
     assert job.run(quiet=True).best_epoch == 1
     assert job.run(quiet=True).steps == 3 * 4
+
+
+@pytest.fixture
+def long_rows(tmp_path):
+    """A file of texts of up to 40 tokens whose last word is their class."""
+    generator = random.Random(0)
+    with (tmp_path / "long.jsonl").open("w") as file:
+        for _ in range(200):
+            animal = generator.choice(("cat", "dog", "bird"))
+            text = "the red mat " * generator.randint(0, 13) + animal
+            file.write(json.dumps({"text": text, "label": animal}) + "\n")
+    return tmp_path / "long.jsonl"
+
+
+@pytest.mark.parametrize("model", ["encoder_folder", "modern_folder"])
+def test_windows_find_what_is_beyond_the_maximum_length(long_rows, tmp_path, model, request):
+    files = {"model": request.getfixturevalue(model), "train": long_rows, "device": "cpu"}
+    settings = files | QUICK | {"length": 16}
+    truncated = electra.finetune(**settings | {"epochs": 1}, output=tmp_path / "truncated")
+    whole = electra.finetune(**settings, output=tmp_path / "whole", windows=4)
+    assert truncated.truncated["train"] > 90
+    assert whole.truncated == {"train": 0, "dev": 0}
+    assert whole.median["dev"]["accuracy"] == 1
+    predictions = electra.load(tmp_path / "whole", device="cpu").predict(["the red mat " * 12 + "dog", "cat"])
+    assert [each["prediction"] for each in predictions] == ["dog", "cat"]
+    assert electra.evaluate(model=tmp_path / "whole", input=long_rows, device="cpu").metrics["accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"windows": 0}, "windows is 0; it must be at least 1"),
+        ({"text_b": "text_b"}, "it must be 1 for pairs of texts"),
+    ],
+)
+def test_windows_of_what_has_none_are_an_error(tmp_path, settings, message):
+    train = write_rows(tmp_path / "train.jsonl", "classification", 20, seed=0, has_pairs=True)
+    with pytest.raises(ConfigError, match=message):
+        define_task(TaskConfig(**{"train": train, "windows": 2} | settings))

@@ -36,6 +36,9 @@ class TaskConfig:
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
     label: str = "label"
     """Column of the label or score."""
+    windows: int = 1
+    """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
+    average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
     label names the right one of --choices by its index from 0, its number from 1, its letter or its text."""
@@ -50,6 +53,7 @@ class TaskConfig:
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         check_range(self, "dev_fraction", above=0, below=1)
+        check_range(self, "windows", at_least=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
         columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]

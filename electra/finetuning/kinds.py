@@ -19,7 +19,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
-from electra.finetuning.heads import ChoiceModel, TaskModel
+from electra.finetuning.heads import ChoiceModel, TaskModel, WindowModel
 from electra.finetuning.losses import (
     BALANCED,
     balanced_class_weights,
@@ -48,6 +48,10 @@ from electra.model.config import EncoderConfig
 
 def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
     return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
+
+
+def text_model(task: Task) -> type[TaskModel]:
+    return WindowModel if task.windows > 1 else TaskModel
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
@@ -100,7 +104,7 @@ class Kind:
     labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
 
     # from features to predictions
-    model: Callable[[Task], type[TaskModel]] = lambda task: TaskModel
+    model: Callable[[Task], type[TaskModel]] = text_model
     loss: Callable[..., Tensor]  # logits [B, num_labels], targets and, if `balance` is set, class weights → losses [B]
     balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
@@ -245,7 +249,7 @@ def define_task(config: TaskConfig) -> Task:
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     if config.task is not None:
         assert config.data is not None
-        return get_glue_task(config.task, config.data)
+        return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
     kind_name = config.kind or "classification"
@@ -261,7 +265,17 @@ def define_task(config: TaskConfig) -> Task:
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
-    return with_inferred_labels(task, config.kind)
+    return with_windows(with_inferred_labels(task, config.kind), config.windows)
+
+
+def with_windows(task: Task, windows: int) -> Task:
+    """The task with up to so many windows of each text."""
+    if windows > 1 and (KINDS[task.kind].model is not text_model or task.text_b is not None):
+        what = "pairs of texts" if task.text_b is not None else f"a task of kind {task.kind}"
+        raise ConfigError(
+            f"is {windows}; it must be 1 for {what}: single texts with a label have windows", field="windows"
+        )
+    return replace(task, windows=windows)
 
 
 def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
@@ -331,6 +345,7 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
         texts_b=list(second[0]) if second else None,
         counts=np.array(counts) if len(texts) > len(counts) else None,
         labels=stack_labels(labels, kind.dtype) if has_labels else None,
+        windows=task.windows,
     )
 
 
