@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,7 @@ from electra.runfolder import (
     dump_json,
     file_checksum,
     lock_file,
+    name_written_file,
     read_stored,
     write_stored,
 )
@@ -80,9 +81,14 @@ class ResumableFile:
         os.replace(self.complete, self.path)
         self.discard()
 
+    def close(self) -> None:
+        """Close the file after an error: what is not saved counts for nothing."""
+        with suppress(OSError):  # the disk is full
+            self.file.close()
+
     def discard(self) -> None:
         """Remove all partial files."""
-        self.file.close()
+        self.close()
         for path in (self.progress_file, self.partial, self.complete):
             path.unlink(missing_ok=True)
 
@@ -100,11 +106,12 @@ def open_resumable(path: Path, settings: dict[str, Any]) -> Iterator[ResumableFi
     with lock_file(path):
         output = ResumableFile(path, settings)
         try:
-            yield output
-            output.finish()
+            with name_written_file(path, output.partial):
+                yield output
+                output.finish()
         except (KeyboardInterrupt, SystemExit, OSError):
             if output.progress_file.exists():
-                output.file.close()
+                output.close()
                 print(f"what is finished of {path} is kept; run the same command to continue", file=sys.stderr)
             else:
                 output.discard()

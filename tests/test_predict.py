@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 
@@ -221,10 +222,12 @@ def test_an_exported_model_gives_the_same_outputs_in_transformers(untrained, tmp
     assert [model.config.id2label[index] for index in range(len(expected[0]))] == list(task.labels or ["score"])
 
 
-def predictions(model, tmp_path, content: str, name: str = "new.jsonl", output: str = "predictions.csv") -> str:
+def predictions(
+    model, tmp_path, content: str, name: str = "new.jsonl", output: str = "predictions.csv", **settings
+) -> str:
     """The content of a file of predictions."""
     (tmp_path / name).write_text(content)
-    predict_file(model, tmp_path / name, tmp_path / output)
+    predict_file(model, tmp_path / name, tmp_path / output, **settings)
     return (tmp_path / output).read_text()
 
 
@@ -264,7 +267,6 @@ def test_scores_are_written_with_six_digits(untrained, tmp_path):
         ('{"text": "a"}\n{"text": "a", "id": 1}', "b.csv", "line 2: column 'id' is missing from the first row"),
         ('{"text": "a\\tb"}', "b.tsv", "line 1: a value contains a tab or line end"),
         ('{"text": "a\\nb"}', "b.tsv", "line 1: a value contains a tab or line end"),
-        ('{"text": "a"}', "new.jsonl", "the same as --input"),
         ('{"text": "a"}', "b.csv.gz", r"must end in \.jsonl, \.csv, \.tsv"),
         ('{"text": "a"}', "nowhere/b.csv", "there is no folder"),
     ],
@@ -273,6 +275,33 @@ def test_predictions_that_cannot_be_written_are_errors(untrained, tmp_path, cont
     with pytest.raises(ValueError, match=message):
         predictions(untrained(), tmp_path, content, output=output)
     assert (tmp_path / "new.jsonl").read_text() == content
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_existing_files_are_replaced_only_if_asked_for(untrained, tmp_path):
+    model = untrained()
+    (tmp_path / "b.csv").write_text("precious")
+    with pytest.raises(ConfigError, match=r"b\.csv, which exists"):
+        predictions(model, tmp_path, '{"text": "a"}', output="b.csv")
+    assert (tmp_path / "b.csv").read_text() == "precious"
+    predictions(model, tmp_path, '{"text": "a"}', output="b.csv", overwrite=True)
+    assert (tmp_path / "b.csv").read_text().startswith('"text"')
+    with pytest.raises(ConfigError, match="the same as --input"):
+        predictions(model, tmp_path, '{"text": "a"}', output="new.jsonl", overwrite=True)
+    assert (tmp_path / "new.jsonl").read_text() == '{"text": "a"}'
+
+
+def test_a_full_disk_is_an_error_with_the_name_of_the_output(untrained, tmp_path):
+    """A limit on file sizes stands for a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = untrained()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="cannot write") as caught:
+            predictions(model, tmp_path, '{"text": "a"}\n' * 200, output="b.csv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / "b.csv")
     assert not list(tmp_path.glob("b.*"))
 
 

@@ -28,6 +28,7 @@ from electra.model.electra import Discriminator, Electra
 from electra.model.storage import (
     TOKENIZER_FILES,
     WEIGHTS,
+    check_tokenizer,
     copy_tokenizer_files,
     has_rtd_head,
     load_model,
@@ -133,6 +134,7 @@ def write_huggingface_folder(
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise DataError(f"the weights in {tokenizer_folder} are not finite ({name}); train the model again")
+    check_tokenizer(tokenizer_folder, settings["vocab_size"])
     with create_folder_atomically(output) as draft:
         write_tensors(draft / WEIGHTS, tensors)
         write_json(draft / CONFIG, settings)
@@ -148,6 +150,7 @@ def import_model(config: ImportConfig) -> ConversionResult:
         parts = [model.part for model in models]
         if parts != ["discriminator", "generator"]:
             raise ConfigError(f"--from must be a discriminator and --generator a generator, not {' and '.join(parts)}")
+    check_tokenizer(config.source, models[0].config.vocab_size)
     electra, tensors = combine_into_pair(models)
     with create_folder_atomically(config.output) as draft:
         tokenizer = write_model_files(electra, tensors, draft, config.source)

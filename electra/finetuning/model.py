@@ -4,7 +4,6 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from electra.model.storage import (
     write_tensors,
 )
 from electra.runfolder import CONFIG, convert_stored, file_checksum, read_json, write_json
-from electra.training.checkpoint import find_model_folder
+from electra.training.checkpoint import find_model_folder, load_weights
 
 
 @dataclass(frozen=True)
@@ -155,17 +154,11 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     return model.eval(), config
 
 
+def restore_weights(model: TaskModel, folder: Path) -> None:
+    """Load the weights of a stored model of the same form."""
+    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+
+
 def weight_checksums(folder: Path) -> dict[str, str]:
     """The checksums of the weights in a model folder or a Hugging Face folder."""
-    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"*{Path(WEIGHTS).suffix}"))}
-
-
-def warn_untrained_length(model: Path, length: int) -> None:
-    """Print to standard error if rows may be longer than those that a model was trained on."""
-    trained_length = read_trained_length(model)
-    if trained_length is not None and trained_length < length:
-        print(
-            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
-            f"untrained; consider --length {trained_length}",
-            file=sys.stderr,
-        )
+    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"{Path(WEIGHTS).stem}*"))}

@@ -22,10 +22,10 @@ from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, warn_untrained_length, weight_checksums
+from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
-from electra.model.storage import load_model_tokenizer
+from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.resumable import content_checksum, open_resumable
 from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
@@ -124,7 +124,7 @@ class Predictor:
         elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
-            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
+            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b), windows=task.windows)
         examples = replace(examples, rows=rows)
         return list(self.kind.columns(task, self.compute_outputs(examples))) if texts else []
 
@@ -186,7 +186,7 @@ def predict(config: PredictConfig) -> PredictResult:
     """Write the rows of a file with their predictions; a stopped process continues, and the output appears when it is
     complete."""
     path = config.predictor.input
-    check_output_file(config.output, path, WRITERS)
+    check_output_file(config.output, path, WRITERS, config.overwrite)
     predictor = Predictor(config.predictor)
     with open_resumable(config.output, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
@@ -206,10 +206,12 @@ def predict(config: PredictConfig) -> PredictResult:
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
 
 
-def check_output_file(output: Path, path: Path, suffixes: Collection[str]) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path`."""
-    if output.exists() and output.samefile(path):
+def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
+    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
+    if output.exists() and path.exists() and output.samefile(path):
         raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
     if output.suffix not in suffixes:
         raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
     if not output.parent.is_dir():

@@ -6,7 +6,9 @@ in 8 bits, in model.safetensors.gz; they are dequantized when they are read.
 
 import errno
 import hashlib
+import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,10 +17,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
-from electra.data.tokenizer import SETTINGS, TOKENIZER_FILES, TextTokenizer, load_tokenizer, read_trained_length
+from electra.data.tokenizer import (
+    SETTINGS,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    VOCAB_TXT,
+    TextTokenizer,
+    load_tokenizer,
+    read_trained_length,
+)
 from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Discriminator, Electra, meta_device
@@ -82,6 +92,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False
         save_file(tensors, path, metadata=metadata)
     except SafetensorError as error:  # also when the disk is full
         raise OSError(errno.EIO, f"cannot write ({error})", str(path)) from None
+
+
+def serialize_tensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file with a checksum; equal content gives equal bytes.
+
+    The library writes its metadata in a random order."""
+    content = save(tensors, metadata | {"checksum": tensors_checksum(tensors)})
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)  # tensors stay aligned
+    return len(header).to_bytes(8, "little") + header + content[end:]
 
 
 def load_model(folder: Path) -> Electra:
@@ -235,6 +256,23 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
             "use the tokenizer it was trained with"
         )
     return tokenizer
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Check the tokenizer of a folder, if it has one, before it is copied: as all that use it do."""
+    if any((folder / name).is_file() for name in (TOKENIZER_JSON, VOCAB_TXT)):
+        load_model_tokenizer(folder, vocab_size)
+
+
+def warn_untrained_length(model: Path, length: int) -> None:
+    """Print to standard error if rows may be longer than those that a model was trained on."""
+    trained_length = read_trained_length(model)
+    if trained_length is not None and trained_length < length:
+        print(
+            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
+            f"untrained; consider --length {trained_length}",
+            file=sys.stderr,
+        )
 
 
 def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int | None = None) -> list[str]:

@@ -43,7 +43,10 @@ class PretrainingTask:
         self.batches = iter(self.loader)
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
-        self.corrupted_rows = config.corrupted_rows and read_corrupted_rows(config.corrupted_rows, shards.tokenizer)
+        positions = min(encoder.positions for encoder in phase.model.encoder_configs().values())
+        self.corrupted_rows = config.corrupted_rows and read_corrupted_rows(
+            config.corrupted_rows, shards.tokenizer, positions
+        )
         self.context = self.build_objective_context()
         if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
@@ -127,6 +130,9 @@ class PretrainingTask:
 
     def describe_metrics(self, metrics: dict[str, float]) -> str:
         return describe_metrics(metrics)
+
+    def should_stop(self) -> bool:
+        return False
 
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""

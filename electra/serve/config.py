@@ -64,6 +64,8 @@ class EmbedConfig:
     output: Path | None = None
     """Write the embeddings of --input, a .txt file with one text per line or a .csv, .tsv, .jsonl or .parquet file
     (optionally compressed), to a .npy file (one row per text) or a .parquet file (text and embedding)."""
+    overwrite: bool = False
+    """Replace --output if it exists."""
     column: str = "text"
     """Column of the text in tables."""
     layers: tuple[int, ...] = (-1,)

@@ -94,7 +94,7 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
     path, output_path = config.input.input, config.output
     assert path is not None
     assert output_path is not None
-    check_output_file(output_path, path, FINISH)
+    check_output_file(output_path, path, FINISH, config.overwrite)
     if output_path.suffix == ".parquet":
         import_optional("pyarrow.parquet", "writing .parquet")
     embedder, folder = load_embedder(config)

@@ -57,6 +57,7 @@ class TrainingTask(Protocol):
     def backward(self, loss: Tensor) -> None: ...  # accumulates gradients in the model's parameters
     def lr_scale(self, parameter_name: str) -> float: ...  # multiplies the learning rate of that parameter
     def evaluate(self) -> dict[str, float]: ...  # "loss" selects the best checkpoint
+    def should_stop(self) -> bool: ...  # before the budget is used up
     def describe_metrics(self, metrics: dict[str, float]) -> str: ...  # those of `evaluate`, in words
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]: ...  # further metrics of speed
     def write_model(self, folder: Path) -> None: ...
@@ -196,7 +197,7 @@ class Trainer:
         return self.state.step - self.state.start_step, self.state.seconds - self.state.start_seconds
 
     def is_finished(self) -> bool:
-        return self.stop_at.fraction_used(*self.steps_and_seconds_used()) >= 1
+        return self.stop_at.fraction_used(*self.steps_and_seconds_used()) >= 1 or self.task.should_stop()
 
     def is_due(self, every: int) -> bool:
         return self.state.step % every == 0
