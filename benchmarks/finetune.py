@@ -33,6 +33,7 @@ from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
+from electra.finetuning.features import Outputs
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
 from electra.finetuning.kinds import KINDS, read_examples, with_targets
@@ -175,7 +176,7 @@ def evaluate(peer: Peer, examples: Examples) -> float:
     peer.model.eval()
     loader = peer.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
     logits = torch.cat([peer.forward(batch).logits.float().cpu() for batch in loader]).numpy()
-    predictions = KINDS[peer.task.kind].predict(logits, peer.task)
+    predictions = KINDS[peer.task.kind].predict(Outputs(logits), peer.task)
     return METRICS[peer.task.metrics[0]](predictions, examples.labels)
 
 

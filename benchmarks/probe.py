@@ -56,6 +56,7 @@ from numpy.typing import NDArray
 from electra.config import build_config
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import TuningConfig
+from electra.finetuning.features import Outputs
 from electra.finetuning.glue import GLUE_6, markdown_table
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.finetuning.jobs import estimated_cost, find_model_to_finetune, run_here_or_in_workers
@@ -125,12 +126,12 @@ def finetune(job: ProbeJob) -> Record:
     """Train as `electra finetune` does, without checkpoints, and evaluate at the end."""
     finetuning = FinetuningTask(job)
     trainer = build_trainer(finetuning, quiet=True)
-    trainer.run_step = trainer.build_graphed_step() if trainer.cuda_graphs else trainer.compute_step
+    trainer.run_step = trainer.build_step()
     while not trainer.is_finished():
         trainer.step()
     trainer.check_nonfinite_steps()
     dev = finetuning.splits["dev"]
-    logits, targets = finetuning.compute_logits(dev), dev.labels.cpu().numpy()
+    logits, targets = finetuning.compute_outputs("dev").logits, dev.labels.cpu().numpy()
     record = {"steps": trainer.state.step, "metrics": held_out_metrics(finetuning, logits, targets)}
     if job.task.name in SLICED_TASKS:
         parts = [slice(part, None, FOLDS) for part in range(FOLDS)]
@@ -142,7 +143,7 @@ def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArr
     """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
     task, output_type = finetuning.task, finetuning.kind
     labels = targets if task.labels else task.denormalize_scores(targets)
-    metrics = task.compute_metrics(output_type.predict(logits, task), labels)
+    metrics = task.compute_metrics(output_type.predict(Outputs(logits), task), labels)
     metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
     if task.labels:
         metrics["auc"] = roc_auc(logits[:, 1] - logits[:, 0], targets == 1)

@@ -13,6 +13,7 @@ EXTRAS = {
     "plot": ("matplotlib", "plots"),
     "tensorboard": ("tensorboard", "TensorBoard"),
     "yaml": ("pyyaml", "--config files in YAML"),
+    "onnx": ("onnxruntime", "export to ONNX, with onnx and onnxscript"),
 }
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,7 @@ from electra.runfolder import (
     dump_json,
     file_checksum,
     lock_file,
+    name_written_file,
     read_stored,
     write_stored,
 )
@@ -39,11 +40,12 @@ class ResumableFile:
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, json.loads(dump_json(settings))
         self.partial = path.with_name(f"{path.name}{PARTIAL}")
+        self.complete = self.partial  # the file that gets the name in the end
         self.progress_file = path.with_name(f".{path.name}.progress{PARTIAL}")
         self.state: dict[str, Any] = {}  # of the last saved part
         self.saved_at = time.monotonic()
         size = self.restore_progress()
-        self.file: BinaryIO = self.partial.open("r+b" if size else "wb")
+        self.file: BinaryIO = self.partial.open("r+b" if size else "w+b")
         self.file.truncate(size)
         self.file.seek(size)
 
@@ -76,13 +78,18 @@ class ResumableFile:
     def finish(self) -> None:
         """Let the file appear under its name."""
         self.sync()
-        self.file.close()
-        os.replace(self.partial, self.path)
-        self.progress_file.unlink(missing_ok=True)
+        os.replace(self.complete, self.path)
+        self.discard()
+
+    def close(self) -> None:
+        """Close the file after an error: what is not saved counts for nothing."""
+        with suppress(OSError):  # the disk is full
+            self.file.close()
 
     def discard(self) -> None:
-        self.file.close()
-        for path in (self.progress_file, self.partial):
+        """Remove all partial files."""
+        self.close()
+        for path in (self.progress_file, self.partial, self.complete):
             path.unlink(missing_ok=True)
 
 
@@ -99,11 +106,12 @@ def open_resumable(path: Path, settings: dict[str, Any]) -> Iterator[ResumableFi
     with lock_file(path):
         output = ResumableFile(path, settings)
         try:
-            yield output
-            output.finish()
+            with name_written_file(path, output.partial):
+                yield output
+                output.finish()
         except (KeyboardInterrupt, SystemExit, OSError):
             if output.progress_file.exists():
-                output.file.close()
+                output.close()
                 print(f"what is finished of {path} is kept; run the same command to continue", file=sys.stderr)
             else:
                 output.discard()

@@ -32,6 +32,7 @@ PARTIAL = ".electra-partial"
 LOCK = "electra.lock"
 """Names the process that uses a folder."""
 CHECKSUM = "sha256:"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # without a file's name when it is written
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock
 CONFIG = "config.json"  # of a run and of a model
 CHECKPOINTS = "checkpoints"
@@ -51,11 +52,8 @@ class Checksums:
 
 def write_file(path: Path, content: bytes | str) -> None:
     """Write a file atomically."""
-    try:
-        with open_atomic(path, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write ({error.strerror})", str(path)) from None
+    with open_atomic(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
@@ -63,13 +61,25 @@ def open_atomic(path: Path, mode: str = "w", **options: Any) -> Iterator[Any]:
     """Open a file for writing; it appears under its name when the block ends without an error."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
     try:
-        with open(partial, mode, **options) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with name_written_file(path, partial):
+            with open(partial, mode, **options) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def name_written_file(path: Path, partial: Path) -> Iterator[None]:
+    """Let errors of writing `partial`, as of a full disk, name the file `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename == str(partial) or (error.filename is None and error.errno in DISK_ERRORS):
+            raise OSError(error.errno, f"cannot write ({error.strerror})", str(path)) from None
+        raise
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from electra.errors import ConfigError, DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.config import PredictorConfig, TaskConfig
-from electra.finetuning.features import compute_logits, epoch_batches, make_features
-from electra.finetuning.heads import NO_CHOICE, ChoiceModel
+from electra.finetuning.features import NO_LOGIT, compute_logits, epoch_batches, make_features
+from electra.finetuning.heads import ChoiceModel
 from electra.finetuning.kinds import define_task, read_examples
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.predict import Predictor
@@ -72,14 +72,14 @@ def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     assert type(theirs).__name__ == f"{'Electra' if style == 'classic' else 'ModernBert'}ForMultipleChoice"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     predictor = Predictor(PredictorConfig(model=tmp_path / "out", input=path, device="cpu"))
-    [(_, ours)] = predictor.stream_logits(path, with_labels=False)
+    [ours] = [outputs.logits for outputs in predictor.stream_outputs(path, with_labels=False)]
     for row, logits in zip(rows[:20], ours, strict=False):
         seconds = [f"{row['question']} {choice}" for choice in row["choices"]]
         inputs = tokenizer([row["context"]] * len(seconds), seconds, padding=True, return_tensors="pt")
         with torch.no_grad():
             expected = theirs.eval()(**{name: tensor[None] for name, tensor in inputs.items()}).logits[0].numpy()
         assert np.abs(expected - logits[: len(expected)]).max() < 1e-5
-        assert (logits[len(expected) :] == np.float32(NO_CHOICE)).all()
+        assert (logits[len(expected) :] == np.float32(NO_LOGIT)).all()
 
 
 def test_other_rows_of_a_batch_do_not_change_the_scores_of_a_choice(encoder_folder, tmp_path):

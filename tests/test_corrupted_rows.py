@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from electra.cli import main
 from electra.config import build_config
 from electra.data.shards import open_shards
+from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.model.electra import Electra
 from electra.model.storage import load_model
@@ -18,6 +19,7 @@ from electra.pretraining.config import CorruptConfig
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_corrupted_rows
 from electra.pretraining.initialize import unigram_frequencies
 from electra.training.checkpoint import find_model_folder
+from electra.training.distributed import World
 from electra.training.logging import read_metrics
 
 
@@ -54,10 +56,10 @@ def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
     config = run_config(corrupted_rows=result.output, steps=2, evaluate_every=1)
     pretrain(config)
     evaluations = [line for line in read_metrics(config.output / "metrics.jsonl") if line["kind"] == "validation"]
-    rows = read_corrupted_rows(result.output, open_shards(shards).tokenizer)
+    rows = read_corrupted_rows(result.output, open_shards(shards).tokenizer, positions=16)
     electra = load_model(find_model_folder(config.output)).eval()
     with torch.no_grad():
-        expected = rows.evaluate(electra, open_shards(shards).tokenizer, torch.device("cpu"))
+        expected = rows.evaluate(electra, open_shards(shards).tokenizer, World(torch.device("cpu")))
     assert evaluations[-1]["fixed_rtd_loss"] == pytest.approx(expected["fixed_rtd_loss"], rel=1e-4)
     assert evaluations[0]["fixed_rtd_loss"] != evaluations[-1]["fixed_rtd_loss"]
 
@@ -65,11 +67,11 @@ def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
 def test_a_model_without_discriminator_has_no_metrics(corrupt_config, shards, make_pair):
     result = write_corrupted_rows(corrupt_config())
     tokenizer = open_shards(shards).tokenizer
-    rows = read_corrupted_rows(result.output, tokenizer)
+    rows = read_corrupted_rows(result.output, tokenizer, positions=16)
     electra = load_model(find_model_folder(corrupt_config(output=result.output.with_name("other")).model))
     electra.discriminator = None
     assert isinstance(electra, Electra)
-    assert rows.evaluate(electra, tokenizer, torch.device("cpu")) == {}
+    assert rows.evaluate(electra, tokenizer, World(torch.device("cpu"))) == {}
 
 
 def test_rows_are_never_overwritten(corrupt_config):
@@ -78,11 +80,34 @@ def test_rows_are_never_overwritten(corrupt_config):
         corrupt_config()
 
 
+def test_equal_rows_are_equal_files(corrupt_config, tmp_path):
+    paths = [tmp_path / f"{number}.safetensors" for number in range(6)]  # metadata had one of six orders
+    files = {write_corrupted_rows(corrupt_config(output=path, rows=8)).output.read_bytes() for path in paths}
+    assert len(files) == 1
+
+
+def test_rows_are_as_long_as_those_that_the_generator_was_trained_on(corrupt_config, finished_run, tmp_path, capsys):
+    assert write_corrupted_rows(corrupt_config(length=None, rows=8)).length == read_trained_length(
+        find_model_folder(finished_run)
+    )
+    assert capsys.readouterr().err == ""
+    write_corrupted_rows(corrupt_config(length=24, rows=8, output=tmp_path / "long.safetensors"))
+    assert "was trained on rows of up to 16 tokens" in capsys.readouterr().err
+
+
+def test_rows_longer_than_the_positions_are_refused_before_training(corrupt_config, run_config):
+    path = write_corrupted_rows(corrupt_config(length=24, rows=8)).output
+    config = run_config(corrupted_rows=path, positions=16, steps=2)
+    with pytest.raises(DataError, match="rows of 24 tokens, longer than the model's 16 positions"):
+        pretrain(config)
+    assert not config.output.exists()
+
+
 def test_rows_of_another_tokenizer_are_an_error(corrupt_config, shards):
     path = write_corrupted_rows(corrupt_config()).output
     save_file(load_file(path), path, metadata={"tokenizer": "another"})
     with pytest.raises(DataError, match="another tokenizer"):
-        read_corrupted_rows(path, open_shards(shards).tokenizer)
+        read_corrupted_rows(path, open_shards(shards).tokenizer, positions=16)
 
 
 def test_damaged_rows_are_an_error(corrupt_config, shards):
@@ -91,13 +116,13 @@ def test_damaged_rows_are_an_error(corrupt_config, shards):
     content[-4] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"is damaged .*checksum differs"):
-        read_corrupted_rows(path, open_shards(shards).tokenizer)
+        read_corrupted_rows(path, open_shards(shards).tokenizer, positions=16)
 
 
 def test_other_files_are_an_error(finished_run, shards):
     path = find_model_folder(finished_run) / "model.safetensors"
     with pytest.raises(DataError, match="no corrupted rows"):
-        read_corrupted_rows(path, open_shards(shards).tokenizer)
+        read_corrupted_rows(path, open_shards(shards).tokenizer, positions=16)
 
 
 def test_the_command_prints_the_result_as_json(corrupt_config, capsys):

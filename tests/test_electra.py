@@ -8,7 +8,7 @@ from conftest import MODERN, WIDE
 
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig
-from electra.model.electra import SHARING, Electra
+from electra.model.electra import SHARING, Electra, meta_device
 from electra.model.storage import load_model, save_model
 
 TABLES = {"token.weight", "position.weight", "segment.weight"}
@@ -163,3 +163,12 @@ def test_missing_discriminator_is_an_error():
     generator = Electra(ElectraConfig(generator=WIDE, discriminator=None, sharing="none"))
     with pytest.raises(ConfigError, match="no discriminator"):
         generator.require_discriminator()
+
+
+def test_modules_on_the_meta_device_are_not_initialised():
+    weights = torch.ones(3)
+    with meta_device():
+        torch.nn.init.normal_(weights)
+        layer = torch.nn.Linear(3, 3)
+    assert weights.tolist() == [1, 1, 1]
+    assert layer.weight.is_meta

@@ -10,15 +10,18 @@ from hypothesis import strategies as st
 
 from electra.data.tokenizer import load_tokenizer
 from electra.finetuning.features import (
+    Outputs,
     RowBatch,
     compute_logits,
     epoch_batches,
+    features_cache_key,
     load_or_make_features,
     make_features,
     make_full_batch,
+    split_into_windows,
     truncated_lengths,
 )
-from electra.finetuning.kinds import with_targets
+from electra.finetuning.kinds import stack_labels, with_targets
 from electra.finetuning.tasks import Examples, Task
 
 TEXTS = ["the cat sat .", "the big red dog ran in the small house .", "bird"]
@@ -129,5 +132,76 @@ def test_rows_are_padded_to_a_multiple_of_32_but_never_beyond_the_maximum_length
 
 def test_logits_keep_the_order_of_rows(tokenizer):
     features = make_features(Examples(texts=TEXTS), tokenizer, 16)
-    logits = compute_logits(lambda ids, mask, segments: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
+    logits = compute_logits(lambda ids, mask, segments, targets: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
     assert logits[:, 0].tolist() == features.lengths.tolist()
+
+
+def test_logits_of_tokens_are_those_of_input_ids_in_their_order(tokenizer):
+    features = make_features(Examples(texts=TEXTS), tokenizer, 16)
+    logits = compute_logits(lambda ids, mask, segments, targets: ids[..., None], features, 2, 16, pad_id=0)
+    assert logits[:, 0].tolist() == features.input_ids.tolist()
+    rows = Outputs(logits, features).row_logits()
+    assert [len(row) for row in rows] == features.lengths.tolist()
+    assert {row[0, 0] for row in rows} == {tokenizer.vocabulary.cls_id}
+
+
+def test_models_get_the_targets_of_their_batch(tokenizer):
+    features = make_features(Examples(texts=TEXTS, labels=np.array([2, 0, 1])), tokenizer, 16)
+    logits = compute_logits(lambda ids, mask, segments, targets: targets[:, None], features, 2, 16, pad_id=0)
+    assert logits[:, 0].tolist() == [2, 0, 1]
+    assert (
+        make_features(Examples(texts=TEXTS), tokenizer, 16).targets(RowBatch(torch.arange(3), torch.ones(3), 8)) is None
+    )
+
+
+def test_the_loss_of_tokens_ignores_other_rows_of_a_batch(tokenizer, monkeypatch):
+    """Padding has probability 0: the loss of the first token of each row is minus its log-softmax."""
+    monkeypatch.setattr("electra.finetuning.features.LOSS_ROWS", 2)
+    features = make_features(Examples(texts=TEXTS, labels=np.zeros(3, np.int64)), tokenizer, 16)
+    outputs = Outputs(np.zeros((len(features.input_ids), 1), np.float32), features)
+    losses = outputs.compute_losses(lambda logits, targets: -logits[..., 0].log_softmax(1)[:, 0])
+    assert losses.exp().tolist() == pytest.approx(features.lengths.tolist())
+
+
+def test_rows_of_an_example_count_once(tokenizer):
+    features = make_features(Examples(texts=TEXTS), tokenizer, 16)
+    assert features.num_examples == 3
+    assert replace(features, examples=torch.tensor([0, 0, 1])).num_examples == 2
+
+
+def test_labels_that_are_lists_stay_lists_and_change_the_cache(tokenizer):
+    first, second = (stack_labels([[("cat", 4)], labels], object) for labels in ([], [("dog", 4)]))
+    assert first.shape == (2,)
+    examples = [Examples(texts=TEXTS[:2], labels=labels) for labels in (first, first.copy(), second)]
+    keys = {features_cache_key(make_features, each, tokenizer, 16) for each in examples}
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "expected"),
+    [
+        (0, 9, [(0, 0)]),
+        (8, 9, [(0, 8)]),
+        (9, 9, [(0, 8), (6, 9)]),
+        (14, 9, [(0, 8), (6, 14)]),
+        (15, 9, [(0, 8), (6, 14), (12, 15)]),
+        (100, 2, [(0, 8), (6, 100)]),  # the rest is truncated later
+    ],
+)
+def test_windows_overlap_by_a_quarter_and_cover_the_text(tokens, count, expected):
+    windows = split_into_windows(np.arange(tokens), 8, count)
+    assert [list(window) for window in windows] == [list(range(*bounds)) for bounds in expected]
+
+
+def test_windows_of_a_text_are_the_sequences_of_its_row(tokenizer):
+    texts = ["cat", "cat " * 9, "dog " * 100]
+    features = make_features(Examples(texts=texts, windows=3), tokenizer, 10)
+    assert features.row_sizes()[1].tolist() == [1, 2, 3]
+    assert features.lengths.tolist() == [3, 10, 5, 10, 10, 10]
+    assert int(features.truncated) == 1
+    single = make_features(Examples(texts=texts[:1]), tokenizer, 10)
+    batch = make_full_batch(np.array([0, 1]), *features.row_sizes(), 2, 10)
+    input_ids, attention_mask, _ = features.collate(batch, pad_id=0)
+    assert input_ids.shape == (2, 2, 10)
+    assert attention_mask.sum(-1).tolist() == [[3, 1], [10, 5]]  # a missing window is [CLS] alone
+    assert input_ids[0, 0, :3].tolist() == single.input_ids.tolist()

@@ -114,6 +114,13 @@ def test_kills_do_not_change_the_table(glue_config, tmp_path):
         assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
+def test_a_submission_replaces_only_an_earlier_one(glue_config, tmp_path):
+    (tmp_path / "glue.zip").write_text("precious")
+    with pytest.raises(DataError, match=r"glue\.zip exists and is no GLUE submission"):
+        glue(glue_config(submission=tmp_path / "glue.zip"))
+    assert (tmp_path / "glue.zip").read_text() == "precious"
+
+
 def test_a_submission_without_folder_is_an_error_before_any_work(glue_config, tmp_path):
     with pytest.raises(ConfigError, match=r"there is no folder .*nowhere"):
         glue_config(submission=tmp_path / "nowhere" / "glue.zip")

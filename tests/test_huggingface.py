@@ -224,11 +224,12 @@ def test_generator_without_discriminator_is_exported_with_part_generator(tmp_pat
 
 def test_tokenizer_files_are_copied(tmp_path, make_pair):
     save_model(make_pair(), tmp_path / "ours")
-    (tmp_path / "ours/vocab.txt").write_text("[PAD]\n")
+    vocabulary = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n"
+    (tmp_path / "ours/vocab.txt").write_text(vocabulary)
     assert export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs")).tokenizer == [
         *("vocab.txt", "tokenizer_config.json")
     ]
-    assert (tmp_path / "theirs/vocab.txt").read_text() == "[PAD]\n"
+    assert (tmp_path / "theirs/vocab.txt").read_text() == vocabulary
     assert json.loads((tmp_path / "theirs/tokenizer_config.json").read_text()) == {"model_max_length": 32}
 
 

@@ -1,6 +1,7 @@
 """Import of files by older versions of transformers, and of folders that cannot be imported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ from transformers import (
 from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
-from electra.export.command import ConversionResult, import_model
-from electra.export.config import ImportConfig
+from electra.export.command import ConversionResult, export, import_model
+from electra.export.config import ExportConfig, ImportConfig
 
 CLASSES = [
     (ElectraModel, ElectraConfig),
@@ -182,6 +183,26 @@ def test_settings_that_are_not_supported_are_an_error(discriminator_folder, tmp_
 def test_tensors_of_another_shape_or_type_are_an_error(discriminator_folder, tmp_path, tensor, message):
     weights = {"discriminator_predictions.dense.bias": tensor}
     check_import_fails(discriminator_folder, tmp_path, {}, weights, message)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", '{"model": ' * 100_000, "not a file of the tokenizers library"),
+        ("vocab.txt", "[PAD]\na\n", r"lacks \[UNK\]"),
+        ("vocab.txt", "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(str, range(200))]), "205 entries"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_not_copied(discriminator_folder, tmp_path, file, content, message):
+    shutil.copytree(discriminator_folder, tmp_path / "theirs")
+    (tmp_path / "theirs" / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "ours"))
+    import_model(ImportConfig(source=discriminator_folder, output=tmp_path / "model"))
+    (tmp_path / "model" / file).write_text(content)
+    with pytest.raises(DataError, match=message):
+        export(ExportConfig(model=tmp_path / "model", output=tmp_path / "ours"))
+    assert not (tmp_path / "ours").exists()
 
 
 def test_two_discriminators_are_no_pair(discriminator_folder, tmp_path):

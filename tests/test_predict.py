@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 
@@ -110,7 +111,7 @@ def test_two_predictions_do_not_write_one_file(finetuned, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_prediction_leaves_nothing(finetuned, tmp_path, monkeypatch, number):
-    monkeypatch.setattr(Predictor, "compute_logits", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(Predictor, "compute_outputs", lambda *_: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit, match=str(128 + number)):
         main(f"predict --model {finetuned.output} --input {finetuned.dev} --output {tmp_path}/predictions.csv".split())
     assert not list(tmp_path.iterdir())
@@ -124,15 +125,15 @@ def stopped_prediction(finetuned, tmp_path, monkeypatch):
         predict_file(finetuned.output, finetuned.dev, tmp_path / f"whole{name}")
         monkeypatch.setattr("electra.finetuning.predict.CHUNK_SIZE", 10)
         monkeypatch.setattr("electra.resumable.SAVE_SECONDS", 0)
-        compute_logits, computed = Predictor.compute_logits, []
+        compute_outputs, computed = Predictor.compute_outputs, []
 
         def compute(predictor, examples):
             computed.append(len(examples))
             if len(computed) == 4:
                 raise KeyboardInterrupt
-            return compute_logits(predictor, examples)
+            return compute_outputs(predictor, examples)
 
-        monkeypatch.setattr(Predictor, "compute_logits", compute)
+        monkeypatch.setattr(Predictor, "compute_outputs", compute)
         with pytest.raises(KeyboardInterrupt):
             predict_file(finetuned.output, finetuned.dev, tmp_path / f"out{name}")
         assert not (tmp_path / f"out{name}").exists()
@@ -214,17 +215,19 @@ def test_an_exported_model_gives_the_same_outputs_in_transformers(untrained, tmp
     with torch.no_grad():
         theirs = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.numpy()
     predictor = Predictor(PredictorConfig(model=folder, input=path))
-    [(_, ours)] = predictor.stream_logits(path, with_labels=False)
+    [ours] = [outputs.logits for outputs in predictor.stream_outputs(path, with_labels=False)]
     task = predictor.task
     expected = ours if task.labels else task.denormalize_scores(ours)
     assert np.abs(theirs - expected).max() < 1e-5
     assert [model.config.id2label[index] for index in range(len(expected[0]))] == list(task.labels or ["score"])
 
 
-def predictions(model, tmp_path, content: str, name: str = "new.jsonl", output: str = "predictions.csv") -> str:
+def predictions(
+    model, tmp_path, content: str, name: str = "new.jsonl", output: str = "predictions.csv", **settings
+) -> str:
     """The content of a file of predictions."""
     (tmp_path / name).write_text(content)
-    predict_file(model, tmp_path / name, tmp_path / output)
+    predict_file(model, tmp_path / name, tmp_path / output, **settings)
     return (tmp_path / output).read_text()
 
 
@@ -264,8 +267,7 @@ def test_scores_are_written_with_six_digits(untrained, tmp_path):
         ('{"text": "a"}\n{"text": "a", "id": 1}', "b.csv", "line 2: column 'id' is missing from the first row"),
         ('{"text": "a\\tb"}', "b.tsv", "line 1: a value contains a tab or line end"),
         ('{"text": "a\\nb"}', "b.tsv", "line 1: a value contains a tab or line end"),
-        ('{"text": "a"}', "new.jsonl", "the same as --input"),
-        ('{"text": "a"}', "b.csv.gz", r"must end in \.jsonl, \.csv, \.tsv"),
+        ('{"text": "a"}', "b.csv.gz", r"must end in \.csv, \.tsv, \.jsonl"),
         ('{"text": "a"}', "nowhere/b.csv", "there is no folder"),
     ],
 )
@@ -273,6 +275,33 @@ def test_predictions_that_cannot_be_written_are_errors(untrained, tmp_path, cont
     with pytest.raises(ValueError, match=message):
         predictions(untrained(), tmp_path, content, output=output)
     assert (tmp_path / "new.jsonl").read_text() == content
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_existing_files_are_replaced_only_if_asked_for(untrained, tmp_path):
+    model = untrained()
+    (tmp_path / "b.csv").write_text("precious")
+    with pytest.raises(ConfigError, match=r"b\.csv, which exists"):
+        predictions(model, tmp_path, '{"text": "a"}', output="b.csv")
+    assert (tmp_path / "b.csv").read_text() == "precious"
+    predictions(model, tmp_path, '{"text": "a"}', output="b.csv", overwrite=True)
+    assert (tmp_path / "b.csv").read_text().startswith('"text"')
+    with pytest.raises(ConfigError, match="the same as --input"):
+        predictions(model, tmp_path, '{"text": "a"}', output="new.jsonl", overwrite=True)
+    assert (tmp_path / "new.jsonl").read_text() == '{"text": "a"}'
+
+
+def test_a_full_disk_is_an_error_with_the_name_of_the_output(untrained, tmp_path):
+    """A limit on file sizes stands for a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = untrained()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="cannot write") as caught:
+            predictions(model, tmp_path, '{"text": "a"}\n' * 200, output="b.csv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / "b.csv")
     assert not list(tmp_path.glob("b.*"))
 
 

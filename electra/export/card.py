@@ -9,6 +9,8 @@ from pathlib import Path
 
 from electra.data.shards import read_index
 from electra.errors import DataError
+from electra.export.config import ExportConfig
+from electra.export.package import CARD
 from electra.export.source import ExportSource
 from electra.finetuning.glue import markdown_table, read_glue_table
 from electra.finetuning.job import RESULT, read_job_result
@@ -21,7 +23,6 @@ from electra.runfolder import CONFIG, read_stored
 from electra.training.checkpoint import read_training_state
 from electra.training.logging import METRICS, format_duration, read_metrics
 
-CARD = "README.md"
 PIPELINES = {  # Hugging Face's name of what a model does, if it has one
     "generator": "fill-mask",
     "encoder": "feature-extraction",
@@ -38,15 +39,16 @@ MEANINGS = {
 MAX_FILES = 5  # of a corpus that are named
 
 
-def write_card(source: ExportSource, folder: Path, name: str, is_onnx: bool) -> None:
-    """Write the model card of `name` into its folder."""
-    encoder = source.encoder.config
+def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None:
+    """Write the model card of an exported folder."""
+    encoder, is_onnx = source.encoder.config, config.to == "onnx"
     size = f"{source.count_parameters():,} parameters, {encoder.layers} layers of width {encoder.width}"
     about = f"`{source.class_name}` of {size}; texts of up to {source.length:,} tokens."
     parts = [
         metadata(source, is_onnx),
-        f"# {name}",
+        f"# {config.output.name}",
         f"{about} {MEANINGS.get(source.purpose, '')}".strip(),
+        *(["## Text", config.training_data] if config.training_data else []),
         *describe_origin(source.folder),
         "## How to load it",
         onnx_usage(source) if is_onnx else transformers_usage(source),

@@ -9,10 +9,17 @@ from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokeniz
 from electra.errors import ConfigError
 from electra.export.card import write_card
 from electra.export.config import ExportConfig, ImportConfig
+from electra.export.package import write_package
 from electra.export.source import ExportSource, load_export_source
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import combine_into_pair, read_huggingface_model
-from electra.model.storage import WEIGHTS, copy_tokenizer_files, write_model_files, write_tensors
+from electra.model.storage import (
+    WEIGHTS,
+    check_tokenizer,
+    copy_tokenizer_files,
+    write_model_files,
+    write_tensors,
+)
 from electra.onnx.export import FOLDER, FP32, INT8, ExportableModel, check_libraries, write_onnx
 from electra.onnx.quantize import write_int8
 from electra.onnx.verify import (
@@ -24,6 +31,7 @@ from electra.onnx.verify import (
     verify_int8,
 )
 from electra.runfolder import CONFIG, create_folder_atomically, write_checksums, write_file, write_json
+from electra.training.checkpoint import find_model_folder
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,14 @@ class OnnxResult(ConversionResult):
 
 
 def export(config: ExportConfig) -> ConversionResult:
-    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder or as ONNX."""
+    """Write one model of a pair, or a fine-tuned model, for Hugging Face or as ONNX; or a pair for the package."""
+    if config.to == "package":
+        description, parameters, files = write_package(config, find_model_folder(config.model))
+        return ConversionResult(str(config.output), description, parameters, files)
     if config.to == "onnx":
         check_libraries()
     source = load_export_source(config)
+    check_tokenizer(source.folder, source.encoder.config.vocab_size)
     write = write_onnx_folder if config.to == "onnx" else write_huggingface_folder
     return write(source, config)
 
@@ -86,7 +98,7 @@ def write_huggingface_folder(source: ExportSource, config: ExportConfig) -> Conv
         copied = copy_tokenizer_files(source.folder, draft, source.length)
         if source.purpose == "encoder":
             write_sentence_transformers_files(draft, source)
-        write_card(source, draft, config.output.name, is_onnx=False)
+        write_card(source, draft, config)
     return ConversionResult(str(config.output), source.class_name, source.count_parameters(), copied)
 
 
@@ -120,7 +132,7 @@ def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
         if config.int8:
             write_int8(model, fp32, int8, keep_head=source.purpose != "generator")
             files.append(verify_int8(model, int8, lambda: progress.advance(bar)))
-        write_card(source, draft, config.output.name, is_onnx=True)
+        write_card(source, draft, config)
     return OnnxResult(
         output=str(config.output),
         model=source.class_name,
@@ -149,6 +161,7 @@ def import_model(config: ImportConfig) -> ConversionResult:
         parts = [model.part for model in models]
         if parts != ["discriminator", "generator"]:
             raise ConfigError(f"--from must be a discriminator and --generator a generator, not {' and '.join(parts)}")
+    check_tokenizer(config.source, models[0].config.vocab_size)
     electra, tensors = combine_into_pair(models)
     with create_folder_atomically(config.output) as draft:
         tokenizer = write_model_files(electra, tensors, draft, config.source)

@@ -154,7 +154,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         settings=settings,
         purpose=kind.huggingface_task,
         length=finetuned.length,
-        input_axes=model.input_axes,
+        input_axes=model.exported_axes,
     )
 
 

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from electra.finetuning.features import Outputs
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import Metrics, format_metric
@@ -22,11 +23,12 @@ def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics
         assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
     if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
         assessment["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
-    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions.csv"
+    suffix = KINDS[jobs[0].task.kind].output_formats[0]
+    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions{suffix}"
     if single or not is_better:
         advice = "more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer"
     elif overfitting:
-        advice = "fewer --epochs or more rows, and --seeds 5 to compare settings"
+        advice = "fewer --epochs (or --best-epoch) or more rows, and --seeds 5 to compare settings"
     return assessment | {"next": f"Next: {advice}."}
 
 
@@ -49,15 +51,17 @@ def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple
 def find_single_prediction(job: Job) -> str | list[str] | None:
     """The class (of a multi-label task: the classes) that is predicted for all dev rows, if there is only one."""
     kind = KINDS[job.task.kind]
-    if not kind.has_classes:
+    if not kind.has_classes or not kind.has_row_logits:
         return None
-    predicted = kind.predict(job.read_logits()["dev"], job.task)
+    predicted = kind.predict(Outputs(job.read_logits()["dev"]), job.task)
     is_single = len(predicted) > 1 and len(np.unique(predicted, axis=0)) == 1
     return kind.decode(predicted[:1], job.task)[0] if is_single else None
 
 
 def describe_overfitting(job: Job) -> str:
-    """Where the dev loss was lowest, if it rose clearly after that; otherwise empty."""
+    """Where the dev loss was lowest, if it rose clearly after that and the last model was kept; otherwise empty."""
+    if job.tuning.keeps_best_epoch:
+        return ""
     evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS) if line["kind"] == "validation"]
     losses = [loss for loss in evaluations if loss is not None]
     lowest = min(losses, default=math.inf)  # metrics.jsonl may be cut

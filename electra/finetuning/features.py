@@ -6,13 +6,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
@@ -22,6 +25,9 @@ from electra.model.storage import read_tensors, write_tensors
 from electra.runfolder import PARTIAL
 
 LOGITS = "logits.safetensors"
+LOSS_ROWS = 256  # whose logits are padded together
+IGNORED = -100  # target of tokens without a term in the loss
+NO_LOGIT = -1e30  # of what cannot be chosen: its probability is 0, and means over models stay finite
 PAD_TO_MULTIPLE_OF = 32
 """Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
 POOL_BATCHES = 50
@@ -58,18 +64,28 @@ class RowBatch:
 
 @dataclass(frozen=True)
 class Features:
-    """Examples as token ids: their sequences, one or several (choices) for each row, concatenated."""
+    """Examples as token ids: their sequences, one or several (choices) for each row, concatenated.
+
+    An example is one row, or several (windows of a long text), each with its own targets."""
 
     input_ids: Tensor  # [tokens]
     starts: Tensor  # [sequences] index of the first token
     lengths: Tensor  # [sequences]
     lengths_a: Tensor  # [sequences] tokens of segment A: [CLS], first text, [SEP]
     sequences: Tensor  # [N, slots] sequences of each row, -1 where it has fewer; empty if each row is one sequence
-    labels: Tensor  # [N] or [N, classes], the targets of the loss; empty if unknown
-    truncated: Tensor  # [] number of truncated rows
+    labels: Tensor  # [N] or [N, …], the targets of the loss; empty if unknown
+    truncated: Tensor  # [] number of truncated examples
+    examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
+    words: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # index of the first token of each word of a tagged text
 
     def __len__(self) -> int:
         return len(self.sequences) or len(self.starts)
+
+    @property
+    def num_examples(self) -> int:
+        return int(self.examples[-1]) + 1 if len(self.examples) else len(self)
 
     def to(self, device: torch.device) -> Features:
         return Features(**{name: tensor.to(device) for name, tensor in vars(self).items()})
@@ -81,6 +97,10 @@ class Features:
         sequences, lengths = self.sequences.cpu().numpy(), self.lengths.cpu().numpy()
         is_present = sequences >= 0
         return np.where(is_present, lengths[sequences], 0).max(1), is_present.sum(1)
+
+    def targets(self, batch: RowBatch) -> Tensor | None:
+        """The targets of the rows of a batch, if they are known."""
+        return self.labels[batch.rows] if len(self.labels) else None
 
     def collate(self, batch: RowBatch, pad_id: int) -> tuple[Tensor, Tensor, Tensor]:
         """Padded token ids, attention mask and segment ids [B, L], or [B, slots, L], of a batch.
@@ -98,14 +118,46 @@ class Features:
         return input_ids, attention_mask, (attention_mask & is_second).long()
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """A model's logits, with the features they were computed from and the examples of these, where they are needed."""
+
+    logits: NDArray  # [N, outputs] of rows; or [tokens, outputs], of the tokens of `Features.input_ids`
+    features: Features | None = None
+    examples: Examples | None = None
+
+    def row_logits(self) -> list[NDArray]:
+        """The logits [length, outputs] of the tokens of each row."""
+        assert self.features is not None
+        return np.split(self.logits, self.features.starts[1:].cpu().numpy())
+
+    def compute_losses(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The losses [N] of all rows."""
+        assert self.features is not None
+        labels = self.features.labels.cpu()
+        if len(self.logits) == len(self.features):
+            return loss(torch.from_numpy(self.logits), labels)
+        rows = [torch.from_numpy(logits) for logits in self.row_logits()]
+        losses = []
+        for start in range(0, len(rows), LOSS_ROWS):
+            part = slice(start, start + LOSS_ROWS)
+            losses.append(loss(pad_sequence(rows[part], batch_first=True, padding_value=NO_LOGIT), labels[part]))
+        return torch.cat(losses)
+
+
 def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
-    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length`."""
+    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length` or, if
+    they may have several windows, as windows of that length."""
     cls = np.array([tokenizer.vocabulary.cls_id], np.int32)
     sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
     columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
+    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
+    if examples.windows > 1:
+        windows = [split_into_windows(text, max_length - 2, examples.windows) for text in columns[0]]
+        columns, counts = [list(chain.from_iterable(windows))], np.array([len(each) for each in windows])
     pieces: list[NDArray] = []
-    kept = np.zeros((len(examples.texts), len(columns)), np.int64)  # tokens of each text after truncation
-    truncated = np.zeros(len(examples.texts), bool)
+    kept = np.zeros((len(columns[0]), len(columns)), np.int64)  # tokens of each text after truncation
+    truncated = np.zeros(len(columns[0]), bool)
     for index, texts in enumerate(zip(*columns, strict=True)):
         kept[index] = truncated_lengths([len(text) for text in texts], max_length - 1 - len(texts))
         truncated[index] = int(kept[index].sum()) < sum(map(len, texts))
@@ -113,7 +165,7 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
         for text, count in zip(texts, kept[index], strict=True):
             pieces += [text[:count], sep]
     lengths = torch.from_numpy(1 + (kept + 1).sum(1))
-    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
+    is_single = examples.counts is None and examples.windows == 1
     first, slots = counts.cumsum() - counts, np.arange(counts.max())
     sequences = np.where(slots < counts[:, None], first[:, None] + slots, -1)  # [N, slots]
     return Features(
@@ -121,17 +173,31 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
         starts=lengths.cumsum(0) - lengths,
         lengths=lengths,
         lengths_a=torch.from_numpy(2 + kept[:, 0]),
-        sequences=torch.empty(0) if examples.counts is None else torch.from_numpy(sequences),
+        sequences=torch.empty(0) if is_single else torch.from_numpy(sequences),
         labels=torch.empty(0) if examples.labels is None else torch.from_numpy(examples.labels),
         truncated=torch.tensor(int(np.logical_or.reduceat(truncated, first).sum())),
     )
 
 
+def split_into_windows(text: NDArray, length: int, count: int) -> list[NDArray]:
+    """Up to `count` windows of `length` tokens of a text, of which a quarter is also in the next window; the last one
+    has all that is left, also if that is longer."""
+    stride = length - length // 4
+    starts = range(0, max(1, min(count * stride, len(text) - length // 4)), stride)
+    return [text[start:] if start == starts[-1] else text[start : start + length] for start in starts]
+
+
 def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
     """The token ids of each text, without special tokens."""
-    encoder = create_encoder(tokenizer)
+    encoder = cached_encoder(tokenizer)
     dtype = np.dtype(encoder.typecode)
-    return [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
+    ids = [np.frombuffer(ids, dtype)[:-1] for ids in encoder.encode([text.encode() for text in texts])]
+    encoder.uncovered.clear()  # would grow with a file
+    return ids
+
+
+cached_encoder = lru_cache(maxsize=1)(create_encoder)
+"""The encoder of a tokenizer, which caches words: chunks of a file share it."""
 
 
 def truncated_lengths(lengths: list[int], max_tokens: int) -> list[int]:
@@ -169,14 +235,15 @@ def load_or_make_features(
 
 def features_cache_key(make: Callable, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> str:
     """A hash of everything that features depend on."""
-    settings = (make.__name__, tokenizer.fingerprint, max_length, len(examples))
+    settings = (make.__name__, tokenizer.fingerprint, max_length, len(examples), examples.windows)
     digest = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.texts_b or ())):
         digest.update(text.encode() + b"\0")
     if examples.counts is not None:
         digest.update(examples.counts.tobytes())
     if examples.labels is not None:
-        digest.update(examples.labels.tobytes())
+        is_object = examples.labels.dtype == object
+        digest.update(repr(examples.labels.tolist()).encode() if is_object else examples.labels.tobytes())
     return digest.hexdigest()[:32]
 
 
@@ -203,33 +270,62 @@ def sort_into_batches(rows: NDArray, lengths: NDArray, counts: NDArray, batch_si
         yield rows[start : start + batch_size]
 
 
-def make_full_batch(rows: NDArray, lengths: NDArray, counts: NDArray, batch_size: int, max_length: int) -> RowBatch:
+def make_full_batch(
+    rows: NDArray,
+    lengths: NDArray,
+    counts: NDArray,
+    batch_size: int,
+    max_length: int,
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF,
+) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
-    longest = int(lengths[rows].max())
-    padded = -(-longest // PAD_TO_MULTIPLE_OF) * PAD_TO_MULTIPLE_OF
     return RowBatch(
         torch.from_numpy(np.resize(rows, batch_size)),
         torch.from_numpy(weights),
-        min(padded, max_length),
+        padded_length(int(lengths[rows].max()), max_length, pad_to_multiple_of),
         int(counts[rows].max()),
     )
 
 
+def padded_length(longest: int, max_length: int, multiple: int = PAD_TO_MULTIPLE_OF) -> int:
+    """The length of a batch whose longest row has `longest` tokens."""
+    return min(-(-longest // multiple) * multiple, max_length)
+
+
+def inference_batches(lengths: NDArray, counts: NDArray, batch_size: int) -> Iterator[tuple[NDArray, int]]:
+    """Rows with equally many sequences and of similar length, in groups of up to `batch_size` sequences; and how many
+    rows a full group has."""
+    for count in np.unique(counts):
+        rows = np.flatnonzero(counts == count)
+        size = min(max(1, batch_size // int(count)), len(rows))
+        yield from ((group, size) for group in sort_into_batches(rows, lengths, counts, size))
+
+
 @torch.no_grad()
 def compute_logits(
-    model: Callable[..., Tensor], features: Features, batch_size: int, max_length: int, pad_id: int
+    model: Callable[..., Tensor],
+    features: Features,
+    batch_size: int,
+    max_length: int,
+    pad_id: int,
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF,
 ) -> NDArray:
-    """The model's logits [N, num_labels] of all rows, in their order."""
+    """The model's logits of all rows in their order: [N, outputs], or [tokens, outputs] from a model of tokens."""
     device = features.starts.device
     lengths, counts = features.row_sizes()
-    batch_size = min(max(1, batch_size // int(counts.max())), len(features))
     order, logits = [], []
-    for rows in sort_into_batches(np.arange(len(features)), lengths, counts, batch_size):
-        batch = make_full_batch(rows, lengths, counts, batch_size, max_length).to(device)
+    for rows, size in inference_batches(lengths, counts, batch_size):
+        batch = make_full_batch(rows, lengths, counts, size, max_length, pad_to_multiple_of).to(device)
         order.append(rows)
-        logits.append(model(*features.collate(batch, pad_id))[: len(rows)].float().cpu().numpy())
-    return np.concatenate(logits)[np.argsort(np.concatenate(order))]
+        output = model(*features.collate(batch, pad_id), features.targets(batch))[: len(rows)].float().cpu().numpy()
+        logits.append(output)
+    ranks = np.argsort(np.concatenate(order))
+    if logits[0].ndim == 3:
+        parts = zip(chain.from_iterable(logits), lengths[np.concatenate(order)], strict=True)
+        by_row = [row[:length] for row, length in parts]
+        return np.concatenate([by_row[rank] for rank in ranks])
+    return np.concatenate(logits)[ranks]
 
 
 def write_logits(folder: Path, logits: dict[str, NDArray]) -> None:

@@ -3,6 +3,7 @@
 import io
 import statistics
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from electra.errors import DataError
 from electra.finetuning.assess import find_single_prediction
 from electra.finetuning.config import GlueConfig
+from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
@@ -140,6 +142,7 @@ def glue(config: GlueConfig) -> GlueTable:
     """Fine-tune on every task with every seed, and tabulate the results."""
     tasks = select_tasks(config)
     check_own_table(config.output)
+    check_own_submission(config.submission)
     with lock_output(config.output, [config.output / task.name for task in tasks]):
         return tabulate_tasks(tasks, config)
 
@@ -278,10 +281,20 @@ def write_glue_submission(path: Path, jobs_by_task: list[list[Job]], use_ensembl
         members = jobs if use_ensemble else [max(jobs, key=lambda job: job.run().main_metric)]
         for split, logits in read_mean_logits(members).items():
             if split.startswith(TEST):
-                predictions[submission_key(task, split)] = KINDS[task.kind].predict(logits, task)
+                predictions[submission_key(task, split)] = KINDS[task.kind].predict(Outputs(logits), task)
     write_submission_zip(path, predictions)
     missing = missing_submission_files(predictions)
     return f"submission: {path}" + (f"; GLUE's site also requires {', '.join(missing)}" if missing else "")
+
+
+def check_own_submission(path: Path | None) -> None:
+    """Raise a DataError if a submission would replace another file than an earlier submission."""
+    if path is None or not path.exists():
+        return
+    with suppress(zipfile.BadZipFile, OSError), zipfile.ZipFile(path) as archive:
+        if {*archive.namelist()} <= {file for _, file in SUBMISSION_FILES.values()}:
+            return
+    raise DataError(f"{path} exists and is no GLUE submission; choose another --submission")
 
 
 def write_submission_zip(path: Path, predictions: Predictions) -> None:

@@ -28,12 +28,12 @@ from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
-from electra.finetuning.kinds import KINDS, read_examples
+from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import is_finetuned_config, warn_untrained_length
+from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.names import get_architecture
-from electra.model.storage import WEIGHTS, is_huggingface_folder
+from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer, warn_untrained_length
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
@@ -51,7 +51,7 @@ from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
-DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label")
+DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
@@ -80,6 +80,7 @@ def prepare_jobs(
     *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
 ) -> list[Job]:
     """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
+    check_class_weights(tuning.class_weights, task)
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
@@ -247,11 +248,13 @@ def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics]
 
 def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
-    task, metrics = jobs[0].task, {}
+    job, task, metrics = jobs[0], jobs[0].task, {}
+    tokenizer = load_model_tokenizer(job.model)
     for split, logits in read_mean_logits(jobs).items():
-        labels = read_examples(task, split).labels
-        if labels is not None:
-            metrics[split] = task.compute_metrics(KINDS[task.kind].predict(logits, task), labels)
+        examples = read_examples(task, split)
+        if examples.labels is not None:
+            features = load_features(task, examples, tokenizer, job.tuning.length, job.features_cache)
+            metrics[split] = compute_metrics(task, logits, features, examples)
     return metrics
 
 

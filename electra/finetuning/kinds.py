@@ -13,25 +13,34 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning import choice, readers
+from electra.finetuning import choice, conll, readers, tags
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, make_features
-from electra.finetuning.heads import ChoiceModel, TaskModel
-from electra.finetuning.metrics import Metrics, most_frequent_label
+from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features, make_features
+from electra.finetuning.heads import ChoiceModel, CrfTagModel, TagModel, TaskModel, WindowModel
+from electra.finetuning.losses import (
+    BALANCED,
+    balanced_class_weights,
+    balanced_positive_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    parse_class_weights,
+)
+from electra.finetuning.metrics import Metrics, class_scores, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
     TEST,
     Examples,
+    RowReader,
     Task,
     add_line_to_errors,
     get_cell,
     get_glue_task,
     get_text,
     read_split_rows,
+    stack_labels,
     take_chunk,
 )
 from electra.huggingface.convert import choice_settings
@@ -43,11 +52,15 @@ def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
     return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
 
 
-def class_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def text_model(task: Task) -> type[TaskModel]:
+    return WindowModel if task.windows > 1 else TaskModel
+
+
+def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The prediction and the probability of each class, or the predicted score."""
     kind = KINDS[task.kind]
-    predictions = kind.decode(kind.predict(logits, task), task)
-    for prediction, values in zip(predictions, kind.activation(logits).tolist(), strict=True):
+    predictions = kind.decode(kind.predict(outputs, task), task)
+    for prediction, values in zip(predictions, kind.activation(outputs.logits).tolist(), strict=True):
         probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
         rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
         yield {"prediction": rounded} | probabilities
@@ -58,9 +71,12 @@ def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, de
     return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
 
 
-def choice_columns(task: Task, logits: NDArray, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
+    assert outputs.examples is not None
+    assert outputs.examples.rows is not None
+    logits, rows = outputs.logits, outputs.examples.rows
     for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
         choices = choice.read_choices(task, row)
         probabilities = [round(value, 4) for value in values[: len(choices)]]
@@ -72,7 +88,10 @@ class Kind:
     """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
 
     # from the rows of a file to examples
+    read_rows: RowReader = readers.read_rows
     text_column: str | None = "text"  # unless set
+    label_column: str = "label"  # unless set
+    find_columns: Callable[[Task, Row], Task] = lambda task, row: task  # columns, from the first training row
     choice_columns: tuple[str, ...] = ()  # unless set
     read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
     label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
@@ -82,6 +101,7 @@ class Kind:
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
     has_classes: bool = True  # that the task lists as its labels
+    has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
 
     # from examples to features
     make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
@@ -89,26 +109,30 @@ class Kind:
     labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
 
     # from features to predictions
-    model: type[TaskModel] = TaskModel
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    model: Callable[[Task], type[TaskModel]] = text_model
+    loss: Callable[..., Tensor]  # logits, targets and, if `balance` is set, class weights → losses [B]
+    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
+    num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
+    """Targets → terms of the loss of each row [B], by which it is averaged."""
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
-    predict: Callable[[NDArray, Task], NDArray]  # logits [N, num_labels] → predictions in the form of `Examples.labels`
+    predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
+        predicted, labels
+    )
     baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
     baseline_name: str = "always predicting the most frequent class"
-    has_confusion_matrix: bool = False
-    has_class_scores: bool = False  # precision, recall and F1 of each class
+    class_ids: Callable[[NDArray], NDArray] | None = None  # labels or predictions → classes of the confusion matrix
+    class_scores: Callable[[NDArray, NDArray, Task], dict[str, Metrics]] = lambda predicted, labels, task: {}
+    """Predictions, labels → precision, recall and F1 of each class."""
 
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
-    columns: Callable[[Task, NDArray, list[Row]], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
     huggingface_settings: Callable[[EncoderConfig], Settings]
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, reduction="none")
 
 
 def softmax(logits: NDArray) -> NDArray:
@@ -123,10 +147,11 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
+        balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
-        predict=lambda logits, task: logits.argmax(1),
+        predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
-        has_confusion_matrix=True,
+        class_ids=lambda class_ids: class_ids,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
@@ -136,13 +161,12 @@ KINDS: dict[TaskKind, Kind] = {
         warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
-        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        ).mean(1),
+        loss=binary_cross_entropy,
+        balance=balanced_positive_weights,
         uniform_loss=lambda task: math.log(2),
-        predict=lambda logits, task: (logits > 0).astype(np.float32),
+        predict=lambda outputs, task: (outputs.logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
-        has_class_scores=True,
+        class_scores=lambda predicted, labels, task: class_scores(predicted, labels, task.labels),
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
         huggingface_settings=lambda encoder: {"problem_type": "multi_label_classification"},
     ),
@@ -157,7 +181,7 @@ KINDS: dict[TaskKind, Kind] = {
         labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
         uniform_loss=lambda task: 1.0,
-        predict=lambda logits, task: task.denormalize_scores(logits[:, 0]),
+        predict=lambda outputs, task: task.denormalize_scores(outputs.logits[:, 0]),
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
         decode=lambda scores, task: scores.tolist(),
@@ -174,10 +198,10 @@ KINDS: dict[TaskKind, Kind] = {
         encode=choice.encode_choice,
         dtype=np.int64,
         has_classes=False,
-        model=ChoiceModel,
+        model=lambda task: ChoiceModel,
         loss=cross_entropy,
         uniform_loss=lambda task: math.log(choice.MAX_CHOICES),
-        predict=lambda logits, task: logits.argmax(1),
+        predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
         baseline_name="choosing at random",
@@ -185,6 +209,40 @@ KINDS: dict[TaskKind, Kind] = {
         columns=choice_columns,
         huggingface_task="MultipleChoice",
         huggingface_settings=choice_settings,
+    ),
+    "tags": Kind(
+        read_rows=conll.read_rows,
+        text_column="words",
+        label_column="tags",
+        find_columns=tags.find_columns,
+        read_texts=tags.read_words,
+        label_cell=tags.read_tags,
+        parse=tags.parse_tags,
+        infer=tags.task_fields_from_tags,
+        warnings=tags.tag_warnings,
+        encode=tags.encode_tags,
+        dtype=object,
+        has_row_logits=False,
+        make_features=tags.make_tag_features,
+        targets=tags.tag_targets,
+        labels_of_targets=lambda targets, task: stack_labels([tags for tags, _ in targets]),
+        model=lambda task: CrfTagModel if task.crf else TagModel,
+        loss=tags.tag_loss,
+        balance=lambda labels, num_classes: balanced_class_weights(tags.classes_of_words(labels), num_classes),
+        num_terms=lambda targets: (targets != IGNORED).sum(1),
+        uniform_loss=lambda task: math.log(task.num_labels),
+        predict=tags.predict_tags,
+        activation=softmax,
+        compute_metrics=tags.compute_tag_metrics,
+        baseline=tags.constant_tag_baseline,
+        baseline_name="always predicting the most frequent tag",
+        class_ids=tags.classes_of_words,
+        class_scores=tags.score_tag_classes,
+        decode=tags.decode_tags,
+        columns=tags.tag_columns,
+        output_formats=(".conll", ".jsonl"),
+        huggingface_task="TokenClassification",
+        huggingface_settings=lambda encoder: {},
     ),
 }
 
@@ -196,13 +254,50 @@ def with_targets(task: Task, examples: Examples) -> Examples:
     return replace(examples, labels=KINDS[task.kind].targets(examples.labels, task))
 
 
+def load_features(
+    task: Task, examples: Examples, tokenizer: TextTokenizer, length: int, cache_folder: Path
+) -> Features:
+    """Token ids and targets of examples, from a cache after the first time."""
+    make_features = KINDS[task.kind].make_features
+    return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
+
+
+def compute_metrics(task: Task, logits: NDArray, features: Features, examples: Examples) -> Metrics:
+    """The task's metrics of logits of examples with labels."""
+    assert examples.labels is not None
+    kind = KINDS[task.kind]
+    return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
+
+
+def check_class_weights(words: tuple[str, ...], task: Task) -> None:
+    """Raise a ConfigError if --class-weights do not fit a task."""
+    if words and KINDS[task.kind].balance is None:
+        raise ConfigError(f"is {' '.join(words)}, but a task of kind {task.kind} has none", field="class_weights")
+    if words != (BALANCED,):
+        parse_class_weights(words, task)
+
+
+def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray) -> Tensor | None:
+    """The weights [classes] of --class-weights for a task with these training labels."""
+    balance = KINDS[task.kind].balance
+    if not words or balance is None:
+        return None
+    weights = balance(train_labels, len(task.labels)) if words == (BALANCED,) else parse_class_weights(words, task)
+    return torch.tensor(np.asarray(weights), dtype=torch.float32)
+
+
 def define_task(config: TaskConfig) -> Task:
     """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
 
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     if config.task is not None:
         assert config.data is not None
-        return get_glue_task(config.task, config.data)
+        if config.task in tags.TASK_COLUMNS:
+            task = tags.define_tagging_task(config.task, config.data, config.crf)
+            return with_windows(with_inferred_labels(task, "tags"), config.windows)
+        if config.crf:
+            raise ConfigError(f"--crf needs a tagging task ({', '.join(tags.TASK_COLUMNS)}), not {config.task}")
+        return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
     kind_name = config.kind or "classification"
@@ -213,19 +308,31 @@ def define_task(config: TaskConfig) -> Task:
         text=config.text or kind.text_column,
         text_b=config.text_b,
         choices=config.choices or kind.choice_columns,
-        label=config.label,
+        label=config.label or kind.label_column,
+        crf=config.crf,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
-    return with_inferred_labels(task, config.kind)
+    task = kind.find_columns(task, next(read_split_rows(task, "train", kind.read_rows)))
+    return with_windows(with_inferred_labels(task, config.kind), config.windows)
+
+
+def with_windows(task: Task, windows: int) -> Task:
+    """The task with up to so many windows of each text."""
+    if windows > 1 and (KINDS[task.kind].model is not text_model or task.text_b is not None):
+        what = "pairs of texts" if task.text_b is not None else f"a task of kind {task.kind}"
+        raise ConfigError(
+            f"is {windows}; it must be 1 for {what}: single texts with a label have windows", field="windows"
+        )
+    return replace(task, windows=windows)
 
 
 def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
-    for row in read_split_rows(task, "train"):
+    for row in read_split_rows(task, "train", KINDS[task.kind].read_rows):
         with add_line_to_errors(source, row.line):
             cells[row.line] = KINDS[task.kind].label_cell(task, row)
     kind = kind or readers.infer_task_kind(list(cells.values()))
@@ -249,7 +356,7 @@ def read_examples(task: Task, split: str) -> Examples:
     """All examples of a split; test splits may lack labels."""
     if split not in task.splits:
         raise ConfigError(f"task {task.name} has no split {split!r}; it has {', '.join(task.splits)}")
-    rows = read_split_rows(task, split)
+    rows = read_split_rows(task, split, KINDS[task.kind].read_rows)
     first = next(rows)
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
@@ -263,7 +370,7 @@ def stream_examples(
 ) -> Iterator[Examples]:
     """The examples of a file in chunks, with their rows, after the first `skip_rows`; labels are read if the file has
     them and `with_labels`."""
-    rows = readers.read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
+    rows = KINDS[task.kind].read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
     rows = islice(chain([first], rows), skip_rows, None)
@@ -287,7 +394,8 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
         texts=list(first),
         texts_b=list(second[0]) if second else None,
         counts=np.array(counts) if len(texts) > len(counts) else None,
-        labels=np.array(labels, kind.dtype) if has_labels else None,
+        labels=stack_labels(labels, kind.dtype) if has_labels else None,
+        windows=task.windows,
     )
 
 

@@ -4,7 +4,6 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from electra.finetuning.tasks import Task
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling
+from electra.model.electra import meta_device
 from electra.model.encoder import Encoder
 from electra.model.storage import (
     WEIGHTS,
@@ -30,8 +30,8 @@ from electra.model.storage import (
     read_tensors,
     write_tensors,
 )
-from electra.runfolder import CONFIG, convert_stored, read_json, write_json
-from electra.training.checkpoint import find_model_folder
+from electra.runfolder import CONFIG, convert_stored, file_checksum, read_json, write_json
+from electra.training.checkpoint import find_model_folder, load_weights
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
         seed_offset = 0
     if dropout is not None:
         config = replace(config, dropout=dropout, attention_dropout=dropout)
-    with torch.device("meta"):  # the stored weights are assigned below
+    with meta_device():  # the stored weights are assigned below
         encoder = Encoder(config)
     weights = select_and_strip_prefix(tensors, "encoder.")
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
@@ -145,8 +145,8 @@ def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path
 def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     """Load a fine-tuned model and its configuration."""
     config = read_finetuned_config(folder)
-    with torch.device("meta"):
-        model_class = KINDS[config.task.kind].model
+    with meta_device():
+        model_class = KINDS[config.task.kind].model(config.task)
         model = model_class(Encoder(config.encoder), config.task.num_labels, config.pooling)
     weights = read_tensors(folder / WEIGHTS)
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
@@ -154,12 +154,11 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     return model.eval(), config
 
 
-def warn_untrained_length(model: Path, length: int) -> None:
-    """Print to standard error if rows may be longer than those that a model was trained on."""
-    trained_length = read_trained_length(model)
-    if trained_length is not None and trained_length < length:
-        print(
-            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
-            f"untrained; consider --length {trained_length}",
-            file=sys.stderr,
-        )
+def restore_weights(model: TaskModel, folder: Path) -> None:
+    """Load the weights of a stored model of the same form."""
+    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+
+
+def weight_checksums(folder: Path) -> dict[str, str]:
+    """The checksums of the weights in a model folder or a Hugging Face folder."""
+    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"{Path(WEIGHTS).stem}*"))}

@@ -3,31 +3,32 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import compute_logits
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
+from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
-from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
-from electra.finetuning.model import load_finetuned_model, warn_untrained_length
+from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
+from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
-from electra.model.storage import WEIGHTS, load_model_tokenizer
+from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.resumable import content_checksum, open_resumable
-from electra.runfolder import file_checksum
+from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
 CHUNK_SIZE = 4096  # rows in memory at a time
@@ -57,8 +58,8 @@ class EvaluateResult:
     truncated: int
     metrics: Metrics
     labels: list[str]
-    confusion_matrix: list[list[int]]  # [class in the file][predicted class]; classification only
-    classes: dict[str, Metrics]  # scores of the classes of a multi-label task
+    confusion_matrix: list[list[int]]  # [class in the file][predicted class]; of classes and tags only
+    classes: dict[str, Metrics]  # scores of the classes of a multi-label task, or of tags
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
@@ -98,49 +99,63 @@ class Predictor:
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
 
-    def stream_logits(self, path: Path, with_labels: bool) -> Iterator[tuple[Examples, NDArray]]:
-        """The examples of a file in chunks, after the first `self.rows`, with their logits [N, num_labels]."""
+    def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
+        """The logits of the examples of a file after the first `self.rows`, in chunks."""
         with show_row_count(self.rows) as show:
             for examples in stream_examples(self.task, path, CHUNK_SIZE, with_labels=with_labels, skip_rows=self.rows):
-                logits = self.compute_logits(examples)
+                outputs = self.compute_outputs(examples)
                 show(self.rows)
-                yield examples, logits
+                yield outputs
 
     def settings(self, path: Path) -> dict[str, Any]:
         """All that predictions for the rows of a file depend on."""
-        models = {str(folder): file_checksum(folder / WEIGHTS) for folder in self.folders}
+        checksums = {file: checksum for folder in self.folders for file, checksum in weight_checksums(folder).items()}
         settings = {"length": self.length, "precision": str(self.precision)}
-        return {"model": models, "input": str(path), "content": content_checksum(path)} | settings
+        return {"model": checksums, "input": str(path), "content": content_checksum(path)} | settings
 
     def predict(self, texts: str | Sequence[Any], texts_b: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
         task = self.task
         texts = [texts] if isinstance(texts, str) else list(texts)
-        rows = [Row(number, text) for number, text in enumerate(texts, start=1) if isinstance(text, dict)]
-        if rows and len(rows) == len(texts) and texts_b is None:
-            examples = parse_examples(task, "texts", rows, has_labels=False)
+        if texts and all(isinstance(text, dict) for text in texts) and texts_b is None:
+            values = texts
         elif task.choices and texts:
             raise ConfigError(f"task {task.name} has choices; give each row as a dictionary by column")
         elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
-            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        return list(self.kind.columns(task, self.compute_logits(examples), rows)) if texts else []
+            columns = [texts] if texts_b is None else [texts, texts_b]
+            values = [dict(zip((task.text, task.text_b), row, strict=False)) for row in zip(*columns, strict=True)]
+        rows = [Row(number, row) for number, row in enumerate(values, start=1)]
+        if not rows:
+            return []
+        examples = replace(parse_examples(task, "texts", rows, has_labels=False), rows=rows)
+        return list(self.kind.columns(task, self.compute_outputs(examples)))
 
-    def compute_logits(self, examples: Examples) -> NDArray:
-        """The logits [N, num_labels] of examples, averaged over the models."""
-        features = self.kind.make_features(examples, self.tokenizer, self.length)
+    def compute_outputs(self, examples: Examples) -> Outputs:
+        """The logits of examples, averaged over the models."""
+        features = self.kind.make_features(replace(examples, labels=None), self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
-                self.mean_logits, features.to(self.device), self.batch_size, self.length, self.pad_id
+                self.mean_logits,
+                features.to(self.device),
+                self.batch_size,
+                self.length,
+                self.pad_id,
+                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
             )
         check_finite(logits, self.folders[0])
-        return logits
+        return Outputs(logits, features, examples)
 
-    def mean_logits(self, *inputs: Tensor) -> Tensor:
-        """The models' mean logits [B, num_labels] of a batch."""
+    def mean_logits(self, *inputs: Tensor | None) -> Tensor:
+        """The models' mean logits of a batch."""
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
+
+
+def is_finetuned(path: Path) -> bool:
+    """Whether a folder is a fine-tuned model, the output of a fine-tuning, or one of its seeds."""
+    return (path / RESULT).exists() or ((path / CONFIG).exists() and "task" in read_json(path / CONFIG))
 
 
 def ensemble_model_folders(output: Path) -> list[Path]:
@@ -174,16 +189,17 @@ def predict(config: PredictConfig) -> PredictResult:
     """Write the rows of a file with their predictions; a stopped process continues, and the output appears when it is
     complete."""
     path = config.predictor.input
-    check_output_file(config.output, path, WRITERS)
     predictor = Predictor(config.predictor)
+    check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
     with open_resumable(config.output, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
         writer = WRITERS[config.output.suffix](content, output.state.get("header", []))
-        for examples, logits in predictor.stream_logits(path, with_labels=False):
-            assert examples.rows is not None
-            predictions = predictor.kind.columns(predictor.task, logits, examples.rows)
-            for row, prediction in zip(examples.rows, predictions, strict=True):
+        for outputs in predictor.stream_outputs(path, with_labels=False):
+            assert outputs.examples is not None
+            assert outputs.examples.rows is not None
+            predictions = predictor.kind.columns(predictor.task, outputs)
+            for row, prediction in zip(outputs.examples.rows, predictions, strict=True):
                 with add_line_to_errors(str(path), row.line):
                     writer.write_row(add_columns(row.values, prediction))
             output.file.write(content.getvalue().encode("utf-8", "replace"))
@@ -193,10 +209,12 @@ def predict(config: PredictConfig) -> PredictResult:
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
 
 
-def check_output_file(output: Path, path: Path, suffixes: Collection[str]) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path`."""
-    if output.exists() and output.samefile(path):
+def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
+    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
+    if output.exists() and path.exists() and output.samefile(path):
         raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
+    if output.exists() and not overwrite:
+        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
     if output.suffix not in suffixes:
         raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
     if not output.parent.is_dir():
@@ -253,33 +271,52 @@ class TsvWriter(CsvWriter):
     dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
 
 
-WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {".jsonl": JsonWriter, ".csv": CsvWriter, ".tsv": TsvWriter}
+class ConllWriter(JsonWriter):
+    """Write the words of each row, their other columns and their predicted tags, a word a line."""
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        tags = row["prediction"]
+        columns = [cell for cell in row.values() if isinstance(cell, list) and len(cell) == len(tags)]
+        columns = [column for column in columns if all(isinstance(cell, str) for cell in column)]
+        for cells in zip(*columns, strict=True):
+            if any(re.search(r"\s", cell) for cell in cells):
+                raise DataError("a word or tag contains a space, which .conll cannot hold; write .jsonl")
+            print(*cells, file=self.file)
+        print(file=self.file)
+
+
+WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {
+    ".jsonl": JsonWriter,
+    ".csv": CsvWriter,
+    ".tsv": TsvWriter,
+    ".conll": ConllWriter,
+}
 
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Compute the task's metrics on a file with labels."""
     predictor = Predictor(config.predictor)
     path, task = config.predictor.input, predictor.task
-    labels, logits = [], []
-    for examples, chunk_logits in predictor.stream_logits(path, with_labels=True):
-        if examples.labels is None:
+    labels, predictions = [], []
+    for outputs in predictor.stream_outputs(path, with_labels=True):
+        assert outputs.examples is not None
+        if outputs.examples.labels is None:
             raise DataError(
                 f"{path} has no label column {task.label!r}; evaluation needs labels, electra predict does not"
             )
-        labels.append(examples.labels)
-        logits.append(chunk_logits)
-    truth = np.concatenate(labels)
-    predicted = predictor.kind.predict(np.concatenate(logits), task)
+        labels.append(outputs.examples.labels)
+        predictions.append(predictor.kind.predict(outputs, task))
+    truth, predicted, class_ids = np.concatenate(labels), np.concatenate(predictions), predictor.kind.class_ids
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],
         task=task.name,
         input=str(path),
         rows=predictor.rows,
         truncated=predictor.truncated,
-        metrics=task.compute_metrics(predicted, truth),
+        metrics=predictor.kind.compute_metrics(predicted, truth, task),
         labels=list(task.labels),
-        confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
-        if predictor.kind.has_confusion_matrix
-        else [],
-        classes=class_scores(predicted, truth, task.labels) if predictor.kind.has_class_scores else {},
+        confusion_matrix=[]
+        if class_ids is None
+        else confusion_matrix(class_ids(predicted), class_ids(truth), len(task.labels)).tolist(),
+        classes=predictor.kind.class_scores(predicted, truth, task),
     )

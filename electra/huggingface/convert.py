@@ -27,7 +27,7 @@ from electra.huggingface.names import (
     Settings,
 )
 from electra.model.config import EncoderConfig
-from electra.model.electra import Discriminator, Generator
+from electra.model.electra import Discriminator, Generator, meta_device
 from electra.model.storage import check_tensors
 from electra.runfolder import CONFIG, convert_stored
 
@@ -69,7 +69,7 @@ def from_huggingface_tensors(
 
 def expected_tensors(architecture: Architecture, config: EncoderConfig) -> Tensors:
     """The parameters, on the meta device, of our generator, discriminator or encoder for a class of `transformers`."""
-    with torch.device("meta"):
+    with meta_device():
         model = Generator(config) if architecture.part == "generator" else Discriminator(config)
     parameters = model.named_parameters()
     return {name: tensor for name, tensor in parameters if architecture.head or name.startswith("encoder.")}
@@ -145,11 +145,25 @@ def to_modernbert_classification_head(head: Tensors) -> Tensors:
     }
 
 
+def to_token_classification_head(head: Tensors, convert: Callable[[Tensors], Tensors]) -> Tensors:
+    if any(name.startswith("crf.") for name in head):
+        raise ConfigError("the model has a CRF, which transformers lacks; fine-tune without --crf to export it")
+    return convert(head)
+
+
+def to_linear_classifier(head: Tensors) -> Tensors:
+    return {f"classifier.{name}": tensor for name, tensor in head.items()}
+
+
 TASK_HEADS: dict[str, Callable[[Tensors], Tensors]] = {  # tensors of our task head → those of a class of `transformers`
     "ElectraForSequenceClassification": to_electra_classification_head,
     "ModernBertForSequenceClassification": to_modernbert_classification_head,
-    "ElectraForMultipleChoice": lambda head: {f"classifier.{name}": tensor for name, tensor in head.items()},
+    "ElectraForMultipleChoice": to_linear_classifier,
     "ModernBertForMultipleChoice": to_modernbert_classification_head,
+    "ElectraForTokenClassification": lambda head: to_token_classification_head(head, to_linear_classifier),
+    "ModernBertForTokenClassification": lambda head: to_token_classification_head(
+        head, to_modernbert_classification_head
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from electra.errors import ConfigError, check_choice, check_range
@@ -15,6 +16,11 @@ AuxiliaryHead = Literal["corrective_lm", "bag_of_words"]
 Size = Literal["tiny", "small", "base", "large"]
 Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
+EmbeddingPooling = Literal["mean", "cls", "max"]
+"""Those of an embedding, of which no head depends: also the maximum over all tokens."""
+
+PACKAGED_MODEL = Path(__file__).parents[1] / "packaged"
+"""The folder of the small English model that is part of the package; commands use it when no --model is given."""
 
 MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
 MAX_LAYERS = 1000  # no model is deeper, and millions would be built for hours
@@ -83,6 +89,17 @@ class EncoderConfig:
 
     def is_modern(self) -> bool:
         return self.style == "modern"
+
+    def layer_indices(self, layers: tuple[int, ...]) -> list[int]:
+        """The indices of layers in `Encoder.hidden_states`; negative ones count from the end."""
+        outside = [layer for layer in layers if not -self.layers - 1 <= layer <= self.layers]
+        if outside or not layers:
+            value = " ".join(map(str, layers)) or "empty"
+            allowed = (
+                f"numbers from 0 (the embeddings) to {self.layers} or, counted from the end, -1 to {-self.layers - 1}"
+            )
+            raise ConfigError(f"is {value}; it must be {allowed}", field="layers")
+        return [layer % (self.layers + 1) for layer in layers]
 
     def check_length(self, length: int) -> None:
         """Check that rows fit the positions."""

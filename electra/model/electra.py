@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
@@ -19,6 +21,23 @@ if TYPE_CHECKING:  # its import takes a second or two
     from electra.kernels.side_stream import GeneratorStream
 
 CHUNK_SIZE = 4096  # positions whose vocabulary logits are in memory together
+
+
+class SkipInit(TorchFunctionMode):
+    """Skips the functions of torch.nn.init that draw random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Build modules without memory and without random initial weights, for which torch would import torch.compile: two
+    seconds."""
+    with torch.device("meta"), SkipInit():
+        yield
 
 
 class MaskedLanguageModel(nn.Module):

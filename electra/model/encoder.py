@@ -339,6 +339,17 @@ class Encoder(nn.Module):
         run_layers = self.run_fused_modern_layers if is_fused else self.run_layers
         return self.final_norm(run_layers(hidden, biases, positions))
 
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, segment_ids: Tensor | None = None
+    ) -> list[Tensor]:
+        """Hidden states [B, L, D] of the embeddings and of each layer, the last one after the final norm: those of
+        `transformers` with output_hidden_states."""
+        self.config.check_length(input_ids.shape[1])
+        states = [self.embedding_norm(self.project(self.embeddings(input_ids, segment_ids)))]
+        for layer, bias in zip(self.layers, self.attention_biases(input_ids, attention_mask, None, None), strict=True):
+            states.append(layer(states[-1], bias))
+        return [*states[:-1], self.final_norm(states[-1])]
+
     def run_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
         for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
             is_last = number == len(self.layers) - 1

@@ -1,11 +1,14 @@
 """Model folders: config.json with the configuration, model.safetensors with the weights, and tokenizer files.
 
-Shared parameters are stored once, under their first name. Pickles are never read.
+Shared parameters are stored once, under their first name. Pickles are never read. The packaged model has its weights
+in 8 bits, in model.safetensors.gz; they are dequantized when they are read.
 """
 
 import errno
 import hashlib
+import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,14 +17,23 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
-from electra.data.tokenizer import SETTINGS, TOKENIZER_FILES, TextTokenizer, load_tokenizer, read_trained_length
+from electra.data.tokenizer import (
+    SETTINGS,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    VOCAB_TXT,
+    TextTokenizer,
+    load_tokenizer,
+    read_trained_length,
+)
 from electra.errors import DataError
 from electra.model.config import ElectraConfig, EncoderConfig
-from electra.model.electra import Discriminator, Electra
+from electra.model.electra import Discriminator, Electra, meta_device
 from electra.model.heads import RTDHead
+from electra.model.quantize import COMPRESSED, read_compressed
 from electra.runfolder import (
     CHECKSUM,
     CONFIG,
@@ -64,8 +76,12 @@ def write_model_files(
 ) -> list[str]:
     """Write configuration, weights and tokenizer files; returns the names of the latter."""
     write_tensors(folder / WEIGHTS, weights)
-    write_json(folder / CONFIG, {"model": asdict(config)})
+    write_config(config, folder)
     return copy_tokenizer_files(tokenizer_folder, folder, trained_length)
+
+
+def write_config(config: ElectraConfig, folder: Path) -> None:
+    write_json(folder / CONFIG, {"model": asdict(config)})
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False) -> None:
@@ -78,6 +94,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], checksum: bool = False
         raise OSError(errno.EIO, f"cannot write ({error})", str(path)) from None
 
 
+def serialize_tensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file with a checksum; equal content gives equal bytes.
+
+    The library writes its metadata in a random order."""
+    content = save(tensors, metadata | {"checksum": tensors_checksum(tensors)})
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.dumps(json.loads(content[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)  # tensors stay aligned
+    return len(header).to_bytes(8, "little") + header + content[end:]
+
+
 def load_model(folder: Path) -> Electra:
     """Load a model folder in its stored precision; a missing discriminator head is newly initialised."""
     return build_model(read_model_config(folder), read_tensors(folder / WEIGHTS), folder / WEIGHTS)
@@ -85,7 +112,7 @@ def load_model(folder: Path) -> Electra:
 
 def build_model(config: ElectraConfig, weights: dict[str, Tensor], path: Path) -> Electra:
     """A model with `weights`, which were read from `path`; a missing discriminator head is newly initialised."""
-    with torch.device("meta"):
+    with meta_device():
         electra = Electra(config)
     expected = dict(electra.named_parameters())
     needs_head = isinstance(electra.discriminator, Discriminator) and not has_rtd_head(weights)
@@ -127,7 +154,7 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
     """Check that the weight files of a folder may hold encoders of the sizes in its config.json.
 
     Done before anything is built: a damaged config.json must not take hours or all memory."""
-    shapes = [shape for path in weights if path.exists() for shape in read_shapes(path)]
+    shapes = [shape for path in weights if path.exists() or is_compressed(path) for shape in read_shapes(path)]
     largest = max(chain.from_iterable(shapes), default=0)
     for encoder in encoders if shapes else ():
         sizes = {name: getattr(encoder, name) for name in ("width", "feedforward", "embedding_width", "vocab_size")}
@@ -138,7 +165,18 @@ def check_sizes_fit(folder: Path, weights: Iterable[Path], *encoders: EncoderCon
                 raise DataError(f"{folder / CONFIG} has {name} {size:,}, but the weights have no more than {limit:,}")
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether there is a compressed file instead of a file of weights."""
+    return not path.exists() and compressed_file(path).exists()
+
+
+def compressed_file(path: Path) -> Path:
+    return path.with_name(path.name + COMPRESSED)
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    if is_compressed(path):
+        return read_compressed(compressed_file(path))
     with open_safetensors(path) as file:
         verify_checksum(path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -159,12 +197,16 @@ def tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
 
 def read_tensor_names(path: Path) -> list[str]:
     """The names of the tensors in a safetensors file."""
+    if is_compressed(path):
+        return list(read_compressed(compressed_file(path)))
     with open_safetensors(path) as file:
         return list(file.keys())
 
 
 def read_shapes(path: Path) -> list[list[int]]:
     """The shapes of the tensors in a safetensors file, from its header."""
+    if is_compressed(path):
+        return [list(tensor.shape) for tensor in read_compressed(compressed_file(path)).values()]
     with open_safetensors(path) as file:
         return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (not a dict)
 
@@ -214,6 +256,23 @@ def load_model_tokenizer(folder: Path, vocab_size: int | None = None) -> TextTok
             "use the tokenizer it was trained with"
         )
     return tokenizer
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Check the tokenizer of a folder, if it has one, before it is copied: as all that use it do."""
+    if any((folder / name).is_file() for name in (TOKENIZER_JSON, VOCAB_TXT)):
+        load_model_tokenizer(folder, vocab_size)
+
+
+def warn_untrained_length(model: Path, length: int) -> None:
+    """Print to standard error if rows may be longer than those that a model was trained on."""
+    trained_length = read_trained_length(model)
+    if trained_length is not None and trained_length < length:
+        print(
+            f"warning: {model} was trained on rows of up to {trained_length} tokens; its positions after them are "
+            f"untrained; consider --length {trained_length}",
+            file=sys.stderr,
+        )
 
 
 def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int | None = None) -> list[str]:

@@ -128,7 +128,7 @@ def attention_nodes(query: Any, key: Any, value: Any, attn_mask: Any) -> Any:
 def keep_fast_layer_norms(model: Any) -> None:
     """Write the sum before a LayerNorm as `Sum` instead of `Add`.
 
-    ONNX Runtime would fuse Add and LayerNorm to an operation that is eight times as slow as both on a CPU
+    ONNX Runtime would fuse Add and LayerNorm to an operation that is several times as slow as both on a CPU
     (docs/log.md)."""
     producers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:

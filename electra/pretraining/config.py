@@ -233,8 +233,8 @@ class CorruptConfig:
     """File to write (safetensors)."""
     rows: int = 8192
     """Number of rows; fewer if the validation split is smaller."""
-    length: int = 128
-    """Tokens per row."""
+    length: int | None = None
+    """Tokens per row (default: as many as the model was trained on, at most 128)."""
     device: Device = "auto"
     """Where to compute."""
     json: bool = False

@@ -6,26 +6,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from electra.data.loader import Batch, build_packed_rows, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards, open_shards
-from electra.data.tokenizer import TextTokenizer
+from electra.data.tokenizer import TextTokenizer, read_trained_length
 from electra.errors import DataError
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
-from electra.model.storage import load_model, load_model_tokenizer, open_safetensors, read_tensors, tensors_checksum
+from electra.model.storage import (
+    load_model,
+    load_model_tokenizer,
+    open_safetensors,
+    read_tensors,
+    serialize_tensors,
+    warn_untrained_length,
+)
 from electra.objectives.evaluation import SEED, DetectionMetrics, MaskedAndCorrupted
 from electra.objectives.objectives import Corrupted, ObjectiveContext, corrupt, predict_masked, sample
 from electra.pretraining.config import CorruptConfig, PretrainConfig
 from electra.runfolder import write_file
 from electra.training.checkpoint import find_model_folder
+from electra.training.distributed import World
 from electra.training.hardware import choose_device
 
 MAX_SENTENCES, MAX_TOKENS = 4, 40
 SAMPLES = "samples.md"
 CORRUPTED_ROWS_PER_BATCH = 128
+HELD_OUT_LENGTH = 128  # tokens of held-out rows, if the model is trained on so many
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:
@@ -44,7 +52,7 @@ def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.devic
 
 def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
     """How held-out rows are packed, the same for all runs: packed, at most 128 tokens."""
-    return LoaderConfig(length=min(128, config.loader.length), batch_size=min(32, config.evaluation_rows))
+    return LoaderConfig(length=min(HELD_OUT_LENGTH, config.loader.length), batch_size=min(32, config.evaluation_rows))
 
 
 def max_held_out_rows(config: PretrainConfig) -> int:
@@ -145,12 +153,12 @@ class CorruptedRows:
     input_ids: Tensor  # [N, L]
     corrupted_ids: Tensor  # [N, L]
 
-    def evaluate(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device) -> dict[str, float]:
+    def evaluate(self, electra: Electra, tokenizer: TextTokenizer, world: World) -> dict[str, float]:
         """Metrics of replaced token detection on all rows; empty without a discriminator for it."""
         if not isinstance(electra.discriminator, Discriminator):
             return {}
-        metrics = DetectionMetrics()
-        for start in range(0, len(self.input_ids), CORRUPTED_ROWS_PER_BATCH):
+        device, metrics, results = world.device, DetectionMetrics(), []
+        for start in world.share(range(0, len(self.input_ids), CORRUPTED_ROWS_PER_BATCH)):
             rows_of_batch = slice(start, start + CORRUPTED_ROWS_PER_BATCH)
             original = self.input_ids[rows_of_batch].to(device).long()  # [B, L]
             corrupted = self.corrupted_ids[rows_of_batch].to(device).long()  # [B, L]
@@ -159,7 +167,10 @@ class CorruptedRows:
                 step=torch.zeros((), device=device), row_ids=torch.arange(len(original), device=device), **rows
             )
             logits = electra.discriminator(corrupted, **batch.encoder_inputs())  # [B, L]
-            metrics.add(logits, Corrupted(corrupted, is_replaced=corrupted != original), batch)
+            results.append(DetectionMetrics())
+            results[-1].add(logits, Corrupted(corrupted, is_replaced=corrupted != original), batch)
+        for result in world.gather(results):
+            metrics.merge(result)
         return metrics.compute("fixed_rtd")
 
 
@@ -191,11 +202,16 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
     if electra.generator is None:
         raise DataError(f"{config.model} has no generator; give a run of --objective rtd")
     shards.check_same_tokenizer(load_model_tokenizer(folder))
-    rows = corrupt_held_out_rows(electra, shards, config, device)
+    positions = electra.generator.encoder.config.positions
+    default_length = min(HELD_OUT_LENGTH, read_trained_length(folder) or positions)
+    length = default_length if config.length is None else config.length
+    warn_untrained_length(folder, length)
+    loader = LoaderConfig(length=length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows))
+    rows = corrupt_held_out_rows(electra, shards, loader, config.rows, device)
     tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items()}
     metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder.absolute())}
-    write_file(config.output, save(tensors, metadata | {"checksum": tensors_checksum(tensors)}))
-    metrics = rows.evaluate(electra, shards.tokenizer, device)
+    write_file(config.output, serialize_tensors(tensors, metadata))
+    metrics = rows.evaluate(electra, shards.tokenizer, World(device))
     is_replaced = tensors["corrupted_ids"] != tensors["input_ids"]
     return CorruptResult(
         output=config.output,
@@ -207,14 +223,11 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
 
 
 def corrupt_held_out_rows(
-    electra: Electra, shards: Shards, config: CorruptConfig, device: torch.device
+    electra: Electra, shards: Shards, loader: LoaderConfig, rows: int, device: torch.device
 ) -> CorruptedRows:
-    loader = LoaderConfig(length=config.length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows))
     context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     originals, corrupted = [], []
-    for batch in validation_batches(
-        shards, loader, max_batches=max(1, config.rows // loader.batch_size), device=device
-    ):
+    for batch in validation_batches(shards, loader, max_batches=max(1, rows // loader.batch_size), device=device):
         masked = context.mask(batch)
         sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
         originals.append(batch.input_ids)
@@ -222,13 +235,20 @@ def corrupt_held_out_rows(
     return CorruptedRows(torch.cat(originals), torch.cat(corrupted))
 
 
-def read_corrupted_rows(path: Path, tokenizer: TextTokenizer) -> CorruptedRows:
-    """Read the rows; raises a DataError if they were made with another tokenizer."""
+def read_corrupted_rows(path: Path, tokenizer: TextTokenizer, positions: int) -> CorruptedRows:
+    """Read the rows; raises a DataError if they were made with another tokenizer, or are longer than `positions`."""
     tensors = read_tensors(path)
-    if tensors.keys() != {"input_ids", "corrupted_ids"}:
+    is_rows = [tensor.ndim == 2 and tensor.dtype == torch.int32 for tensor in tensors.values()]
+    if tensors.keys() != {"input_ids", "corrupted_ids"} or not all(is_rows):
         raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
     with open_safetensors(path) as file:
         metadata = file.metadata() or {}
     if metadata.get("tokenizer") != tokenizer.fingerprint:
         raise DataError(f"{path} was made with another tokenizer; make one for these shards with: electra corrupt")
-    return CorruptedRows(**tensors)
+    rows = CorruptedRows(**tensors)
+    if (length := rows.input_ids.shape[1]) > positions:
+        raise DataError(
+            f"{path} has rows of {length} tokens, longer than the model's {positions} positions; make shorter ones "
+            f"with: electra corrupt --length {positions}"
+        )
+    return rows

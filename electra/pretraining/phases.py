@@ -6,12 +6,10 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from electra.config import convert_value, replace_settings, settings_by_name
 from electra.errors import ConfigError, suggest
 from electra.model.config import ElectraConfig
-from electra.model.electra import Electra
+from electra.model.electra import Electra, meta_device
 from electra.model.flops import training_flops_per_row
 from electra.objectives.config import ObjectiveConfig, ObjectiveName
 from electra.objectives.masking import max_masked
@@ -169,7 +167,7 @@ def model_config_for_objective(pair: ElectraConfig, config: ObjectiveConfig) -> 
 
 def count_parameters(model: ElectraConfig) -> int:
     """The number of parameters, shared ones counted once."""
-    with torch.device("meta"):
+    with meta_device():
         return sum(parameter.numel() for parameter in Electra(model).parameters())
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra.config import Positional
-from electra.errors import ConfigError
-from electra.model.config import Pooling
-from electra.training.config import Device
+from electra.errors import ConfigError, check_range
+from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
+from electra.training.config import Device, Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,9 @@ class TextConfig:
     """The text, in quotes; put -- before a text that starts with a dash."""
     input: Path | None = None
     """Instead of a text: a file with one text per line; without either, standard input is read."""
-    model: Path
-    """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT)."""
+    model: Path = PACKAGED_MODEL
+    """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT); default:
+    the small English model in the package."""
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     json: bool = False
@@ -53,8 +54,34 @@ class FillConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedConfig:
-    """Print the embedding of a text: the pooled hidden states of the encoder."""
+    """Compute embeddings, the pooled hidden states of the encoder: of a text, of lines, or of a file of any length.
+
+    electra embed --model runs/x --input reviews.csv --column review --output vectors.npy
+
+    With --output an interrupted command continues when it is repeated."""
 
     input: TextConfig
-    pooling: Pooling = "mean"
-    """mean: mean over all tokens; cls: the [CLS] token."""
+    output: Path | None = None
+    """Write the embeddings of --input, a .txt file with one text per line or a .csv, .tsv, .jsonl or .parquet file
+    (optionally compressed), to a .npy file (one row per text) or a .parquet file (text and embedding)."""
+    overwrite: bool = False
+    """Replace --output if it exists."""
+    column: str = "text"
+    """Column of the text in tables."""
+    layers: tuple[int, ...] = (-1,)
+    """Layers whose hidden states are concatenated: 1 is the first, 0 the embeddings; -1 is the last, -2 the one before
+    it."""
+    pooling: EmbeddingPooling = "mean"
+    """mean: mean over all tokens; cls: the [CLS] token; max: maximum over all tokens."""
+    length: int | None = None
+    """Maximum length in tokens; longer texts are truncated; default the length that the model was trained on."""
+    batch_size: int = 64
+    """Texts per forward pass; texts of similar length are batched together."""
+    precision: Precision = "auto"
+    """auto: bf16 on a GPU that supports it, else fp32."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "batch_size", at_least=1)
+        check_range(self, "length", at_least=8)
+        if self.output is not None and self.input.input is None:
+            raise ConfigError(f"--output {self.output} needs --input, a file of texts")

@@ -14,15 +14,14 @@ from torch import Tensor
 from electra.data.tokenizer import TextTokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
-from electra.finetuning.job import RESULT
-from electra.finetuning.predict import Predictor
+from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import Pooling
+from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
-from electra.runfolder import CONFIG, read_json
-from electra.serve.config import DetectConfig, EmbedConfig, FillConfig, TextConfig
+from electra.serve.config import DetectConfig, FillConfig, TextConfig
+from electra.serve.embedder import Embedder
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import Device
 from electra.training.hardware import choose_device
@@ -86,19 +85,6 @@ class MaskPredictions:
         return "\n".join(lines) + truncation_note(self.is_truncated)
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """The embedding of a text."""
-
-    vector: list[float]
-    is_truncated: bool = False
-
-    def __str__(self) -> str:
-        start = " ".join(f"{number:.4f}" for number in self.vector[:8])
-        note = truncation_note(self.is_truncated)
-        return f"{len(self.vector)} dimensions: {start} …  (--json prints all){note}"
-
-
 class Model:
     """A generator, a discriminator or both, with their tokenizer."""
 
@@ -158,19 +144,21 @@ class Model:
             )
         raise ConfigError("the text has no [MASK]; write [MASK] in place of the word to predict")
 
-    @torch.no_grad()
-    def embed(self, texts: str | Sequence[str], pooling: Pooling = "mean") -> Tensor:
-        """The embedding of each text [N, D]: the mean of its hidden states, or the hidden state of [CLS]."""
-        encoder, vectors = self.main_encoder(), []
-        for text in [texts] if isinstance(texts, str) else texts:
-            hidden = encoder(self.tokenize(text, encoder).input_ids)[0]  # [L, D]
-            check_finite(hidden, "the encoder")
-            vectors.append((hidden[0] if pooling == "cls" else hidden.mean(0)).cpu())
-        return torch.stack(vectors) if vectors else torch.empty(0, encoder.config.width)
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        pooling: EmbeddingPooling = "mean",
+        layers: Sequence[int] = (-1,),
+        batch_size: int = 64,
+    ) -> Tensor:
+        """The embedding of each text [N, D · layers]: the mean or maximum of its hidden states, or that of [CLS].
 
-    def is_truncated(self, text: str) -> bool:
-        """Whether a text has more tokens than `embed` can read."""
-        return self.tokenize(text, self.main_encoder()).is_truncated
+        Those of several `layers` (0: the embeddings; negative: from the end) are concatenated."""
+        encoder = self.main_encoder()
+        length = min(encoder.config.positions, self.trained_length or encoder.config.positions)
+        settings: dict[str, Any] = {"pooling": pooling, "layers": tuple(layers), "batch_size": batch_size}
+        embedder = Embedder(encoder, self.tokenizer, self.device, length, **settings)
+        return torch.from_numpy(embedder.embed([texts] if isinstance(texts, str) else list(texts)))
 
     def main_encoder(self) -> Encoder:
         """The discriminator's encoder, or that of a lone generator."""
@@ -198,12 +186,12 @@ def load_model(path: Path, device: Device) -> Model:
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
-def load(path: str | Path, device: Device = "auto") -> Model | Predictor:
+def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | Predictor:
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
-    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed)."""
-    config = Path(path) / CONFIG
-    if (Path(path) / RESULT).exists() or (config.exists() and "task" in read_json(config)):
+    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed); by default
+    the small English model in the package."""
+    if is_finetuned(Path(path)):
         return Predictor(PredictorConfig(model=Path(path), input=Path(), device=device))
     return load_model(Path(path), device)
 
@@ -228,13 +216,6 @@ def detect(config: DetectConfig) -> Detection | TextResults:
 
 def fill(config: FillConfig) -> MaskPredictions | TextResults:
     return apply_to_texts(config.input, lambda model, text: model.fill(text, config.count))
-
-
-def embed(config: EmbedConfig) -> Embedding | TextResults:
-    return apply_to_texts(
-        config.input,
-        lambda model, text: Embedding(model.embed(text, config.pooling)[0].tolist(), model.is_truncated(text)),
-    )
 
 
 def apply_to_texts(config: TextConfig, function: Callable[[Model, str], Any]) -> Any:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import DataError, check_range
+from electra.model.config import PACKAGED_MODEL
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import (
     CHECKPOINTS,
     CHECKSUMS,
+    CONFIG,
     checkpoint_folders,
     create_folder_atomically,
     read_stored,
@@ -48,6 +50,11 @@ def find_model_folder(run_or_model: Path) -> Path:
     """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run.
 
     A run that is still training does not remove the checkpoint before this process ends."""
+    if run_or_model == PACKAGED_MODEL and not has_packaged_model():
+        raise DataError(
+            "this installation of electra contains no model; name one: a run, a model folder or a Hugging Face folder "
+            "(--model)"
+        )
     if (run_or_model / WEIGHTS).exists() and keep_checkpoint(run_or_model):
         return run_or_model
     while checkpoints := checkpoint_folders(run_or_model):
@@ -58,6 +65,11 @@ def find_model_folder(run_or_model: Path) -> Path:
             f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
         )
     return run_or_model
+
+
+def has_packaged_model() -> bool:
+    """Whether the package contains a model."""
+    return (PACKAGED_MODEL / CONFIG).exists()
 
 
 def keep_checkpoint(folder: Path) -> bool:

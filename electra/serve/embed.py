@@ -1,0 +1,191 @@
+"""`electra embed`: the embeddings of texts, and of files of any length."""
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from electra.data.files import as_text_file, import_optional, open_streams, require_text_file
+from electra.data.tokenizer import read_trained_length
+from electra.errors import ConfigError, DataError
+from electra.finetuning.jobs import find_model_to_finetune
+from electra.finetuning.model import load_pretrained, weight_checksums
+from electra.finetuning.predict import CHUNK_SIZE, check_output_file, show_row_count
+from electra.finetuning.readers import FORMATS, Row, decode_lines, read_rows
+from electra.finetuning.tasks import add_line_to_errors, check_text, take_chunk
+from electra.resumable import ResumableFile, content_checksum, open_resumable
+from electra.runfolder import PARTIAL, join_first_names
+from electra.serve.config import EmbedConfig
+from electra.serve.embedder import Embedder
+from electra.serve.inference import TextResults, read_lines, truncation_note
+from electra.training.hardware import choose_device, choose_dtype
+
+LINES = ".txt"  # one text per line
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The embedding of a text."""
+
+    vector: list[float]
+    is_truncated: bool = False
+
+    def __str__(self) -> str:
+        start = " ".join(f"{number:.4f}" for number in self.vector[:8])
+        note = truncation_note(self.is_truncated)
+        return f"{len(self.vector)} dimensions: {start} …  (--json prints all){note}"
+
+
+@dataclass(frozen=True)
+class EmbedResult:
+    """The file of embeddings."""
+
+    output: str
+    rows: int
+    dimensions: int
+    truncated: int
+
+    def __str__(self) -> str:
+        truncated = f"; {self.truncated:,} texts truncated to --length" if self.truncated else ""
+        return f"{self.output}: {self.rows:,} embeddings of {self.dimensions:,} dimensions{truncated}"
+
+
+def embed(config: EmbedConfig) -> Embedding | TextResults | EmbedResult:
+    if config.output is not None:
+        return embed_file(config)
+    if is_table(config.input.input):
+        raise ConfigError(f"--input {config.input.input} is a table; --output vectors.npy writes its embeddings")
+    texts = [config.input.text] if config.input.text is not None else list(read_lines(config.input.input).values())
+    embedder, _ = load_embedder(config)
+    results = []
+    for text in texts:
+        truncated = embedder.truncated
+        [vector] = embedder.embed([text]).tolist()
+        results.append(Embedding(vector, embedder.truncated > truncated))
+    return results[0] if config.input.text is not None else TextResults(results)
+
+
+def load_embedder(config: EmbedConfig) -> tuple[Embedder, Path]:
+    """The encoder of a run, a model folder, a fine-tuned model or a Hugging Face folder, and that folder."""
+    folder = find_model_to_finetune(config.input.model)
+    pretrained = load_pretrained(folder)
+    positions, device = pretrained.encoder.config.positions, choose_device(config.input.device)
+    embedder = Embedder(
+        pretrained.encoder,
+        pretrained.load_tokenizer(),
+        device,
+        config.length or min(positions, read_trained_length(folder) or positions),
+        layers=config.layers,
+        pooling=config.pooling,
+        batch_size=config.batch_size,
+        precision=choose_dtype(config.precision, device),
+    )
+    return embedder, folder
+
+
+def embed_file(config: EmbedConfig) -> EmbedResult:
+    """Write the embeddings of the texts of a file; a stopped process continues, and the output appears when it is
+    complete."""
+    path, output_path = config.input.input, config.output
+    assert path is not None
+    assert output_path is not None
+    check_output_file(output_path, path, FINISH, config.overwrite)
+    if output_path.suffix == ".parquet":
+        import_optional("pyarrow.parquet", "writing .parquet")
+    embedder, folder = load_embedder(config)
+    settings = {
+        "model": weight_checksums(folder),
+        "input": str(path),
+        "content": content_checksum(path),
+        "column": config.column,
+        "layers": embedder.layers,
+        "pooling": embedder.pooling,
+        "length": embedder.length,
+        "precision": str(embedder.precision),
+    }
+    with open_resumable(output_path, settings) as output:
+        rows, embedder.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
+        if not rows:
+            output.file.write(npy_header(0, embedder.dimensions))
+        with show_row_count(rows) as show:
+            for texts in read_texts(path, config.column, skip_rows=rows):
+                output.file.write(embedder.embed(texts).astype("<f4").tobytes())
+                rows += len(texts)
+                output.save_part({"rows": rows, "truncated": embedder.truncated})
+                show(rows)
+        if not rows:
+            raise DataError(f"{path} has no text; each line is one")
+        FINISH[output_path.suffix](output, config, rows, embedder.dimensions)
+    return EmbedResult(str(output_path), rows, embedder.dimensions, embedder.truncated)
+
+
+def read_texts(path: Path, column: str, skip_rows: int = 0) -> Iterator[list[str]]:
+    """The texts of a file in chunks, after the first `skip_rows`: the lines of a .txt file, or a column of a table."""
+    rows = islice(read_lines_as_rows(path, column) if is_lines(path) else read_rows(path), skip_rows, None)
+    while chunk := take_chunk(rows, CHUNK_SIZE):
+        texts = []
+        for row in chunk:
+            with add_line_to_errors(str(path), row.line):
+                if column not in row.values:
+                    present = join_first_names([repr(name) for name in row.values], 20)
+                    raise DataError(f"no column {column!r}; the columns are {present}; --column sets it")
+                texts.append(check_text(row.values[column], f"column {column!r}"))
+        yield texts
+
+
+def is_lines(path: Path) -> bool:
+    """Whether a file has one text per line; raises if its suffix is unknown."""
+    return require_text_file(path, (LINES, *FORMATS), "files to embed").format == LINES
+
+
+def is_table(path: Path | None) -> bool:
+    return path is not None and as_text_file(path, FORMATS) is not None
+
+
+def read_lines_as_rows(path: Path, column: str) -> Iterator[Row]:
+    """Every line of a file, also an empty one: row i of the output is line i."""
+    with open_streams(require_text_file(path, (LINES,))) as (decompressed, _):
+        for number, line in enumerate(decode_lines(path, decompressed), start=1):
+            yield Row(number, {column: line.rstrip("\r\n")})
+
+
+def npy_header(rows: int, dimensions: int) -> bytes:
+    """The start of an .npy file of float32; numpy pads it so that its size does not depend on the number of rows."""
+    file = io.BytesIO()
+    npy.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, dimensions)})
+    return file.getvalue()
+
+
+def finish_npy(output: ResumableFile, config: EmbedConfig, rows: int, dimensions: int) -> None:
+    """Write the number of rows, which is not known before the end, into the header."""
+    output.file.seek(0)
+    output.file.write(npy_header(rows, dimensions))
+
+
+def write_parquet(output: ResumableFile, config: EmbedConfig, rows: int, dimensions: int) -> None:
+    """Write texts and embeddings as a table; the partial file, an .npy file, stays until it is complete."""
+    import pyarrow
+    import pyarrow.parquet
+
+    assert config.input.input is not None
+    vector_type = pyarrow.list_(pyarrow.float32(), dimensions)
+    schema = pyarrow.schema([(config.column, pyarrow.string()), ("embedding", vector_type)])
+    output.file.seek(len(npy_header(rows, dimensions)))
+    output.complete = output.path.with_name(f".{output.path.name}.table{PARTIAL}")
+    with pyarrow.parquet.ParquetWriter(output.complete, schema) as writer:
+        for texts in read_texts(config.input.input, config.column):
+            values = np.frombuffer(output.file.read(4 * dimensions * len(texts)), "<f4")
+            vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values), type=vector_type)
+            writer.write_table(pyarrow.table([pyarrow.array(texts), vectors], schema))
+
+
+FINISH: dict[str, Callable[[ResumableFile, EmbedConfig, int, int], Any]] = {
+    ".npy": finish_npy,
+    ".parquet": write_parquet,
+}
+"""How the file of each suffix gets from an .npy file without its number of rows to what was asked for."""

@@ -1,0 +1,76 @@
+"""Embeddings of texts: pooled hidden states of an encoder."""
+
+from copy import deepcopy
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from electra.data.tokenizer import TextTokenizer
+from electra.errors import ConfigError, check_finite
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, compute_logits, make_features
+from electra.finetuning.heads import POOL
+from electra.finetuning.tasks import Examples
+from electra.model.config import EmbeddingPooling
+from electra.model.encoder import Encoder
+
+
+class Embedder:
+    """Pooled hidden states of an encoder as embeddings of texts, computed in batches of similar length."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        tokenizer: TextTokenizer,
+        device: torch.device,
+        length: int,  # longer texts are truncated
+        *,
+        layers: tuple[int, ...] = (-1,),
+        pooling: EmbeddingPooling = "mean",
+        batch_size: int = 64,
+        precision: torch.dtype = torch.float32,
+    ) -> None:
+        if pooling not in POOL:
+            raise ConfigError(f"is {pooling!r}; choose from {', '.join(POOL)}", field="pooling")
+        encoder.config.check_length(length)
+        self.layers = encoder.config.layer_indices(layers)
+        self.encoder = encoder.to(device).eval()
+        self.tokenizer = deepcopy(tokenizer)  # encoding special tokens as text is a setting of the library's object
+        self.device, self.length, self.precision = device, length, precision
+        self.pooling: EmbeddingPooling = pooling
+        self.batch_size = batch_size
+        self.truncated = 0  # texts so far
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.layers) * self.encoder.config.width
+
+    def embed(self, texts: list[str]) -> NDArray:
+        """The embeddings [N, dimensions] of texts; those of several layers are concatenated."""
+        if not texts:
+            return np.empty((0, self.dimensions), np.float32)
+        features = make_features(Examples(texts=texts), self.tokenizer, self.length)
+        self.truncated += int(features.truncated)
+        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
+            vectors = compute_logits(
+                self.pooled_states,
+                features.to(self.device),
+                self.batch_size,
+                self.length,
+                self.encoder.config.pad_id,
+                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
+            )
+        check_finite(vectors, "the encoder")
+        return vectors
+
+    def pooled_states(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """The embeddings [B, dimensions] of a batch."""
+        if self.layers == [self.encoder.config.layers]:  # where layers may be fused
+            hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
+        else:
+            states = self.encoder.hidden_states(input_ids, attention_mask, segment_ids)
+            hidden = torch.cat([states[layer] for layer in self.layers], dim=-1)
+        return POOL[self.pooling](hidden.float(), attention_mask)

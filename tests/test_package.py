@@ -1,0 +1,162 @@
+"""The model in the package: weights in 8 bits, the export that writes it, and the commands that use it by default."""
+
+import gzip
+import shutil
+
+import pytest
+import torch
+from conftest import small_run
+from safetensors.torch import save
+from synthetic import write_rows
+from transformers import AutoTokenizer
+
+import electra
+from electra.cli import main
+from electra.errors import ConfigError, DataError
+from electra.export import package
+from electra.model.config import PACKAGED_MODEL
+from electra.model.quantize import dequantize, quantize, relative_error
+from electra.model.storage import load_model
+from electra.pretraining.command import pretrain
+from electra.serve.planted import find_planted_words
+from electra.training import checkpoint
+
+WEIGHTS = "model.safetensors.gz"
+needs_packaged_model = pytest.mark.skipif(
+    not checkpoint.has_packaged_model(), reason="this checkout has no packaged model; make packaged-model writes it"
+)
+
+
+@pytest.fixture(scope="module")
+def packaged(finished_run, tmp_path_factory):
+    """The finished run in the format of the packaged model."""
+    folder = tmp_path_factory.mktemp("package") / "model"
+    electra.export_model(model=finished_run, to="package", training_data="Sentences (CC0)", output=folder)
+    return folder
+
+
+def test_quantized_weights_are_within_half_a_step():
+    torch.manual_seed(0)
+    rows = torch.randn(64, 500) * torch.logspace(-6, 2, 64)[:, None]
+    rows[3] = 0
+    rows[4, 7] = 40 * rows[4].std()  # a large weight makes the steps of its row larger
+    stored = quantize({"matrix": rows, "vector": rows[0]}, resolution=1 / 16)
+    restored = dequantize(stored)
+    assert stored["matrix"].dtype == torch.int8
+    assert ((restored["matrix"] - rows).abs() <= 0.51 * stored["matrix.scale"].float()).all()
+    assert (restored["matrix"][3] == 0).all()
+    torch.testing.assert_close(restored["vector"], rows[0], rtol=1e-3, atol=1e-7)
+    usual = {"matrix": rows[5:]}
+    assert relative_error(usual, dequantize(quantize(usual, 1 / 16))) == pytest.approx(12**-0.5 / 16, rel=0.1)
+
+
+def test_a_packaged_model_answers_nearly_like_its_run(finished_run, packaged):
+    run, model = electra.load(finished_run, device="cpu"), electra.load(packaged, device="cpu")
+    text = "the big cat sat on the mat ."
+    assert model.detect(text).tokens == run.detect(text).tokens
+    assert model.detect(text).replaced == pytest.approx(run.detect(text).replaced, abs=0.01)
+    ours, theirs = (list(each.fill("the [MASK] sat").masks[0].tokens.values()) for each in (model, run))
+    assert ours == pytest.approx(theirs, abs=0.01)
+    torch.testing.assert_close(model.embed("the cat"), run.embed("the cat"), rtol=0.05, atol=0.05)
+
+
+def test_the_tokenizer_of_a_packaged_model_is_that_of_its_run(finished_run, packaged, tmp_path):
+    assert {path.name for path in packaged.iterdir()} == {
+        *("config.json", WEIGHTS, "vocab.txt", "tokenizer_config.json", "README.md")
+    }
+    models = [electra.load(folder, device="cpu") for folder in (finished_run, packaged)]
+    assert len({model.tokenizer.fingerprint for model in models}) == 1
+    assert models[0].trained_length == models[1].trained_length == 16
+    electra.export_model(model=packaged, output=tmp_path / "hf")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("The dog ran in the house.")["input_ids"]
+    assert ids == models[0].tokenizer.library.encode("The dog ran in the house.").ids
+
+
+def test_the_card_names_the_text_and_the_settings(packaged):
+    card = (packaged / "README.md").read_text()
+    assert "Sentences (CC0)" in card
+    assert "--size tiny --layers 1 --width 32" in card
+    assert "generator with 1 layer of width 32" in card
+    assert "| mlm_loss |" in card
+    assert str(packaged.parent.parent) not in card  # no path of this machine
+
+
+def test_a_packaged_model_can_be_fine_tuned_and_trained_further(packaged, shards, tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", "classification", 60, seed=0)
+    result = electra.finetune(model=packaged, train=train, output=tmp_path / "tuned", epochs=1, length=16, device="cpu")
+    assert result.rows["train"] > 0
+    run = electra.pretrain(
+        data=shards, output=tmp_path / "run", init=packaged, steps=1, length=16, batch_size=8, device="cpu"
+    )
+    assert run.step == 1
+
+
+def test_heads_that_only_pre_training_uses_are_left_out(shards, tmp_path):
+    pretrain(small_run(shards, tmp_path / "run", steps=1, bag_of_words_weight=0.1, corrective_lm_weight=0.1))
+    electra.export_model(model=tmp_path / "run", to="package", training_data="text", output=tmp_path / "out")
+    assert not load_model(tmp_path / "out").config.auxiliary_heads
+
+
+def test_coarser_weights_are_stored_where_the_model_would_be_too_large(finished_run, packaged, tmp_path, monkeypatch):
+    size = sum(path.stat().st_size for path in packaged.iterdir())
+    monkeypatch.setattr(package, "MAX_BYTES", size - 500)
+    settings = {"model": finished_run, "to": "package", "training_data": "text"}
+    electra.export_model(**settings, output=tmp_path / "coarse")
+    assert (tmp_path / "coarse" / WEIGHTS).stat().st_size < (packaged / WEIGHTS).stat().st_size - 400
+    monkeypatch.setattr(package, "MAX_BYTES", size // 4)
+    with pytest.raises(ConfigError, match=r"takes .* MB in 8 bits, more than .*; train a smaller model"):
+        electra.export_model(**settings, output=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def cut(content: bytes) -> bytes:
+    return content[:-100]
+
+
+def flip_a_bit(content: bytes) -> bytes:
+    return content[:2000] + bytes([content[2000] ^ 4]) + content[2001:]
+
+
+def replace_by_tensors_of_other_shapes(content: bytes) -> bytes:
+    return gzip.compress(save({"a": torch.zeros(3, 4, dtype=torch.int8), "a.scale": torch.zeros(7)}))
+
+
+@pytest.mark.parametrize("damage", [cut, flip_a_bit, gzip.decompress, replace_by_tensors_of_other_shapes])
+def test_damaged_weights_are_an_error(packaged, tmp_path, damage):
+    shutil.copytree(packaged, tmp_path / "model")
+    weights = tmp_path / "model" / WEIGHTS
+    weights.write_bytes(damage(weights.read_bytes()))
+    with pytest.raises(DataError, match=r"model\.safetensors\.gz is (damaged|cut)"):
+        electra.load(tmp_path / "model")
+
+
+def test_a_package_needs_the_text_of_its_card(finished_run, tmp_path, capsys):
+    with pytest.raises(ConfigError, match="training_data needs a value"):
+        electra.export_model(model=finished_run, to="package", output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", ["detect", "fill", "embed", "finetune"])
+def test_without_a_packaged_model_one_has_to_be_named(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "has_packaged_model", lambda: False)
+    train = write_rows(tmp_path / "train.jsonl", "classification", 60, seed=0)
+    flags = ["--train", str(train), "--output", str(tmp_path / "out")] if command == "finetune" else ["the [MASK]"]
+    with pytest.raises(SystemExit) as exit:
+        main([command, *flags])
+    assert exit.value.code == 2
+    assert "contains no model; name one" in capsys.readouterr().err
+    with pytest.raises(DataError, match="contains no model"):
+        electra.load()
+
+
+@needs_packaged_model
+def test_the_packaged_model_finds_planted_words():
+    assert find_planted_words(electra.load(device="cpu")).found >= 85
+
+
+@needs_packaged_model
+def test_the_packaged_model_is_small_and_complete(capsys):
+    assert sum(path.stat().st_size for path in PACKAGED_MODEL.iterdir()) <= package.MAX_BYTES
+    assert "Wikipedia" in (PACKAGED_MODEL / "README.md").read_text()
+    main(["fill", "The capital of France is [MASK]."])
+    main(["embed", "A sentence."])
+    assert "[MASK] at 6" in capsys.readouterr().out
