@@ -1,10 +1,11 @@
 """Feature-based fine-tuning: only the head is trained, on hidden states of chosen layers, linear or with a BiLSTM."""
 
 import json
+import random
 
 import pytest
 import torch
-from synthetic import write_choices, write_rows
+from synthetic import ANIMALS, sentence, write_choices, write_rows
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import electra
@@ -105,3 +106,14 @@ def test_layers_that_the_encoder_lacks_are_an_error(encoder_folder):
     frozen = FrozenConfig(layers=(3,), bilstm=False)
     with pytest.raises(ConfigError, match=r"layers is 3; it must be numbers from 0 \(the embeddings\) to 2"):
         build_task_model(load_pretrained(encoder_folder), 2, seed=1, frozen=frozen)
+
+
+def test_words_can_be_tagged_by_features(encoder_folder, tmp_path):
+    generator = random.Random(0)
+    with (tmp_path / "train.jsonl").open("w") as file:
+        for _ in range(120):
+            words = sentence(generator).split()
+            file.write(json.dumps({"words": words, "tags": ["N" if word in ANIMALS else "O" for word in words]}) + "\n")
+    files = {"train": tmp_path / "train.jsonl", "kind": "tags", "output": tmp_path / "out"}
+    tuned = electra.finetune(model=encoder_folder, frozen=True, bilstm=True, **files, **QUICK | {"epochs": 4})
+    assert tuned.median["dev"]["accuracy"] > 0.95
