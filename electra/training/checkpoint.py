@@ -142,7 +142,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint and return its folder."""
     folder = run / CHECKPOINTS / checkpoint_name(state.trainer.step)
-    if not folder.exists():  # a resumed run may save a step again, with equal content
+    if not (folder / STATE).is_file():  # a resumed run may save a step again, with equal content
         with create_folder_atomically(folder) as draft:
             write_model(draft)
             write_tensors(draft / TRAINING, optimizer_state_tensors(model, optimizers))
