@@ -36,6 +36,9 @@ class TaskConfig:
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
     label: str = "label"
     """Column of the label or score."""
+    windows: int = 1
+    """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
+    average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
     label names the right one of --choices by its index from 0, its number from 1, its letter or its text."""
@@ -50,6 +53,7 @@ class TaskConfig:
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         check_range(self, "dev_fraction", above=0, below=1)
+        check_range(self, "windows", at_least=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
         columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
@@ -85,12 +89,19 @@ class TuningConfig:
     folder (classifier_pooling in Hugging Face's), else cls."""
     length: int = 128
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    class_weights: tuple[str, ...] = ()
+    """Weights of classes in the loss: balanced (rows of a class count in inverse proportion to their number), or
+    CLASS=WEIGHT for some classes, e.g. spam=5; of a multi-label task, weights of the rows that have the class."""
+    best_epoch: bool = False
+    """Keep the model of the epoch with the best main metric on the dev rows instead of the last one."""
+    early_stopping: int | None = None
+    """Stop after this many epochs without a better main metric on the dev rows; implies --best-epoch."""
     faithful: bool = False
     """Reproduce the released code: Adam without bias correction, a decay that starts during the warm-up, weight decay,
     and layer-wise decay counted from one layer higher."""
 
     def __post_init__(self) -> None:
-        check_range(self, "epochs", "batch_size", "micro_batches", at_least=1)
+        check_range(self, "epochs", "batch_size", "micro_batches", "early_stopping", at_least=1)
         check_range(self, "length", at_least=8)
         check_range(self, "layer_decay", above=0, at_most=1)
         if self.batch_size % self.micro_batches:
@@ -120,6 +131,10 @@ class TuningConfig:
             save_every=SAVE_EVERY,
             keep_checkpoints=1,
         )
+
+    @property
+    def keeps_best_epoch(self) -> bool:
+        return self.best_epoch or self.early_stopping is not None
 
     def epochs_for(self, task: Task) -> int:
         return task.epochs if self.epochs is None else self.epochs

@@ -65,6 +65,18 @@ class TaskModel(nn.Module):
         return self.head(POOL[self.pooling](hidden, attention_mask))
 
 
+class WindowModel(TaskModel):
+    """A task head on the mean of the pooled states of the windows of a text."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, num_labels] of windows [B, slots, L]."""
+        hidden = self.encoder(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
+        pooled = POOL[self.pooling](hidden, attention_mask.flatten(0, 1)).unflatten(0, input_ids.shape[:2])
+        return self.head(mean_pool(pooled, attention_mask[..., 1]))  # a missing window is [CLS] alone
+
+
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
 

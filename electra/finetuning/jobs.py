@@ -28,7 +28,7 @@ from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
-from electra.finetuning.kinds import compute_metrics, load_features, read_examples
+from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
@@ -85,6 +85,7 @@ def prepare_jobs(
     *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
 ) -> list[Job]:
     """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
+    check_class_weights(tuning.class_weights, task)
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)

@@ -13,14 +13,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
-from electra.finetuning.heads import ChoiceModel, TaskModel
+from electra.finetuning.heads import ChoiceModel, TaskModel, WindowModel
+from electra.finetuning.losses import (
+    BALANCED,
+    balanced_class_weights,
+    balanced_positive_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    parse_class_weights,
+)
 from electra.finetuning.metrics import Metrics, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
@@ -41,6 +48,10 @@ from electra.model.config import EncoderConfig
 
 def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
     return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
+
+
+def text_model(task: Task) -> type[TaskModel]:
+    return WindowModel if task.windows > 1 else TaskModel
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
@@ -93,8 +104,9 @@ class Kind:
     labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
 
     # from features to predictions
-    model: Callable[[Task], type[TaskModel]] = lambda task: TaskModel
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    model: Callable[[Task], type[TaskModel]] = text_model
+    loss: Callable[..., Tensor]  # logits [B, num_labels], targets and, if `balance` is set, class weights → losses [B]
+    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
@@ -114,10 +126,6 @@ class Kind:
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, reduction="none")
-
-
 def softmax(logits: NDArray) -> NDArray:
     return torch.from_numpy(logits).softmax(1).numpy()
 
@@ -130,6 +138,7 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
+        balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
@@ -143,9 +152,8 @@ KINDS: dict[TaskKind, Kind] = {
         warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
-        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        ).mean(1),
+        loss=binary_cross_entropy,
+        balance=balanced_positive_weights,
         uniform_loss=lambda task: math.log(2),
         predict=lambda outputs, task: (outputs.logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
@@ -218,13 +226,30 @@ def compute_metrics(task: Task, logits: NDArray, features: Features, examples: E
     return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
 
 
+def check_class_weights(words: tuple[str, ...], task: Task) -> None:
+    """Raise a ConfigError if --class-weights do not fit a task."""
+    if words and KINDS[task.kind].balance is None:
+        raise ConfigError(f"is {' '.join(words)}, but a task of kind {task.kind} has none", field="class_weights")
+    if words != (BALANCED,):
+        parse_class_weights(words, task)
+
+
+def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray) -> Tensor | None:
+    """The weights [classes] of --class-weights for a task with these training labels."""
+    balance = KINDS[task.kind].balance
+    if not words or balance is None:
+        return None
+    weights = balance(train_labels, len(task.labels)) if words == (BALANCED,) else parse_class_weights(words, task)
+    return torch.tensor(np.asarray(weights), dtype=torch.float32)
+
+
 def define_task(config: TaskConfig) -> Task:
     """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
 
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     if config.task is not None:
         assert config.data is not None
-        return get_glue_task(config.task, config.data)
+        return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
     kind_name = config.kind or "classification"
@@ -240,7 +265,17 @@ def define_task(config: TaskConfig) -> Task:
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
-    return with_inferred_labels(task, config.kind)
+    return with_windows(with_inferred_labels(task, config.kind), config.windows)
+
+
+def with_windows(task: Task, windows: int) -> Task:
+    """The task with up to so many windows of each text."""
+    if windows > 1 and (KINDS[task.kind].model is not text_model or task.text_b is not None):
+        what = "pairs of texts" if task.text_b is not None else f"a task of kind {task.kind}"
+        raise ConfigError(
+            f"is {windows}; it must be 1 for {what}: single texts with a label have windows", field="windows"
+        )
+    return replace(task, windows=windows)
 
 
 def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
@@ -310,6 +345,7 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
         texts_b=list(second[0]) if second else None,
         counts=np.array(counts) if len(texts) > len(counts) else None,
         labels=stack_labels(labels, kind.dtype) if has_labels else None,
+        windows=task.windows,
     )
 
 

@@ -124,7 +124,7 @@ class Predictor:
         elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
-            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
+            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b), windows=task.windows)
         examples = replace(examples, rows=rows)
         return list(self.kind.columns(task, self.compute_outputs(examples))) if texts else []
 

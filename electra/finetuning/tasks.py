@@ -36,6 +36,8 @@ class Task:
     choices: tuple[str, ...] = ()
     """Column with lists of choices, or a column for each choice."""
     choice_label: ChoiceLabel | None = None
+    windows: int = 1
+    """Windows of a text that is longer than the maximum length, at most; their pooled states are averaged."""
     label: str
     """Column of the label or score."""
     labels: tuple[str, ...] = ()
@@ -106,6 +108,7 @@ class Examples:
     texts_b: list[str] | None = None
     counts: NDArray | None = None  # [N] texts or pairs of each example; None: one
     labels: NDArray | None = None  # [N] class ids, scores or objects; multi-hot classes [N, classes]
+    windows: int = 1  # that a long text is cut into, at most
     rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
 
     def __len__(self) -> int:
@@ -121,6 +124,7 @@ class Examples:
             texts_b=None if self.texts_b is None else [self.texts_b[position] for position in positions],
             counts=None if self.counts is None else self.counts[indices],
             labels=None if self.labels is None else self.labels[indices],
+            windows=self.windows,
         )
 
     def with_swapped_pairs(self) -> Examples:
