@@ -35,25 +35,20 @@ from electra.finetuning.tasks import HUB, Task
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer, warn_untrained_length
 from electra.runfolder import (
-    CHECKPOINTS,
-    CHECKSUMS,
     CONFIG,
     check_same_settings,
-    checkpoint_folders,
     file_checksum,
     is_missing_or_empty,
     lock_folder,
-    read_bounded,
     read_json,
     read_stored,
     remove_partial_files,
     write_stored,
 )
 from electra.signals import clean_up_on_stop_signals
-from electra.training.checkpoint import find_model_folder
+from electra.training.checkpoint import check_own_folder, find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
-from electra.training.logging import METRICS
 
 CONTINUE = "run the same command to continue"
 DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label")
@@ -96,22 +91,9 @@ def prepare_jobs(
         for seed in range(1, seeds + 1)
     ]
     for job in jobs:
-        check_started_job(job)
+        if not job.is_finished():
+            check_own_folder(job.folder, MODEL)
     return jobs
-
-
-def check_started_job(job: Job) -> None:
-    """Raise a DataError if a job's folder has files and neither a checkpoint nor a model: they are somebody else's."""
-    folder = job.folder
-    if job.is_finished() or (folder / MODEL / CHECKSUMS).exists() or checkpoint_folders(folder) or not folder.exists():
-        return
-    metrics = folder / METRICS
-    ours = (
-        {CHECKPOINTS, METRICS} if metrics.is_file() and read_bounded(metrics)[:5] in (b"", b'{"kin') else {CHECKPOINTS}
-    )
-    others = {path.name for path in folder.iterdir()} - ours
-    if others:
-        raise DataError(f"{folder} has files of others ({min(others)}); move them away or choose another --output")
 
 
 def local_file_size(source: str) -> int:
