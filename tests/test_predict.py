@@ -267,7 +267,7 @@ def test_scores_are_written_with_six_digits(untrained, tmp_path):
         ('{"text": "a"}\n{"text": "a", "id": 1}', "b.csv", "line 2: column 'id' is missing from the first row"),
         ('{"text": "a\\tb"}', "b.tsv", "line 1: a value contains a tab or line end"),
         ('{"text": "a\\nb"}', "b.tsv", "line 1: a value contains a tab or line end"),
-        ('{"text": "a"}', "b.csv.gz", r"must end in \.jsonl, \.csv, \.tsv"),
+        ('{"text": "a"}', "b.csv.gz", r"must end in \.csv, \.tsv, \.jsonl"),
         ('{"text": "a"}', "nowhere/b.csv", "there is no folder"),
     ],
 )

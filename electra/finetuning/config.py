@@ -16,38 +16,49 @@ SAVE_EVERY = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A GLUE task (--task and --data), or your own files (--train)."""
+    """A GLUE or tagging task (--task and --data), or your own files (--train)."""
 
     task: str | None = None
-    """A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."""
+    """A GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli), or a column of CoNLL-2003 or CoNLL-2000: ner,
+    chunking or pos."""
     data: str | None = None
-    """The folder of GLUE's official download, or hub:glue."""
+    """The folder of GLUE's official download, or hub:glue; for tagging, the folder of eng.train (CoNLL-2003) or
+    train.txt (CoNLL-2000)."""
     train: Path | None = None
-    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT."""
+    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT. With --kind tags:
+    CoNLL columns (.conll or any other name), or .jsonl or .parquet with lists of words and tags."""
     dev: Path | None = None
     """A file to evaluate on."""
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
     text: str | None = None
-    """Column of the text; default text. With --kind choice: column of the context, if there is one."""
+    """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind tags:
+    column of the words; default words, in CoNLL columns 1."""
     text_b: str | None = None
     """Column of the second text, for pairs. With --kind choice: column of the question, if there is one."""
     choices: tuple[str, ...] = ()
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
-    label: str = "label"
-    """Column of the label or score."""
+    label: str | None = None
+    """Column of the label or score; default label. With --kind tags: column of the tags; default tags, in CoNLL columns
+    the last."""
     windows: int = 1
     """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
     average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
-    label names the right one of --choices by its index from 0, its number from 1, its letter or its text."""
+    label names the right one of --choices by its index from 0, its number from 1, its letter or its text. tags: a tag
+    for each word; entities in IOB1, IOB2 or BIOES, or tags without prefix, such as parts of speech."""
+    crf: bool = False
+    """With --kind tags: predict the best sequence of tags by a conditional random field (CRF); such a model cannot be
+    exported."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):
-            raise ConfigError("give either --task with --data (GLUE) or --train (your own file)")
+            raise ConfigError("give either --task with --data (GLUE, tagging) or --train (your own file)")
         if self.task is not None and self.data is None:
-            raise ConfigError("--task needs --data: the folder of GLUE's official download, or hub:glue")
+            raise ConfigError(
+                "--task needs --data: the folder of GLUE's official download or hub:glue, or of CoNLL files"
+            )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
         if self.dev is not None and self.dev_fraction is not None:
@@ -56,6 +67,10 @@ class TaskConfig:
         check_range(self, "windows", at_least=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
+        if self.crf and self.kind != "tags" and self.task is None:
+            raise ConfigError("--crf needs --kind tags")
+        if self.kind == "tags" and self.text_b is not None:
+            raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
         columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"

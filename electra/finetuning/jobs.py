@@ -51,7 +51,7 @@ from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
-DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label")
+DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
