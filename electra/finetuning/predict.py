@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
-from electra.resumable import content_checksum, open_resumable
+from electra.resumable import check_output_file, content_checksum, open_resumable
 from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
@@ -207,18 +207,6 @@ def predict(config: PredictConfig) -> PredictResult:
             content.truncate()
             output.save_part({"rows": predictor.rows, "truncated": predictor.truncated, "header": writer.header})
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
-
-
-def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
-    if output.exists() and path.exists() and output.samefile(path):
-        raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
-    if output.exists() and not overwrite:
-        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
-    if output.suffix not in suffixes:
-        raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
-    if not output.parent.is_dir():
-        raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
