@@ -132,6 +132,11 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
     folder = best_model_folder(config.model)
     model, finetuned = load_finetuned_model(folder)
+    if finetuned.frozen is not None:
+        raise ConfigError(
+            f"{folder} was fine-tuned with --frozen, and transformers has no class for its head; use electra predict, "
+            "or fine-tune without --frozen"
+        )
     encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
     with torch.no_grad():
         model.head.weight.mul_(task.scale)
