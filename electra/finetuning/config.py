@@ -287,7 +287,7 @@ class PredictorConfig:
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
+    """auto: bf16 on a GPU that supports it, else fp16 or, on a CPU, fp32."""
 
     def __post_init__(self) -> None:
         check_range(self, "batch_size", at_least=1)
