@@ -14,8 +14,9 @@ from electra.huggingface.names import Part
 class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
     ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
-    ElectraForMultipleChoice or ModernBertForMultipleChoice. With --to package: write a pair in 8 bits and at most 5 MB,
-    as the model in the package is stored."""
+    ElectraForMultipleChoice or ModernBertForMultipleChoice, one of tags as ElectraForTokenClassification or
+    ModernBertForTokenClassification. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
+    package is stored."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""

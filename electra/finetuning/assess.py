@@ -23,7 +23,8 @@ def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics
         assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
     if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
         assessment["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
-    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions.csv"
+    suffix = KINDS[jobs[0].task.kind].output_formats[0]
+    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions{suffix}"
     if single or not is_better:
         advice = "more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer"
     elif overfitting:

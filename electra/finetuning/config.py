@@ -10,44 +10,57 @@ from electra.finetuning.tasks import Task
 from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
+DEFAULT_LAYERS = (-4, -3, -2, -1)
+"""Of --frozen: the best in BERT's paper."""
 SAVE_EVERY = 2000
 """Steps between checkpoints; small tasks finish without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A GLUE task (--task and --data), or your own files (--train)."""
+    """A GLUE or tagging task (--task and --data), or your own files (--train)."""
 
     task: str | None = None
-    """A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."""
+    """A GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli), or a column of CoNLL-2003 or CoNLL-2000: ner,
+    chunking or pos."""
     data: str | None = None
-    """The folder of GLUE's official download, or hub:glue."""
+    """The folder of GLUE's official download, or hub:glue; for tagging, the folder of eng.train (CoNLL-2003) or
+    train.txt (CoNLL-2000)."""
     train: Path | None = None
-    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT."""
+    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT. With --kind tags:
+    CoNLL columns (.conll or any other name), or .jsonl or .parquet with lists of words and tags."""
     dev: Path | None = None
     """A file to evaluate on."""
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
     text: str | None = None
-    """Column of the text; default text. With --kind choice: column of the context, if there is one."""
+    """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind tags:
+    column of the words; default words, in CoNLL columns 1."""
     text_b: str | None = None
     """Column of the second text, for pairs. With --kind choice: column of the question, if there is one."""
     choices: tuple[str, ...] = ()
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
-    label: str = "label"
-    """Column of the label or score."""
+    label: str | None = None
+    """Column of the label or score; default label. With --kind tags: column of the tags; default tags, in CoNLL columns
+    the last."""
     windows: int = 1
     """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
     average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
-    label names the right one of --choices by its index from 0, its number from 1, its letter or its text."""
+    label names the right one of --choices by its index from 0, its number from 1, its letter or its text. tags: a tag
+    for each word; entities in IOB1, IOB2 or BIOES, or tags without prefix, such as parts of speech."""
+    crf: bool = False
+    """With --kind tags: predict the best sequence of tags by a conditional random field (CRF); such a model cannot be
+    exported."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):
-            raise ConfigError("give either --task with --data (GLUE) or --train (your own file)")
+            raise ConfigError("give either --task with --data (GLUE, tagging) or --train (your own file)")
         if self.task is not None and self.data is None:
-            raise ConfigError("--task needs --data: the folder of GLUE's official download, or hub:glue")
+            raise ConfigError(
+                "--task needs --data: the folder of GLUE's official download or hub:glue, or of CoNLL files"
+            )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
         if self.dev is not None and self.dev_fraction is not None:
@@ -56,10 +69,28 @@ class TaskConfig:
         check_range(self, "windows", at_least=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
+        if self.crf and self.kind != "tags" and self.task is None:
+            raise ConfigError("--crf needs --kind tags")
+        if self.kind == "tags" and self.text_b is not None:
+            raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
         columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
             raise ConfigError(f"{flags} are {', '.join(columns)}; they must be different columns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenConfig:
+    """What a head gets from a frozen encoder."""
+
+    layers: tuple[int, ...]
+    """Layers whose hidden states are concatenated, as in `EncoderConfig.layer_indices`; empty: the last four."""
+    bilstm: bool
+    """Whether a BiLSTM follows."""
+
+    def indices(self, encoder: EncoderConfig) -> list[int]:
+        """The layers in `Encoder.hidden_states`."""
+        return encoder.layer_indices(self.layers or DEFAULT_LAYERS[-encoder.layers :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +106,8 @@ class TuningConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; muon: Muon for the weight matrices of the layers, AdamW for the other parameters."""
     learning_rate: float | None = None
-    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large)."""
+    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large); with
+    --frozen 1e-3."""
     layer_decay: float | None = None
     """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
     warmup: float = 0.1
@@ -89,6 +121,14 @@ class TuningConfig:
     folder (classifier_pooling in Hugging Face's), else cls."""
     length: int = 128
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    frozen: bool = False
+    """Feature-based: keep the weights of the encoder, and train a linear layer on the hidden states of --layers, pooled
+    by their mean unless --pooling cls. The default learning rate is then 1e-3."""
+    layers: tuple[int, ...] = ()
+    """With --frozen: layers whose hidden states are concatenated: 1 is the first, 0 the embeddings, -1 the last;
+    default the last four."""
+    bilstm: bool = False
+    """With --frozen: two layers of BiLSTMs between the hidden states and the linear layer."""
     class_weights: tuple[str, ...] = ()
     """Weights of classes in the loss: balanced (rows of a class count in inverse proportion to their number), or
     CLASS=WEIGHT for some classes, e.g. spam=5; of a multi-label task, weights of the rows that have the class."""
@@ -109,10 +149,15 @@ class TuningConfig:
             raise ConfigError(message, field="micro_batches")
         if self.faithful and self.optimizer != "adamw":
             raise ConfigError(f"--faithful uses Adam; it cannot be combined with --optimizer {self.optimizer}")
+        if self.frozen and self.optimizer == "muon":
+            raise ConfigError("--optimizer muon is for the layers of the encoder, which --frozen keeps; use adamw")
+        if (self.layers or self.bilstm) and not self.frozen:
+            raise ConfigError(f"{'--layers' if self.layers else '--bilstm'} needs --frozen")
 
     def optimizer_config(self, encoder: EncoderConfig) -> OptimizerConfig:
         """Optimizer and schedule for an encoder."""
         learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
+        learning_rate = 1e-3 if self.frozen else learning_rate
         weight_decay = 0.01 if self.faithful else 0.0
         return OptimizerConfig(
             name="adam" if self.faithful else self.optimizer,
@@ -131,6 +176,9 @@ class TuningConfig:
             save_every=SAVE_EVERY,
             keep_checkpoints=1,
         )
+
+    def frozen_config(self) -> FrozenConfig | None:
+        return FrozenConfig(layers=self.layers, bilstm=self.bilstm) if self.frozen else None
 
     @property
     def keeps_best_epoch(self) -> bool:
@@ -239,7 +287,7 @@ class PredictorConfig:
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
+    """auto: bf16 on a GPU that supports it, else fp16 or, on a CPU, fp32."""
 
     def __post_init__(self) -> None:
         check_range(self, "batch_size", at_least=1)

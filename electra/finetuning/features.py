@@ -26,6 +26,7 @@ from electra.runfolder import PARTIAL
 
 LOGITS = "logits.safetensors"
 LOSS_ROWS = 256  # whose logits are padded together
+IGNORED = -100  # target of tokens without a term in the loss
 NO_LOGIT = -1e30  # of what cannot be chosen: its probability is 0, and means over models stay finite
 PAD_TO_MULTIPLE_OF = 32
 """Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
@@ -75,6 +76,9 @@ class Features:
     labels: Tensor  # [N] or [N, …], the targets of the loss; empty if unknown
     truncated: Tensor  # [] number of truncated examples
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
+    words: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # index of the first token of each word of a tagged text
 
     def __len__(self) -> int:
         return len(self.sequences) or len(self.starts)
@@ -276,14 +280,17 @@ def make_full_batch(
 ) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
-    longest = int(lengths[rows].max())
-    padded = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return RowBatch(
         torch.from_numpy(np.resize(rows, batch_size)),
         torch.from_numpy(weights),
-        min(padded, max_length),
+        padded_length(int(lengths[rows].max()), max_length, pad_to_multiple_of),
         int(counts[rows].max()),
     )
+
+
+def padded_length(longest: int, max_length: int, multiple: int = PAD_TO_MULTIPLE_OF) -> int:
+    """The length of a batch whose longest row has `longest` tokens."""
+    return min(-(-longest // multiple) * multiple, max_length)
 
 
 def inference_batches(lengths: NDArray, counts: NDArray, batch_size: int) -> Iterator[tuple[NDArray, int]]:

@@ -10,7 +10,9 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
-from electra.finetuning.features import NO_LOGIT
+from electra.finetuning.crf import CRF
+from electra.finetuning.features import IGNORED, NO_LOGIT
+from electra.finetuning.frozen import FrozenEncoder
 from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
@@ -18,8 +20,8 @@ from electra.model.encoder import Encoder, create_linear, create_norm
 class ClassicHead(nn.Linear):
     """The paper's task head: dropout and one linear layer, without a pooler."""
 
-    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
-        super().__init__(config.width, num_labels)
+    def __init__(self, config: EncoderConfig, num_labels: int, width: int | None = None) -> None:
+        super().__init__(width or config.width, num_labels)
         self.dropout = nn.Dropout(config.dropout)
         nn.init.xavier_uniform_(self.weight)
         nn.init.zeros_(self.bias)
@@ -52,10 +54,16 @@ class TaskModel(nn.Module):
         super().__init__()
         if pooling not in get_args(Pooling):
             raise ConfigError(f"unknown pooling {pooling!r}; choose from {', '.join(get_args(Pooling))}")
-        if pooling != "cls" and not encoder.config.is_modern():
-            raise ConfigError(f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder")
+        is_frozen = isinstance(encoder, FrozenEncoder)
+        if pooling != "cls" and not encoder.config.is_modern() and not is_frozen:
+            raise ConfigError(
+                f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder or --frozen"
+            )
         self.encoder, self.pooling = encoder, pooling
-        self.head = HEADS[encoder.config.style](encoder.config, num_labels)
+        if is_frozen:
+            self.head = ClassicHead(encoder.config, num_labels, encoder.output_width)
+        else:
+            self.head = HEADS[encoder.config.style](encoder.config, num_labels)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
@@ -63,6 +71,9 @@ class TaskModel(nn.Module):
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return self.head(POOL[self.pooling](hidden, attention_mask))
+
+    def describe_head_input(self) -> str:
+        return "the first token" if self.pooling == "cls" else "the mean of all tokens"
 
 
 class WindowModel(TaskModel):
@@ -75,6 +86,44 @@ class WindowModel(TaskModel):
         hidden = self.encoder(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
         pooled = POOL[self.pooling](hidden, attention_mask.flatten(0, 1)).unflatten(0, input_ids.shape[:2])
         return self.head(mean_pool(pooled, attention_mask[..., 1]))  # a missing window is [CLS] alone
+
+
+class TagModel(TaskModel):
+    """Logits of every token, from the same head for all of them."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, L, num_labels]."""
+        return self.head(self.encoder(input_ids, attention_mask, segment_ids))
+
+    def describe_head_input(self) -> str:
+        return "every token"
+
+
+class CrfTagModel(TagModel):
+    """A CRF over the words, which are the tokens with a target, known or not."""
+
+    def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
+        super().__init__(encoder, num_labels, pooling)
+        self.head.crf = CRF(num_labels)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, L, num_labels]: given the targets in training, of the best path in evaluation."""
+        emissions = super().forward(input_ids, attention_mask, segment_ids).float()
+        crf = self.head.crf
+        assert isinstance(crf, CRF)
+        assert targets is not None
+        tags = targets[:, : emissions.shape[1]].long()
+        with torch.autocast(emissions.device.type, enabled=False):
+            if self.training:
+                return crf.conditional_logits(emissions, tags, tags != IGNORED)
+            return crf.best_path_logits(emissions, tags != IGNORED)
+
+    def describe_head_input(self) -> str:
+        return "every token, with a CRF"
 
 
 class ChoiceModel(TaskModel):

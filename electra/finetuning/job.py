@@ -26,7 +26,6 @@ from electra.finetuning.kinds import KINDS, load_features, make_class_weights, r
 from electra.finetuning.metrics import (
     ERRORS,
     Metrics,
-    class_scores,
     confusion_matrix,
     nan_as_lowest,
     none_to_nan,
@@ -59,6 +58,7 @@ RESULT = "result.json"
 BEST, BEST_EPOCH = "best-epoch-", "best_epoch.json"  # folder of a model, and its metric
 MODEL = "model"
 EVALUATION_BATCH_SIZE = 128
+CRF_LR_SCALE = 100.0  # a few scores that start at 0 must become as large as logits
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class JobResult:
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
     baseline: Metrics = field(default_factory=dict)  # of predictions without a text: `Kind.baseline`
-    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
+    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of each class of a multi-label task or of tags
     best_epoch: int = 0  # whose model was kept, with --best-epoch or --early-stopping; 0: the last
 
     def __post_init__(self) -> None:
@@ -151,6 +151,7 @@ class FinetuningTask:
             self.tuning.pooling,
             seed=job.seed,
             model_class=self.kind.model(self.task),
+            frozen=self.tuning.frozen_config(),
         )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
@@ -178,10 +179,10 @@ class FinetuningTask:
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
         encoder, tuning = self.encoder, self.tuning
-        pooling = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
-        learning_rate = tuning.optimizer_config(encoder).learning_rate
+        learning_rate, head = tuning.optimizer_config(encoder).learning_rate, self.model.describe_head_input()
         return [
-            f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {pooling}",
+            f"{'frozen ' * tuning.frozen}{encoder.style} encoder with {encoder.layers} layers of width "
+            f"{encoder.width}; head on {head}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
         ]
@@ -206,17 +207,22 @@ class FinetuningTask:
             logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id), targets)
         weights = () if self.class_weights is None else (self.class_weights,)
         losses = self.kind.loss(logits.float(), targets, *weights)  # [B]
-        return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
+        return {"loss": Loss((losses * batch.weights).sum(), self.loss_counts(batch)["loss"])}
 
     def loss_counts(self, batch: RowBatch) -> Counts:
-        return {"loss": batch.weights.sum()}
+        return {"loss": (batch.weights * self.kind.num_terms(self.train.labels[batch.rows])).sum()}
 
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
+    def discard_gradients(self) -> None:
+        self.master_weights.discard_gradients()
+
     def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
-        if parameter_name.startswith("head"):
+        if parameter_name.startswith("head.crf"):
+            return CRF_LR_SCALE
+        if parameter_name.startswith("head") or self.tuning.frozen:
             return 1.0
         depth = self.encoder.layers + 1  # of the embeddings
         if ".layers." in parameter_name:
@@ -232,7 +238,8 @@ class FinetuningTask:
         value = nan_as_lowest(next(iter(metrics.values())))
         if self.tuning.keeps_best_epoch and value > (self.best.metric if self.best else -math.inf):
             self.write_best_epoch(BestEpoch(self.step // self.steps_per_epoch, value))
-        return {"loss": dev.compute_losses(self.kind.loss).mean().item()} | metrics
+        loss = dev.compute_losses(self.kind.loss).sum() / self.kind.num_terms(self.splits["dev"].labels).sum().item()
+        return {"loss": loss.item()} | metrics
 
     def write_best_epoch(self, best: BestEpoch) -> None:
         """Store the model as the best so far, and then remove the one before."""
@@ -332,6 +339,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         job.folder,
         seed=job.seed,
         cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
+        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
     )
 
@@ -368,21 +376,24 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     plot_metric_curves(folder, metrics, curve_panels(task))
     predicted = finetuning.kind.predict(outputs["dev"], task)
     dev_labels = finetuning.true_labels(finetuning.examples["dev"])
-    if finetuning.kind.has_confusion_matrix:
-        counts = confusion_matrix(predicted, dev_labels, len(task.labels))
+    if finetuning.kind.class_ids is not None:
+        true_classes, predicted_classes = map(finetuning.kind.class_ids, (dev_labels, predicted))
+        counts = confusion_matrix(predicted_classes, true_classes, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     result = JobResult(
         task=task.name,
         seed=finetuning.job.seed,
         metrics={
-            split: finetuning.compute_metrics(values) for split, values in outputs.items() if len(splits[split].labels)
+            split: finetuning.compute_metrics(values)
+            for split, values in outputs.items()
+            if finetuning.examples[split].labels is not None
         },
         steps=steps,
         seconds=seconds,
         rows={split: features.num_examples for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
         baseline=finetuning.baseline,
-        classes=class_scores(predicted, dev_labels, task.labels) if finetuning.kind.has_class_scores else {},
+        classes=finetuning.kind.class_scores(predicted, dev_labels, task),
         best_epoch=finetuning.best.epoch if finetuning.best else 0,
     )
     write_stored(folder / RESULT, asdict(result))

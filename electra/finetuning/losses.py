@@ -16,7 +16,7 @@ ClassWeights = Tensor | None  # [classes]; None: all are 1
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
-    """The losses [B] of class ids [B]; `weights` multiply those of their class."""
+    """The losses of class ids [B] or [B, L], 0 where these are -100; `weights` multiply those of their class."""
     return functional.cross_entropy(logits, targets, weights, reduction="none")
 
 

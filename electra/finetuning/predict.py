@@ -3,7 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,13 @@ from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorCo
 from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
-from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
-from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
+from electra.finetuning.kinds import KINDS, Kind, parse_examples, stream_examples
+from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
-from electra.resumable import content_checksum, open_resumable
+from electra.resumable import check_output_file, content_checksum, open_resumable
 from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
@@ -57,8 +58,8 @@ class EvaluateResult:
     truncated: int
     metrics: Metrics
     labels: list[str]
-    confusion_matrix: list[list[int]]  # [class in the file][predicted class]; classification only
-    classes: dict[str, Metrics]  # scores of the classes of a multi-label task
+    confusion_matrix: list[list[int]]  # [class in the file][predicted class]; of classes and tags only
+    classes: dict[str, Metrics]  # scores of the classes of a multi-label task, or of tags
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
@@ -90,13 +91,16 @@ class Predictor:
         self.models = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
         self.task = first.task
-        self.kind = KINDS[self.task.kind]
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
         warn_untrained_length(self.folders[0], self.length)
         self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.task.kind]
 
     def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
         """The logits of the examples of a file after the first `self.rows`, in chunks."""
@@ -116,21 +120,24 @@ class Predictor:
         """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
         task = self.task
         texts = [texts] if isinstance(texts, str) else list(texts)
-        rows = [Row(number, text) for number, text in enumerate(texts, start=1) if isinstance(text, dict)]
-        if rows and len(rows) == len(texts) and texts_b is None:
-            examples = parse_examples(task, "texts", rows, has_labels=False)
+        if texts and all(isinstance(text, dict) for text in texts) and texts_b is None:
+            values = texts
         elif task.choices and texts:
             raise ConfigError(f"task {task.name} has choices; give each row as a dictionary by column")
         elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
-            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b), windows=task.windows)
-        examples = replace(examples, rows=rows)
-        return list(self.kind.columns(task, self.compute_outputs(examples))) if texts else []
+            columns = [texts] if texts_b is None else [texts, texts_b]
+            values = [dict(zip((task.text, task.text_b), row, strict=False)) for row in zip(*columns, strict=True)]
+        rows = [Row(number, row) for number, row in enumerate(values, start=1)]
+        if not rows:
+            return []
+        examples = replace(parse_examples(task, "texts", rows, has_labels=False), rows=rows)
+        return list(self.kind.columns(task, self.compute_outputs(examples)))
 
     def compute_outputs(self, examples: Examples) -> Outputs:
         """The logits of examples, averaged over the models."""
-        features = self.kind.make_features(examples, self.tokenizer, self.length)
+        features = self.kind.make_features(replace(examples, labels=None), self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
@@ -145,8 +152,7 @@ class Predictor:
         return Outputs(logits, features, examples)
 
     def mean_logits(self, *inputs: Tensor | None) -> Tensor:
-        """The models' mean logits of a batch; targets are not used."""
-        inputs = inputs[:3]
+        """The models' mean logits of a batch."""
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
 
 
@@ -186,8 +192,8 @@ def predict(config: PredictConfig) -> PredictResult:
     """Write the rows of a file with their predictions; a stopped process continues, and the output appears when it is
     complete."""
     path = config.predictor.input
-    check_output_file(config.output, path, WRITERS, config.overwrite)
     predictor = Predictor(config.predictor)
+    check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
     with open_resumable(config.output, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
@@ -204,18 +210,6 @@ def predict(config: PredictConfig) -> PredictResult:
             content.truncate()
             output.save_part({"rows": predictor.rows, "truncated": predictor.truncated, "header": writer.header})
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
-
-
-def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
-    if output.exists() and path.exists() and output.samefile(path):
-        raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
-    if output.exists() and not overwrite:
-        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
-    if output.suffix not in suffixes:
-        raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
-    if not output.parent.is_dir():
-        raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
@@ -268,7 +262,26 @@ class TsvWriter(CsvWriter):
     dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
 
 
-WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {".jsonl": JsonWriter, ".csv": CsvWriter, ".tsv": TsvWriter}
+class ConllWriter(JsonWriter):
+    """Write the words of each row, their other columns and their predicted tags, a word a line."""
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        tags = row["prediction"]
+        columns = [cell for cell in row.values() if isinstance(cell, list) and len(cell) == len(tags)]
+        columns = [column for column in columns if all(isinstance(cell, str) for cell in column)]
+        for cells in zip(*columns, strict=True):
+            if any(re.search(r"\s", cell) for cell in cells):
+                raise DataError("a word or tag contains a space, which .conll cannot hold; write .jsonl")
+            print(*cells, file=self.file)
+        print(file=self.file)
+
+
+WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {
+    ".jsonl": JsonWriter,
+    ".csv": CsvWriter,
+    ".tsv": TsvWriter,
+    ".conll": ConllWriter,
+}
 
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
@@ -284,7 +297,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             )
         labels.append(outputs.examples.labels)
         predictions.append(predictor.kind.predict(outputs, task))
-    truth, predicted = np.concatenate(labels), np.concatenate(predictions)
+    truth, predicted, class_ids = np.concatenate(labels), np.concatenate(predictions), predictor.kind.class_ids
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],
         task=task.name,
@@ -293,8 +306,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         truncated=predictor.truncated,
         metrics=predictor.kind.compute_metrics(predicted, truth, task),
         labels=list(task.labels),
-        confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
-        if predictor.kind.has_confusion_matrix
-        else [],
-        classes=class_scores(predicted, truth, task.labels) if predictor.kind.has_class_scores else {},
+        confusion_matrix=[]
+        if class_ids is None
+        else confusion_matrix(class_ids(predicted), class_ids(truth), len(task.labels)).tolist(),
+        classes=predictor.kind.class_scores(predicted, truth, task),
     )

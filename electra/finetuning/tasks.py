@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import ChoiceLabel, Row, TaskKind, hub_rows, read_rows
+from electra.finetuning.readers import ChoiceLabel, Row, TagScheme, TaskKind, hub_rows, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -36,6 +36,9 @@ class Task:
     choices: tuple[str, ...] = ()
     """Column with lists of choices, or a column for each choice."""
     choice_label: ChoiceLabel | None = None
+    scheme: TagScheme | None = None
+    """The scheme of tags in the training file, in which predictions are written; None: tags of no entities."""
+    crf: bool = False
     windows: int = 1
     """Windows of a text that is longer than the maximum length, at most; their pooled states are averaged."""
     label: str
@@ -102,17 +105,22 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Texts or pairs of texts, with labels where they are known; an example may have several of them, its choices."""
+    """Texts or pairs of texts, with labels where they are known; an example may have several of them."""
 
     texts: list[str]
     texts_b: list[str] | None = None
-    counts: NDArray | None = None  # [N] texts or pairs of each example; None: one
+    counts: NDArray | None = None  # [N] texts or pairs of each example, its choices or words; None: one
     labels: NDArray | None = None  # [N] class ids, scores or objects; multi-hot classes [N, classes]
     windows: int = 1  # that a long text is cut into, at most
     rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
 
     def __len__(self) -> int:
         return len(self.texts) if self.counts is None else len(self.counts)
+
+    @property
+    def text_counts(self) -> NDArray:
+        """Texts or pairs of each example [N]."""
+        return np.ones(len(self.texts), np.int64) if self.counts is None else self.counts
 
     def select(self, indices: NDArray) -> Examples:
         positions = indices
@@ -146,7 +154,10 @@ def take_chunk(rows: Iterator[Row], max_rows: int) -> list[Row]:
     return chunk
 
 
-def read_split_rows(task: Task, split: str) -> Iterator[Row]:
+RowReader = Callable[..., Iterator[Row]]  # with the arguments of `readers.read_rows`
+
+
+def read_split_rows(task: Task, split: str, read_rows: RowReader = read_rows) -> Iterator[Row]:
     """The rows of a split, from a file or the hub."""
     source = task.splits[split]
     if source.startswith(HUB):
@@ -326,3 +337,13 @@ def with_data_source(task: Task, data: str) -> Task:
             f"download, with one folder per task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})
+
+
+def stack_labels(labels: Sequence[Any], dtype: type = object) -> NDArray:
+    """Labels as an array; objects, which may be lists, stay as they are."""
+    if dtype is not object:
+        return np.array(labels, dtype)
+    stacked = np.empty(len(labels), object)
+    for index, label in enumerate(labels):
+        stacked[index] = label
+    return stacked
