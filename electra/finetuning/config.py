@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from electra.errors import ConfigError, check_range
-from electra.finetuning.readers import TaskKind
+from electra.finetuning.readers import SpanHead, TaskKind
 from electra.finetuning.tasks import Task
 from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
@@ -16,29 +16,39 @@ SAVE_EVERY = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A GLUE task (--task and --data), or your own files (--train)."""
+    """A GLUE task or SQuAD (--task and --data), or your own files (--train)."""
 
     task: str | None = None
-    """A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."""
+    """A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli; or SQuAD: squad (1.1) or squad2 (2.0)."""
     data: str | None = None
-    """The folder of GLUE's official download, or hub:glue."""
+    """The folder of GLUE's official download, or hub:glue; for SQuAD the folder of its official .json files."""
     train: Path | None = None
-    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT."""
+    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT; for question answering
+    also SQuAD's .json."""
     dev: Path | None = None
     """A file to evaluate on."""
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
     text: str | None = None
-    """Column of the text; default text. With --kind choice: column of the context, if there is one."""
+    """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind
+    question-answering: column of the context; default context."""
     text_b: str | None = None
-    """Column of the second text, for pairs. With --kind choice: column of the question, if there is one."""
+    """Column of the second text, for pairs. With --kind choice: column of the question, if there is one. With --kind
+    question-answering: column of the question; default question."""
     choices: tuple[str, ...] = ()
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
-    label: str = "label"
-    """Column of the label or score."""
+    label: str | None = None
+    """Column of the label or score; default label. With --kind question-answering: column of the answers; default
+    answers."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
-    label names the right one of --choices by its index from 0, its number from 1, its letter or its text."""
+    label names the right one of --choices by its index from 0, its number from 1, its letter or its text.
+    question-answering: answers are parts of the context."""
+    head: SpanHead = "simple"
+    """Head of question answering. simple: first and last token of the answer independently, as in transformers. joint:
+    the paper's, last token given the first, and a classifier of questions without answer; it cannot be exported."""
+    strict: bool = False
+    """With question answering: refuse training answers that are not in their context, instead of leaving them out."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):
@@ -52,6 +62,9 @@ class TaskConfig:
         check_range(self, "dev_fraction", above=0, below=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
+        is_question_answering = self.kind == "question-answering" or self.task is not None
+        if not is_question_answering and (self.strict or self.head != "simple"):
+            raise ConfigError("--head and --strict need --kind question-answering")
         columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
@@ -63,7 +76,7 @@ class TuningConfig:
     """Hyperparameters of fine-tuning. The defaults are the paper's for the encoder's size and the task."""
 
     epochs: int | None = None
-    """Passes over the training rows; default 3, for rte and stsb 10."""
+    """Passes over the training rows; default 3, for rte and stsb 10, for question answering 2."""
     batch_size: int = 32
     """Rows per step."""
     micro_batches: int = 1
@@ -83,8 +96,9 @@ class TuningConfig:
     pooling: Pooling | None = None
     """Input of a modern encoder's head: the first token's state (cls) or the mean of all; default as in the model's
     folder (classifier_pooling in Hugging Face's), else cls."""
-    length: int = 128
-    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    length: int | None = None
+    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128. Question
+    answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less."""
     faithful: bool = False
     """Reproduce the released code: Adam without bias correction, a decay that starts during the warm-up, weight decay,
     and layer-wise decay counted from one layer higher."""
@@ -123,6 +137,9 @@ class TuningConfig:
 
     def epochs_for(self, task: Task) -> int:
         return task.epochs if self.epochs is None else self.epochs
+
+    def length_for(self, task: Task) -> int:
+        return task.length if self.length is None else self.length
 
     def layer_decay_for(self, encoder: EncoderConfig) -> float:
         return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
@@ -166,6 +183,10 @@ class FinetuneConfig:
     hardware: HardwareConfig
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.jobs.ensemble and self.task.head == "joint":
+            raise ConfigError("--ensemble averages logits, which --head joint does not have; use --head simple")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +235,8 @@ class PredictorConfig:
     model: Path
     """A fine-tuned model, or the --output of electra finetune (its best seed)."""
     input: Path
-    """A file with the columns the model was trained on: .csv, .tsv, .jsonl or .parquet, possibly compressed."""
+    """A file with the columns the model was trained on: .csv, .tsv, .jsonl, .parquet or SQuAD's .json, possibly
+    compressed."""
     ensemble: bool = False
     """Use the ensemble of all seeds in --model, by the mean of their logits."""
     length: int | None = None
@@ -233,11 +255,13 @@ class PredictorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """Predict labels for the rows of a file: each row is written with its prediction and class probabilities."""
+    """Predict labels for the rows of a file: each row is written with its prediction and class probabilities. Answers
+    to questions are also written as SQuAD's files, if --output is a folder."""
 
     predictor: PredictorConfig
     output: Path
-    """The file to write: .csv, .tsv or .jsonl."""
+    """The file to write: .csv, .tsv or .jsonl. For question answering also a folder (a name without suffix) for SQuAD's
+    predictions.json, nbest_predictions.json and null_odds.json."""
     overwrite: bool = False
     """Replace the file if it exists."""
     json: bool = False

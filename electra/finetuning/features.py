@@ -75,6 +75,7 @@ class Features:
     labels: Tensor  # [N] or [N, …], the targets of the loss; empty if unknown
     truncated: Tensor  # [] number of truncated examples
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
+    offsets: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens, 2] in the text, where answers need them
 
     def __len__(self) -> int:
         return len(self.sequences) or len(self.starts)

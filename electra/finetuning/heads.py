@@ -55,7 +55,7 @@ class TaskModel(nn.Module):
         if pooling != "cls" and not encoder.config.is_modern():
             raise ConfigError(f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder")
         self.encoder, self.pooling = encoder, pooling
-        self.head = HEADS[encoder.config.style](encoder.config, num_labels)
+        self.head: nn.Module = HEADS[encoder.config.style](encoder.config, num_labels)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None

@@ -3,7 +3,7 @@ tasks are defined and their files are read by it."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -18,18 +18,20 @@ from torch.nn import functional
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers
+from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
 from electra.finetuning.heads import ChoiceModel, TaskModel
 from electra.finetuning.metrics import Metrics, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
+from electra.finetuning.span_heads import JointSpanModel, SpanModel, cross_entropy, span_loss
 from electra.finetuning.tasks import (
     TEST,
     Examples,
     Task,
     add_line_to_errors,
     get_cell,
-    get_glue_task,
+    get_task,
     get_text,
     read_split_rows,
     take_chunk,
@@ -75,15 +77,20 @@ class Kind:
     """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
 
     # from the rows of a file to examples
-    text_column: str | None = "text"  # unless set
-    choice_columns: tuple[str, ...] = ()  # unless set
+    text_column: str | None = "text"  # this and the next three unless set
+    text_b_column: str | None = None
+    label_column: str = "label"
+    choice_columns: tuple[str, ...] = ()
     read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
     label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
     parse: Callable[[Any], Any]  # label cell → class name, class names, or score
     infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
     warnings: Callable[[list[Any]], Iterator[str]] = lambda labels: iter(())  # about them: probably not intended
+    check_strictly: Callable[[Any], None] = lambda label: None  # raises what is otherwise a warning
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
+    has_target: Callable[[Any], bool] = lambda label: True  # whether an example can be trained on
+    held_out_together: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))  # where equal
     has_classes: bool = True  # that the task lists as its labels
     has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
 
@@ -101,6 +108,7 @@ class Kind:
     compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
         predicted, labels
     )
+    calibrate: Callable[[NDArray, NDArray, Task], Task] = lambda predicted, labels, task: task  # on the dev rows
     baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
     baseline_name: str = "always predicting the most frequent class"
     has_confusion_matrix: bool = False
@@ -109,13 +117,10 @@ class Kind:
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
     columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    prediction_files: Callable[[Task, Outputs], Iterator[dict[str, Any]]] | None = None  # of each example, by file name
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
     huggingface_settings: Callable[[EncoderConfig], Settings]
     output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, reduction="none")
 
 
 def softmax(logits: NDArray) -> NDArray:
@@ -193,6 +198,40 @@ KINDS: dict[TaskKind, Kind] = {
         huggingface_task="MultipleChoice",
         huggingface_settings=choice_settings,
     ),
+    "question-answering": Kind(
+        text_column="context",
+        text_b_column="question",
+        label_column="answers",
+        read_texts=qa.read_question_and_context,
+        label_cell=qa.read_answers_cell,
+        parse=qa.parse_answers,
+        infer=qa.task_fields_from_answers,
+        warnings=qa.answer_warnings,
+        check_strictly=qa.check_answers,
+        encode=lambda answers, task: answers,
+        dtype=object,
+        has_target=qa.has_target,
+        held_out_together=lambda examples: examples.texts_b or (),
+        has_classes=False,
+        has_row_logits=False,
+        make_features=qa.make_windows,
+        model=lambda task: {"simple": SpanModel, "joint": JointSpanModel}[task.head],
+        loss=span_loss,
+        uniform_loss=lambda task: math.log(task.length),
+        predict=qa.predict_answers,
+        activation=lambda logits: logits,
+        compute_metrics=qa.answer_metrics,
+        calibrate=qa.tune_null_threshold,
+        baseline=lambda task, train_labels, dev_labels, dev: qa.answer_metrics(
+            np.array([("", 0.0)] * len(dev_labels), object), dev_labels, task
+        ),
+        baseline_name="giving no answer",
+        decode=lambda predicted, task: predicted[:, 0].tolist(),
+        columns=qa.answer_columns,
+        prediction_files=qa.squad_predictions,
+        huggingface_task="QuestionAnswering",
+        huggingface_settings=lambda encoder: {},
+    ),
 }
 
 
@@ -224,7 +263,8 @@ def define_task(config: TaskConfig) -> Task:
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     if config.task is not None:
         assert config.data is not None
-        return get_glue_task(config.task, config.data)
+        task = get_task(config.task, config.data)
+        return task if task.metrics else with_inferred_labels(replace(task, head=config.head), task.kind, config.strict)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
     kind_name = config.kind or "classification"
@@ -233,17 +273,18 @@ def define_task(config: TaskConfig) -> Task:
         name=config.train.name.split(".")[0],
         kind=kind_name,
         text=config.text or kind.text_column,
-        text_b=config.text_b,
+        text_b=config.text_b or kind.text_b_column,
         choices=config.choices or kind.choice_columns,
-        label=config.label,
+        label=config.label or kind.label_column,
+        head=config.head,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
-    return with_inferred_labels(task, config.kind)
+    return with_inferred_labels(task, config.kind, config.strict)
 
 
-def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
+def with_inferred_labels(task: Task, kind: TaskKind | None, strict: bool = False) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
@@ -255,6 +296,8 @@ def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     for line, cell in cells.items():
         with add_line_to_errors(source, line):
             parsed.append(KINDS[kind].parse(cell))
+            if strict:
+                KINDS[kind].check_strictly(parsed[-1])
     for warning in KINDS[kind].warnings(parsed):
         print(f"{source}: {warning}", file=sys.stderr)
     try:
@@ -276,7 +319,11 @@ def read_examples(task: Task, split: str) -> Examples:
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
     if task.dev_fraction and split in ("train", "dev"):
-        return examples.select(train_or_dev_indices(task, split, len(examples)))
+        examples = examples.select(train_or_dev_indices(task, split, KINDS[task.kind].held_out_together(examples)))
+    if split == "train":
+        assert examples.labels is not None
+        has_target = np.array([KINDS[task.kind].has_target(label) for label in examples.labels])
+        return examples if has_target.all() else examples.select(np.flatnonzero(has_target))
     return examples
 
 
@@ -323,10 +370,16 @@ def stack_labels(labels: list[Any], dtype: type) -> NDArray:
     return stacked
 
 
-def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:
-    """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
+def train_or_dev_indices(task: Task, split: str, groups: Sequence[Any]) -> NDArray:
+    """Indices, in file order, of the held-out rows (dev) or of the other rows (train); equal groups stay together."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    if len(numbers) == 1:  # one context
+        numbers, groups = {row: row for row in range(len(groups))}, range(len(groups))
+    num_rows = len(numbers)
     if num_rows < 2:
         raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
     held_out = min(max(1, round(num_rows * task.dev_fraction)), num_rows - 1)
     order = np.random.default_rng(0).permutation(num_rows)
-    return np.sort(order[:held_out] if split == "dev" else order[held_out:])
+    is_chosen = np.zeros(num_rows, bool)
+    is_chosen[order[:held_out] if split == "dev" else order[held_out:]] = True
+    return np.flatnonzero(is_chosen[[numbers[group] for group in groups]])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import ChoiceLabel, Row, TaskKind, hub_rows, read_rows
+from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TaskKind, hub_rows, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -30,7 +30,7 @@ class Task:
     name: str
     kind: TaskKind
     text: str | None
-    """Column of the text, of the first text of a pair, or of the context of choices, which may be missing."""
+    """Column of the text, of the first text of a pair, or of the context; that of choices may be missing."""
     text_b: str | None = None
     """Column of the second text of a pair, or of the question."""
     choices: tuple[str, ...] = ()
@@ -63,6 +63,14 @@ class Task:
     """Train on each pair in both orders."""
     epochs: int = 3
     """Default number of epochs."""
+    length: int = 128
+    """Default maximum length in tokens."""
+    head: SpanHead = "simple"
+    """Of question answering."""
+    has_unanswerable: bool = False
+    """Some questions have no answer."""
+    null_threshold: float = 0.0
+    """Log-odds of having no answer above which none is given; tuned on the dev rows."""
     predicted_by: str | None = None
     """The task whose model predicts this one, which has no training rows."""
     submission_files: dict[str, str] = field(default_factory=dict)
@@ -298,14 +306,39 @@ HUB_SPLITS = {  # stem of the file's name → split of the hub's dataset, if dif
 }
 
 
+OTHER_TASKS = {
+    name: Task(
+        name=name,
+        kind="question-answering",
+        text="context",
+        text_b="question",
+        label="answers",
+        metrics=(),
+        splits={"train": f"train-v{version}.json", "dev": f"dev-v{version}.json"},
+    )
+    for name, version in {"squad": "1.1", "squad2": "2.0"}.items()
+}
+
+
 def get_glue_task(name: str, data: str) -> Task:
     """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
     trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
     if name not in GLUE_TASKS:
-        raise ConfigError(f"unknown task {name!r}; choose from {', '.join(trainable)}, or use your own files")
+        known = ", ".join([*trainable, *OTHER_TASKS])
+        raise ConfigError(f"unknown task {name!r}; choose from {known}, or use your own files")
     if name not in trainable:
         raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")
     return with_data_source(GLUE_TASKS[name], data)
+
+
+def get_task(name: str, data: str) -> Task:
+    """A task of GLUE, or another one of the tables above, with its data."""
+    if name not in OTHER_TASKS:
+        return get_glue_task(name, data)
+    files = {split: Path(data, file) for split, file in OTHER_TASKS[name].splits.items()}
+    if missing := [str(file) for file in files.values() if not file.exists()]:
+        raise ConfigError(f"there is no {missing[0]}; --data must be the folder of {name}'s official files")
+    return replace(OTHER_TASKS[name], splits={split: str(file) for split, file in files.items()})
 
 
 def with_data_source(task: Task, data: str) -> Task:

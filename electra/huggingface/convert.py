@@ -150,6 +150,8 @@ TASK_HEADS: dict[str, Callable[[Tensors], Tensors]] = {  # tensors of our task h
     "ModernBertForSequenceClassification": to_modernbert_classification_head,
     "ElectraForMultipleChoice": lambda head: {f"classifier.{name}": tensor for name, tensor in head.items()},
     "ModernBertForMultipleChoice": to_modernbert_classification_head,
+    "ElectraForQuestionAnswering": lambda head: {f"qa_outputs.{name}": tensor for name, tensor in head.items()},
+    "ModernBertForQuestionAnswering": to_modernbert_classification_head,
 }
 
 
