@@ -54,6 +54,7 @@ from electra.pretraining.command import build_trainer, plan_and_check_phases
 from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.initialize import pair_config
 from electra.pretraining.task import PretrainingTask
+from electra.training.distributed import World
 from electra.training.logging import RunningAverages
 
 MODES = {"eager": "off", "compiled": "on"}  # --compile of `electra pretrain`
@@ -158,9 +159,9 @@ def build_electra(shape: Shape, environment: Environment, mode: str, **settings:
     config = run_config(shape, environment.shards, mode, **settings)
     torch.manual_seed(config.seed)
     [phase] = plan_and_check_phases(config, environment.shards)
-    task = PretrainingTask(phase, environment.shards, environment.device)
+    task = PretrainingTask(phase, environment.shards, World(environment.device))
     trainer = build_trainer(task)
-    trainer.run_step = trainer.build_graphed_step() if task.captures_graph else trainer.compute_step
+    trainer.run_step = trainer.build_step()
 
     def step() -> None:
         trainer.averages = RunningAverages()

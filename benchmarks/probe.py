@@ -126,7 +126,7 @@ def finetune(job: ProbeJob) -> Record:
     """Train as `electra finetune` does, without checkpoints, and evaluate at the end."""
     finetuning = FinetuningTask(job)
     trainer = build_trainer(finetuning, quiet=True)
-    trainer.run_step = trainer.build_graphed_step() if trainer.cuda_graphs else trainer.compute_step
+    trainer.run_step = trainer.build_step()
     while not trainer.is_finished():
         trainer.step()
     trainer.check_nonfinite_steps()

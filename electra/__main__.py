@@ -18,7 +18,8 @@ def main() -> None:
         write_stop_message(signal.SIGINT)
         exit_at_once(128 + signal.SIGINT)
     except SystemExit as error:
-        if isinstance(error.code, int) and error.code - 128 in STOP_SIGNALS:
+        is_rank = "MASTER_ADDR" in os.environ  # threads of a process group may wait for other ranks
+        if isinstance(error.code, int) and (error.code - 128 in STOP_SIGNALS or is_rank):
             exit_at_once(error.code)
         raise
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -42,8 +43,10 @@ from electra.errors import ConfigError, DataError, TrainingError, report_panics,
 from electra.model.config import PACKAGED_MODEL
 from electra.runfolder import dump_json
 from electra.signals import clean_up_on_stop_signals, exit_on_stop_signals
+from electra.training.config import read_launch
 
 MAX_MESSAGE = 2000  # characters of an error
+RANK_SECONDS = 2.0  # until an error is printed by other ranks than 0: if all have it, torchrun ends them before
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -65,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def exit_with_error(message: str, arguments: list[str]) -> NoReturn:
     """Print an error to stderr, with `--json` also as JSON to stdout, and exit with code 2."""
     message = re.sub(r"\s*\n\s*", " ", message)  # of libraries
+    if (rank := os.environ.get("RANK", "0")) != "0":
+        time.sleep(RANK_SECONDS)
+        message = f"rank {rank}: {message}"
     if len(message) > MAX_MESSAGE:  # quotes a cell or a setting of any length
         message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
     print(f"electra: {message}", file=sys.stderr)
@@ -98,7 +104,9 @@ def run_command(arguments: list[str]) -> None:
         print(f"electra {__version__}")
         return
     command = find_command(arguments[0])
-    check_single_process()
+    launch = read_launch()
+    if launch is not None and launch.world_size > 1 and not command.runs_on_ranks:
+        raise ConfigError(f"torchrun started {launch.world_size} processes; start electra {arguments[0]} without it")
     with exit_on_stop_signals():
         config_class = command.load_config_class()
     with name_flags_in_errors(config_class):
@@ -106,20 +114,11 @@ def run_command(arguments: list[str]) -> None:
         with exit_on_stop_signals():
             function = command.load_function()
         result = function(config)
-    if result is not None:
+    if result is not None and (launch is None or launch.rank == 0):
         is_json = flat_values(config).get("json")
         print(dump_json(asdict(result)) if is_json else result)
     if code := getattr(result, "exit_code", 0):
         sys.exit(code)
-
-
-def check_single_process() -> None:
-    """Raise if torchrun or another launcher started several processes: each would do the same work."""
-    if (count := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise ConfigError(
-            f"started as {count} processes (WORLD_SIZE), but a run uses one process and one GPU; start it without "
-            "torchrun, and other runs on other GPUs by CUDA_VISIBLE_DEVICES"
-        )
 
 
 def format_command_list() -> str:

@@ -22,6 +22,7 @@ class Command:
     config: str  # "module:class"; the module should not import torch, so that a wrong flag is reported fast
     function: str  # "module:function"
     help: str
+    runs_on_ranks: bool = False  # torchrun may start several processes of it
 
     def load_config_class(self) -> type:
         return import_object(self.config)
@@ -48,7 +49,10 @@ COMMANDS = {
     "shard": Command("data.prepare:ShardConfig", "data.prepare:shard", "tokenize text into shards"),
     "inspect": Command("data.inspect:InspectConfig", "data.inspect:inspect", "show statistics and rows of shards"),
     "pretrain": Command(
-        "pretraining.config:PretrainConfig", "pretraining.command:pretrain", "pre-train a generator and a discriminator"
+        "pretraining.config:PretrainConfig",
+        "pretraining.command:pretrain",
+        "pre-train a generator and a discriminator",
+        runs_on_ranks=True,
     ),
     "corrupt": Command(
         "pretraining.config:CorruptConfig",

@@ -1,109 +1,244 @@
-"""`electra demo`: the whole pipeline in minutes on a CPU, on text that every Python installation contains.
+"""`electra demo`: what the packaged model knows, then the whole pipeline in minutes on a CPU, on text that every Python
+installation contains.
 
-Text → vocabulary → shards → pre-training → a marked held-out sentence → Hugging Face folder.
+Planted words → text → tokens → shards → pre-training, of the packaged model where there is one → the same baselines for
+all → Hugging Face folder.
 """
 
 import ast
+import math
 import re
 import sys
 import sysconfig
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import numpy
 
 import electra
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TextTokenizer
+from electra.model.config import PACKAGED_MODEL
+from electra.plotting import plot_demo
+from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
+from electra.serve.inference import Model, load_model
+from electra.serve.planted import (
+    PlantedSentence,
+    count_found,
+    find_planted_words,
+    read_planted_sentences,
+    word_scores,
+)
+from electra.training.checkpoint import has_packaged_model
+from electra.training.logging import METRICS, read_metrics
 
+BLANK = re.compile(r"\n\s*\n")  # between paragraphs
+PICTURE = "demo.png"
+SHOWN_SENTENCES = (0, 14, 20, 50)  # of the hundred with a planted word
+REPLACEMENTS = {0.35: "dictionary", 0.75: "should"}  # words put into a held-out sentence, by their relative position
 VOCAB_SIZE = 1000
-REPLACEMENTS = {0.35: "dictionary", 0.75: "should"}  # words put into the sentence, by their relative position
-# A CPU processes few tokens in minutes: a narrow model over a small vocabulary learns the most from them.
-MODEL = {"size": "tiny", "layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64}
-BATCHES = {"length": 32, "batch_size": 128, "mask_fraction": 0.3, "learning_rate": 6e-3}
-INTERVALS = {"log_every": 5, "evaluate_every": 100_000, "save_every": 100_000, "evaluation_rows": 64}
+INTERVALS = {"log_every": 2, "save_every": 100_000, "evaluation_rows": 64}
+PACKAGED = {"init": PACKAGED_MODEL, "length": 64, "batch_size": 16, "learning_rate": 5e-4}
+# Without a packaged model: a CPU processes few tokens in minutes; a narrow model over a small vocabulary learns most.
+NEW = {"size": "tiny", "layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64}
+NEW |= {"generator_width": 64, "length": 32, "batch_size": 64, "mask_fraction": 0.3, "learning_rate": 6e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Train a tiny model on text found on this computer and export it: minutes on a CPU, without a network."""
+    """Show the packaged model on sentences with a planted word, train it further on text found on this computer (or,
+    where there is none, a tiny model from scratch), compare it with simple baselines and export it: at most three
+    minutes on a CPU, without a network."""
 
     output: Path = Path("electra-demo")
     """The folder to write; a number is appended if it exists."""
     quick: bool = False
-    """Finish in under 45 seconds, with less text and less training."""
-    minutes: float | None = None
-    """Minutes of pre-training; by default 2.5, with --quick 0.15."""
+    """Less text and fewer steps."""
+    steps: int | None = None
+    """Steps of pre-training; by default 40 of the packaged model or 1,000 of a new one, with --quick a fifth of it."""
     json: bool = False
     """Print the result as JSON."""
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A measure of a model beside its baselines."""
+
+    name: str
+    unit: str  # a format string
+    baselines: dict[str, float]
+    model: float
+    higher_is_better: bool
+
+    def is_better(self) -> bool:
+        """Whether the model is better than all baselines."""
+        if self.higher_is_better:
+            return self.model > max(self.baselines.values())
+        return self.model < min(self.baselines.values())
+
+    def __str__(self) -> str:
+        baselines = ", ".join(f"{name} {self.unit.format(value)}" for name, value in self.baselines.items())
+        verdict = "better than all of them" if self.is_better() else "not better than all of them"
+        return f"  {self.name}: {self.unit.format(self.model)}  ({baselines}: {verdict})"
+
+
+@dataclass(frozen=True)
 class DemoResult:
     output: str
+    uses_packaged_model: bool
     documents: int
+    steps: int
     tokens: int
     seconds: float
-    metrics: dict[str, float]
+    comparisons: list[Comparison]
     sentence: str
     marked_sentence: str
+    marked_planted: list[str]
+    pictures: list[str]
 
     def __str__(self) -> str:
         run = Path(self.output) / "run"
-        pages = " and ".join(str(run / name) for name in ("curves.png", "samples.md") if (run / name).exists())
-        return "\n".join(
-            [
-                f"From text to a trained model in {self.seconds:.0f} seconds: {self.documents:,} documents, "
-                f"trained on {self.tokens:,} tokens.",
-                "On held-out text the discriminator ranks a randomly replaced token above an original one",
-                f"{self.metrics['unigram_rtd_auc']:.0%} of the time (50% is chance).",
-                "",
-                f"A held-out sentence with two replaced words ({', '.join(REPLACEMENTS.values())}):",
-                f"  {self.sentence}",
-                "The three tokens most likely replaced, with the discriminator's probability:",
-                textwrap.indent(self.marked_sentence, "  "),
-                "",
-                f"See      {pages}",
-                f'Try      electra detect --model {run} "your sentence"',
-                f'         electra fill --model {run} "your [MASK]"',
-                f'Use      transformers.AutoModel.from_pretrained("{self.output}/huggingface")',
-                "Next     your own text: electra tokenizer, electra shard, electra pretrain (each has --help)",
-            ]
-        )
+        kind = "the packaged model, trained further" if self.uses_packaged_model else "a tiny model, from scratch"
+        lines = [
+            *(
+                ["Sentences with a planted word, and the word that the packaged model finds, with its probability:"]
+                if self.marked_planted
+                else []
+            ),
+            *(f"  {marked}" for marked in self.marked_planted),
+            "",
+            f"{kind.capitalize()}: {self.documents:,} documents, {self.steps:,} steps, {self.tokens:,} tokens, "
+            f"{self.seconds:.0f} seconds in all. Beside baselines:",
+            *map(str, self.comparisons),
+            "",
+            f"A held-out sentence with two replaced words ({', '.join(REPLACEMENTS.values())}), and the three tokens "
+            "most likely replaced:",
+            f"  {self.sentence}",
+            f"  {self.marked_sentence}",
+            "",
+            *([] if self.uses_packaged_model else [SCRATCH_NOTE, ""]),
+            f"See      {' and '.join(self.pictures)}",
+            f'Try      electra detect --model {run} "your sentence"',
+            f'         electra fill --model {run} "your [MASK]"',
+            f'Use      transformers.AutoModel.from_pretrained("{self.output}/huggingface")',
+            "Next     your own text: electra tokenizer, electra shard, electra pretrain (each has --help)",
+        ]
+        return "\n".join(lines).lstrip("\n")
+
+
+SCRATCH_NOTE = (
+    "This installation has no packaged model, so that this one started from random weights. In a few minutes on a CPU\n"
+    "such a model learns token frequencies and some pairs of words; on a GPU, or in hours, it learns the rest."
+)
 
 
 def run_demo(config: DemoConfig) -> DemoResult:
     """Run all steps from text to an exported model."""
     start = time.monotonic()
+
+    def report(message: str) -> None:
+        print(f"[{time.monotonic() - start:3.0f} s] {message}", file=sys.stderr, flush=True)
+
     folder = unused_folder(config.output)
     folder.mkdir(parents=True)
     corpus, shards, run = folder / "corpus.txt", folder / "shards", folder / "run"
-    documents = write_documentation_corpus(corpus, max_characters=1_000_000 if config.quick else 4_000_000)
-    print_progress(f"1. collected {documents:,} documents from the documentation of this Python installation")
-    electra.train_tokenizer(corpus=str(corpus), output=folder / "vocab", vocab_size=VOCAB_SIZE)
-    print_progress(f"2. trained a vocabulary of {VOCAB_SIZE:,} word pieces")
-    electra.shard(corpus=str(corpus), tokenizer=folder / "vocab", output=shards, validation_fraction=0.03)
-    print_progress("3. tokenized the text into shards; 3% of the documents are held out")
-    minutes = config.minutes or (0.15 if config.quick else 2.5)
-    print_progress(f"4. pre-training a tiny generator and discriminator for {minutes:g} minutes")
-    settings = MODEL | BATCHES | INTERVALS
-    result = electra.pretrain(data=shards, output=run, minutes=minutes, device="cpu", generator_width=64, **settings)
+    is_packaged = has_packaged_model()
+    marked_planted = []
+    if is_packaged:
+        packaged = load_model(PACKAGED_MODEL, "cpu")
+        found = find_planted_words(packaged)
+        report(
+            f"the packaged model finds {found.found} of {found.sentences} planted words; guessing {found.guessing:.0f}"
+        )
+        marked_planted = [mark_planted_word(packaged, sentence.text) for sentence in shown_sentences()]
+    documents = write_documentation_corpus(corpus, max_characters=200_000 if config.quick else 600_000)
+    report(f"collected {documents:,} documents from the documentation of this Python installation")
+    tokenizer = PACKAGED_MODEL
+    if not is_packaged:
+        tokenizer = folder / "vocab"
+        electra.train_tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
+        report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
+    electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
+    counts = count_bigrams(open_shards(shards))
+    report(f"wrote {counts.token_counts.sum():,} tokens into shards, and counted their bigrams")
+    steps = config.steps or (40 if is_packaged else 1000) // (5 if config.quick else 1)
+    report(f"pre-training {'the packaged' if is_packaged else 'a tiny'} generator and discriminator: {steps} steps")
+    settings: dict[str, Any] = (PACKAGED if is_packaged else NEW) | INTERVALS
+    result = electra.pretrain(
+        data=shards, output=run, steps=steps, evaluate_every=-(-steps // 6), device="cpu", **settings
+    )
     electra.export_model(model=run, output=folder / "huggingface")
-    print_progress("5. exported the discriminator to Hugging Face format")
-    model = electra.load(run, device="cpu")
+    report("exported the discriminator to Hugging Face format")
+    model = load_model(run, "cpu")
+    comparisons = compare(model, shards, counts, result.metrics, settings["length"])
     sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))
-    seconds = time.monotonic() - start
     detection = model.detect(sentence)
-    marked = detection.marked_text(threshold=sorted(detection.replaced)[-3])
-    return DemoResult(str(folder), documents, result.tokens, seconds, result.metrics, sentence, marked)
+    draw_picture(folder / PICTURE, model, run, comparisons, [*(s.text for s in shown_sentences()), sentence])
+    pages = [folder / PICTURE, run / "curves.png", run / "samples.md"]
+    return DemoResult(
+        output=str(folder),
+        uses_packaged_model=is_packaged,
+        documents=documents,
+        steps=result.step,
+        tokens=result.tokens,
+        seconds=time.monotonic() - start,
+        comparisons=comparisons,
+        sentence=sentence,
+        marked_sentence=detection.marked_text(threshold=sorted(detection.replaced)[-3]),
+        marked_planted=marked_planted,
+        pictures=[str(page) for page in pages if page.exists()],
+    )
 
 
-def print_progress(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+def compare(
+    model: Model, shards: Path, counts: BigramCounts, metrics: dict[str, float], length: int
+) -> list[Comparison]:
+    """The trained model beside guessing, token frequencies and bigram counts."""
+    opened = open_shards(shards)
+    auc, smoothing = bigram_auc(opened, counts, length, INTERVALS["evaluation_rows"])
+    found = find_planted_words(model)
+
+    def score_by_bigrams(text: str) -> list[float]:
+        ids = numpy.array([model.tokenizer.library.encode(text).ids])
+        return word_scores(model.tokenizer, text, counts.replaced_scores(ids, smoothing)[0].tolist())
+
+    by_bigrams = count_found(score_by_bigrams)
+    uniform = math.log(opened.tokenizer.vocabulary.size)
+    planted = {"guessing": found.guessing, "bigram counts": by_bigrams.found}
+    detection = {"guessing": 0.5, "bigram counts": auc}
+    prediction = {"guessing": uniform, "token frequencies": metrics["unigram_mlm_loss"]}
+    return [
+        Comparison("planted words found, of 100", "{:.0f}", planted, found.found, True),
+        Comparison("held-out RTD AUC, of random tokens", "{:.3f}", detection, metrics["unigram_rtd_auc"], True),
+        Comparison("held-out MLM loss", "{:.2f}", prediction, metrics["mlm_loss"], False),
+    ]
+
+
+def shown_sentences() -> list[PlantedSentence]:
+    sentences = read_planted_sentences()
+    return [sentences[index] for index in SHOWN_SENTENCES]
+
+
+def mark_planted_word(model: Model, text: str) -> str:
+    """A text with the word marked that is most likely planted."""
+    words, scores = text.split(), word_scores(model.tokenizer, text, model.detect(text).replaced)
+    highest = scores.index(max(scores))
+    return " ".join(f"[{word} {max(scores):.2f}]" if index == highest else word for index, word in enumerate(words))
+
+
+def draw_picture(path: Path, model: Model, run: Path, comparisons: list[Comparison], texts: list[str]) -> None:
+    """Draw held-out AUC and loss by step beside their baselines, and texts with the probability of each token."""
+    lines = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
+    curves = {
+        each.name: (each.baselines, [(line["step"], line[metric]) for line in lines])
+        for each, metric in zip(comparisons[1:], ("unigram_rtd_auc", "mlm_loss"), strict=True)
+    }
+    marked = [(detection.tokens[1:-1], detection.replaced[1:-1]) for detection in map(model.detect, texts)]
+    plot_demo(path, curves, marked)
 
 
 def unused_folder(folder: Path) -> Path:
@@ -113,16 +248,22 @@ def unused_folder(folder: Path) -> Path:
 
 
 def write_documentation_corpus(path: Path, max_characters: int) -> int:
-    """Write documents of prose paragraphs until there are `max_characters`; return the number of documents."""
-    documents = characters = 0
+    """Write documents of prose paragraphs until there are `max_characters`; return the number of documents.
+
+    Paragraphs that begin alike are written once, so that few sentences are both in training and held-out text."""
+    documents = 0
+    beginnings: set[str] = set()
     with path.open("w", encoding="utf-8") as file:
         for text in documentation_texts():
-            paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
-            if paragraphs:
-                file.write("\n".join(paragraphs) + "\n\n")
+            paragraphs = {
+                part[:40]: part for part in map(" ".join, map(str.split, filter(is_prose, BLANK.split(text))))
+            }
+            new = [part for beginning, part in paragraphs.items() if beginning not in beginnings]
+            beginnings |= paragraphs.keys()
+            if new:
+                file.write("\n".join(new) + "\n\n")
                 documents += 1
-                characters += sum(map(len, paragraphs))
-            if characters > max_characters:
+            if file.tell() > max_characters:
                 break
     return documents
 

@@ -150,3 +150,37 @@ def plot_document_lengths(path: Path, lengths: NDArray) -> bool:
         axes.set(xscale="log", xlabel="tokens per document", ylabel="documents", title=f"{len(lengths):,} documents")
 
     return save_figure(path, (7, 4), draw, dpi=150)
+
+
+def plot_demo(
+    path: Path, curves: dict[str, tuple[dict[str, float], Points]], texts: list[tuple[list[str], list[float]]]
+) -> bool:
+    """Plot metrics of a run by step beside their baselines, and texts with their tokens coloured by probability."""
+
+    def draw(figure: Any) -> None:
+        above, below = figure.subfigures(2, 1, height_ratios=(4, 0.35 * len(texts)))
+        for (name, (baselines, points)), axes in zip(
+            curves.items(), above.subplots(1, len(curves), squeeze=False).flat, strict=True
+        ):
+            axes.plot(*zip(*points, strict=True), marker="o", color="tab:red", label="model")
+            for (baseline, value), style in zip(baselines.items(), (":", "--", "-."), strict=False):
+                axes.axhline(value, color="tab:gray", linestyle=style, label=baseline)
+            axes.set(xlabel="step", title=name)
+            axes.legend(fontsize=8)
+            axes.grid(alpha=0.3)
+        draw_texts(below.subplots(), texts)
+
+    return save_figure(path, (11, 4 + 0.35 * len(texts)), draw, dpi=110)
+
+
+def draw_texts(axes: Any, texts: list[tuple[list[str], list[float]]]) -> None:
+    """Write texts, one per line, each token on a background that is red where its probability is high."""
+    axes.axis("off")
+    axes.set(xlim=(0, 150), ylim=(-len(texts), 0.5))  # 150 characters of this font are as wide as the figure
+    axes.set_title("probability that a token was replaced: white 0, red 1", fontsize=10)
+    for row, (tokens, probabilities) in enumerate(texts):
+        column = 0
+        for token, probability in zip(tokens, probabilities, strict=True):
+            box = {"facecolor": (1, 1 - probability, 1 - probability), "edgecolor": "none", "pad": 2}
+            axes.text(column, -row - 0.3, token, fontsize=8.5, family="monospace", bbox=box)
+            column += len(token) + 1

@@ -30,6 +30,24 @@ def handle_signals(handler: Callable[[int, object], None], *numbers: int) -> Ite
             signal.signal(number, previous)
 
 
+@contextmanager
+def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iterator[list[int]]:
+    """Collect SIGTERM, SIGHUP and SIGINT in a list; a second SIGINT raises KeyboardInterrupt.
+
+    Not if torchrun launched this process, which then gets one Ctrl-C from the terminal and again from torchrun."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if received and number == signal.SIGINT and not is_launched:
+            raise KeyboardInterrupt
+        received.append(number)
+        if not quiet:  # print is not reentrant
+            os.write(sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n")
+
+    with handle_signals(handle, *STOP_SIGNALS):
+        yield received
+
+
 def clean_up_on_stop_signals() -> AbstractContextManager[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, so that partial files and locks are removed as after Ctrl-C."""
 

@@ -48,6 +48,23 @@ def write_choices(path: Path, count: int, seed: int) -> list[dict]:
     return rows
 
 
+def write_tags(path: Path, count: int, seed: int, max_sentences: int = 1) -> list[dict]:
+    """Write CoNLL columns (words, parts of speech, entities) in which an animal with its adjective is an entity, and so
+    is what it sat on; returns the rows."""
+    generator = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        words, tags = [], []
+        for _ in range(generator.randint(1, max_sentences)):
+            adjective = [generator.choice(SIZES)] * generator.randint(0, 1)
+            words += ["the", *adjective, generator.choice(ANIMALS), "sat", "on", "the", "mat", "."]
+            tags += ["O", *["B-WHO", "I-WHO"][: 1 + len(adjective)], "O", "O", "O", "B-WHERE", "O"]
+        rows.append({"words": words, "tags": tags})
+    lines = ["".join(f"{word} X {tag}\n" for word, tag in zip(row["words"], row["tags"], strict=True)) for row in rows]
+    path.write_text("\n".join(lines))
+    return rows
+
+
 def write_glue(folder: Path, rows: int = 60) -> Path:
     """Write CoLA (is there a cat?), RTE and STS-B (is it the same animal?) in the format of GLUE's download."""
     generator = random.Random(0)

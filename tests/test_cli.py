@@ -247,15 +247,6 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
     assert (ended.returncode, ended.stderr) == (130, "electra: interrupted\n")
 
 
-def test_several_processes_are_refused(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit):
-        main(["pretrain", "--data", "shards", "--output", "run"])
-    assert "started as 4 processes (WORLD_SIZE), but a run uses one process" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    main(["flops"])
-
-
 def test_the_help_of_pretrain_begins_with_the_essentials(capsys):
     with pytest.raises(SystemExit):
         main(["pretrain", "--help"])

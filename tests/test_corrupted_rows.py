@@ -19,6 +19,7 @@ from electra.pretraining.config import CorruptConfig
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_corrupted_rows
 from electra.pretraining.initialize import unigram_frequencies
 from electra.training.checkpoint import find_model_folder
+from electra.training.distributed import World
 from electra.training.logging import read_metrics
 
 
@@ -58,7 +59,7 @@ def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
     rows = read_corrupted_rows(result.output, open_shards(shards).tokenizer, positions=16)
     electra = load_model(find_model_folder(config.output)).eval()
     with torch.no_grad():
-        expected = rows.evaluate(electra, open_shards(shards).tokenizer, torch.device("cpu"))
+        expected = rows.evaluate(electra, open_shards(shards).tokenizer, World(torch.device("cpu")))
     assert evaluations[-1]["fixed_rtd_loss"] == pytest.approx(expected["fixed_rtd_loss"], rel=1e-4)
     assert evaluations[0]["fixed_rtd_loss"] != evaluations[-1]["fixed_rtd_loss"]
 
@@ -70,7 +71,7 @@ def test_a_model_without_discriminator_has_no_metrics(corrupt_config, shards, ma
     electra = load_model(find_model_folder(corrupt_config(output=result.output.with_name("other")).model))
     electra.discriminator = None
     assert isinstance(electra, Electra)
-    assert rows.evaluate(electra, tokenizer, torch.device("cpu")) == {}
+    assert rows.evaluate(electra, tokenizer, World(torch.device("cpu"))) == {}
 
 
 def test_rows_are_never_overwritten(corrupt_config):

@@ -1,26 +1,71 @@
 """The demo runs the whole pipeline."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from transformers import AutoModel, AutoTokenizer
 
+import electra
+from electra import demo
 from electra.cli import main
 from electra.demo import is_prose, unused_folder
+from electra.serve.inference import load_model
 
 
 @pytest.mark.slow
-def test_the_quick_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real_plots):
-    main(["demo", "--quick", "--minutes", "0.05", "--output", str(tmp_path / "demo"), "--json"])
+def test_the_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real_plots, monkeypatch):
+    flags = ["--quick", "--steps", "6", "--json", "--output"]
+    monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
+    main(["demo", *flags, str(tmp_path / "demo")])
+    check_demo(tmp_path / "demo", json.loads(capsys.readouterr().out))
+    package = tmp_path / "package"
+    electra.export_model(model=tmp_path / "demo/run", to="package", training_data="documentation", output=package)
+    monkeypatch.setattr(demo, "has_packaged_model", lambda: True)
+    monkeypatch.setattr(demo, "PACKAGED_MODEL", package)
+    monkeypatch.setitem(demo.PACKAGED, "init", package)
+    main(["demo", *flags, str(tmp_path / "further")])
     result = json.loads(capsys.readouterr().out)
-    assert result["documents"] > 500
-    assert result["tokens"] > 0
+    check_demo(tmp_path / "further", result)
+    assert result["uses_packaged_model"]
+    assert len(result["marked_planted"]) == 4
+
+
+def check_demo(folder: Path, result: dict) -> None:
+    """Check the result and the files of a demo."""
+    assert result["documents"] > 20
+    assert result["steps"] == 6
     assert "dictionary" in result["sentence"]
-    for name in ("run/curves.png", "run/samples.md", "run/metrics.jsonl"):
-        assert (tmp_path / "demo" / name).exists()
-    model = AutoModel.from_pretrained(tmp_path / "demo/huggingface")
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "demo/huggingface")("the value is returned", return_tensors="pt")
+    assert [len(each["baselines"]) for each in result["comparisons"]] == [2, 2, 2]
+    for name in ("demo.png", "run/curves.png", "run/samples.md", "run/metrics.jsonl"):
+        assert (folder / name).exists()
+    model = AutoModel.from_pretrained(folder / "huggingface")
+    tokens = AutoTokenizer.from_pretrained(folder / "huggingface")("the value is returned", return_tensors="pt")
     assert model(**tokens).last_hidden_state.shape[2] == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "higher_is_better", "is_better"), [(0.9, True, True), (0.7, True, False), (0.4, False, True)]
+)
+def test_a_model_is_compared_with_the_best_baseline(model, higher_is_better, is_better):
+    comparison = demo.Comparison("AUC", "{:.2f}", {"guessing": 0.5, "bigrams": 0.8}, model, higher_is_better)
+    assert comparison.is_better() == is_better
+    assert f"AUC: {model:.2f}  (guessing 0.50, bigrams 0.80: " in str(comparison)
+
+
+def test_the_word_with_the_highest_probability_is_marked(finished_run):
+    model = load_model(finished_run, "cpu")
+    marked = demo.mark_planted_word(model, "the cat sat on the house")
+    assert len(re.findall(r"\[\w+ \d\.\d\d\]", marked)) == 1
+
+
+def test_paragraphs_that_begin_alike_are_written_once(tmp_path, monkeypatch):
+    texts = ["The value of the expression is returned when the function is called " + end for end in ("a", "b")]
+    texts += ["Another paragraph of some words that are long enough to be prose."]
+    monkeypatch.setattr(demo, "documentation_texts", lambda: iter(texts))
+    assert demo.write_documentation_corpus(tmp_path / "corpus.txt", max_characters=10_000) == 2
+    assert (tmp_path / "corpus.txt").read_text().count("The value") == 1
 
 
 def test_a_second_demo_gets_its_own_folder(tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import electra
 from electra.cli import find_command, parse_config
@@ -27,6 +28,9 @@ PAGES = {  # the log has commands of past versions
 }
 TEXT = "\n".join(PAGES.values())
 COMMAND_LINES = sorted(set(re.findall(r"^    electra (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
+TORCHRUN_LINES = sorted(
+    set(re.findall(r"^    (?:srun )?torchrun (.*) -m electra (.*?)(?: +#.*)?$", TEXT.replace("\\\n", ""), re.M))
+)
 SCRIPTS = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
 SCRIPT_LINES = sorted(set(re.findall(r"^    python benchmarks/(\S+) (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
 
@@ -51,6 +55,15 @@ def test_commands_are_parsed(line, tmp_path, monkeypatch):
     parse_config(name, find_command(name).load_config_class(), flags)
 
 
+@pytest.mark.parametrize(("launcher", "command"), TORCHRUN_LINES)
+def test_torchrun_commands_are_parsed(launcher, command):
+    name, *flags = shlex.split(command)
+    parse_config(name, find_command(name).load_config_class(), flags)
+    assert find_command(name).runs_on_ranks
+    arguments = get_args_parser().parse_args([*shlex.split(launcher), "-m", "electra"])
+    assert (arguments.training_script, bool(arguments.max_restarts)) == ("electra", "--resume" in flags)
+
+
 def test_every_command_is_documented():
     assert {line.split()[0] for line in COMMAND_LINES} >= COMMANDS.keys() - {"demo"}  # that one is `make demo`
 
@@ -64,7 +77,7 @@ def test_benchmark_scripts_have_the_flags(script, arguments):
 
 
 def test_flags_in_the_text_exist():
-    flags = {"--config", "--help"}
+    flags = {"--config", "--help", *get_args_parser()._option_string_actions}  # also those of torchrun
     for command in COMMANDS.values():
         for setting in settings_by_name(command.load_config_class()).values():
             flags |= {setting.flag, setting.flag.replace("--", "--no-", 1)}

@@ -18,6 +18,7 @@ from electra.finetuning.features import (
     load_or_make_features,
     make_features,
     make_full_batch,
+    split_into_windows,
     truncated_lengths,
 )
 from electra.finetuning.kinds import stack_labels, with_targets
@@ -174,3 +175,33 @@ def test_labels_that_are_lists_stay_lists_and_change_the_cache(tokenizer):
     examples = [Examples(texts=TEXTS[:2], labels=labels) for labels in (first, first.copy(), second)]
     keys = {features_cache_key(make_features, each, tokenizer, 16) for each in examples}
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "expected"),
+    [
+        (0, 9, [(0, 0)]),
+        (8, 9, [(0, 8)]),
+        (9, 9, [(0, 8), (6, 9)]),
+        (14, 9, [(0, 8), (6, 14)]),
+        (15, 9, [(0, 8), (6, 14), (12, 15)]),
+        (100, 2, [(0, 8), (6, 100)]),  # the rest is truncated later
+    ],
+)
+def test_windows_overlap_by_a_quarter_and_cover_the_text(tokens, count, expected):
+    windows = split_into_windows(np.arange(tokens), 8, count)
+    assert [list(window) for window in windows] == [list(range(*bounds)) for bounds in expected]
+
+
+def test_windows_of_a_text_are_the_sequences_of_its_row(tokenizer):
+    texts = ["cat", "cat " * 9, "dog " * 100]
+    features = make_features(Examples(texts=texts, windows=3), tokenizer, 10)
+    assert features.row_sizes()[1].tolist() == [1, 2, 3]
+    assert features.lengths.tolist() == [3, 10, 5, 10, 10, 10]
+    assert int(features.truncated) == 1
+    single = make_features(Examples(texts=texts[:1]), tokenizer, 10)
+    batch = make_full_batch(np.array([0, 1]), *features.row_sizes(), 2, 10)
+    input_ids, attention_mask, _ = features.collate(batch, pad_id=0)
+    assert input_ids.shape == (2, 2, 10)
+    assert attention_mask.sum(-1).tolist() == [[3, 1], [10, 5]]  # a missing window is [CLS] alone
+    assert input_ids[0, 0, :3].tolist() == single.input_ids.tolist()

@@ -484,7 +484,7 @@ def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tm
     trainer = Trainer(
         finetuning, optimizer, settings, Budget(steps=100), tmp_path / "run", cuda_graphs=True, quiet=True
     )
-    trainer.run_step = trainer.build_graphed_step()
+    trainer.run_step = trainer.build_step()
     for _ in range(4):
         trainer.step()
     with torch.no_grad():

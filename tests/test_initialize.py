@@ -29,6 +29,7 @@ from electra.pretraining.initialize import read_initial_weights, sinusoidal_tabl
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import find_model_folder
+from electra.training.distributed import World
 from electra.training.logging import read_metrics
 
 VOCAB_SIZE = 22  # of the test shards
@@ -95,7 +96,7 @@ def initialize(run_config, shards):
     def build(**settings) -> Electra:
         config = run_config(**SIZE_FROM_INIT | STATISTICS | settings)
         [phase, *_] = plan_and_check_phases(config, open_shards(shards))
-        model = PretrainingTask(phase, open_shards(shards), torch.device("cpu")).model
+        model = PretrainingTask(phase, open_shards(shards), World(torch.device("cpu"))).model
         read_initial_weights(config, phase.model).load_into(model)
         return model
 
@@ -388,7 +389,7 @@ def test_different_weights_cannot_be_shared(make_source, run_config, tmp_path):
 def test_the_unigram_output_bias_predicts_the_frequencies_of_tokens(run_config, shards, objective):
     config = run_config(unigram_output_bias=True, objective=objective)
     [phase] = plan_and_check_phases(config, open_shards(shards))
-    task = PretrainingTask(phase, open_shards(shards), torch.device("cpu"))
+    task = PretrainingTask(phase, open_shards(shards), World(torch.device("cpu")))
     parts = [task.model.generator] + ([task.model.discriminator] if objective == "replace-mlm" else [])
     for part in parts:
         torch.testing.assert_close(part.head.bias.softmax(0), task.unigram, atol=0.01, rtol=0.1)
@@ -406,7 +407,7 @@ def test_sinusoids_depend_on_the_distance_of_positions():
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])
 def test_sinusoidal_positions_have_the_scale_of_the_default_initialisation(run_config, shards, sharing):
     [phase] = plan_and_check_phases(run_config(sinusoidal_positions=True, sharing=sharing), open_shards(shards))
-    model = PretrainingTask(phase, open_shards(shards), torch.device("cpu")).model
+    model = PretrainingTask(phase, open_shards(shards), World(torch.device("cpu"))).model
     for encoder in (model.generator.encoder, model.discriminator.encoder):
         embeddings = encoder.embeddings.base or encoder.embeddings
         table, std = embeddings.position.weight.detach(), encoder.config.init_std

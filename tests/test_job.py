@@ -1,14 +1,23 @@
 """One fine-tuning run: the paper's hyperparameters, updates equal to a plain loop, resumption, each kind of task."""
 
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from synthetic import write_rows
 
+import electra
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
+from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
+from electra.finetuning.losses import balanced_class_weights, balanced_positive_weights
 from electra.model.config import BASE, LARGE, SMALL
+from electra.model.storage import WEIGHTS, read_tensors
 from electra.training.config import Budget, HardwareConfig
 from electra.training.trainer import Trainer
 
@@ -156,3 +165,136 @@ def interrupted_second_call(function):
         return function(*arguments)
 
     return call
+
+
+def test_balanced_weights_give_every_class_the_same_part_of_the_loss():
+    labels = np.array([0, 0, 0, 1])
+    assert balanced_class_weights(labels, 3).tolist() == [2 / 3, 2, 2]  # a class without rows is not used
+    assert sum(balanced_class_weights(labels, 2)[labels]) == len(labels)
+    assert balanced_positive_weights(np.array([[1, 1], [0, 1], [0, 1], [0, 0]]), 2).tolist() == [3, 1 / 3]
+
+
+@pytest.mark.parametrize("words", [("balanced",), ("cat=3", "dog=0")])
+def test_class_weights_multiply_the_training_losses_of_their_classes(make_job, words):
+    weighted, plain = (FinetuningTask(make_job(rows=60, class_weights=each, dropout=0.0)) for each in (words, ()))
+    batch = plain.next_batch()
+    labels = plain.train.labels[batch.rows]
+    losses = torch.nn.functional.cross_entropy(plain.model(*plain.train.collate(batch, 0)), labels, reduction="none")
+    balanced = torch.tensor(54 / 3 / np.bincount(plain.train.labels), dtype=torch.float32)
+    weights = balanced if words == ("balanced",) else torch.tensor([1.0, 3.0, 0.0])  # of bird, cat, dog
+    torch.testing.assert_close(weighted.losses(batch)["loss"].sum, (weights[labels] * losses * batch.weights).sum())
+    assert weighted.evaluate()["loss"] == plain.evaluate()["loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("classification", ("cow=3",), "class_weights is cow=3; it must be balanced, or CLASS=WEIGHT"),
+        ("classification", ("cat",), "class_weights is cat; it must be"),
+        ("classification", ("cat=-1",), "class_weights is cat=-1; it must be"),
+        ("multi-label", ("big=nan",), "of the classes big, red, small"),
+        ("regression", ("balanced",), "class_weights is balanced, but a task of kind regression has none"),
+    ],
+)
+def test_class_weights_that_do_not_fit_the_task_are_an_error(make_job, tmp_path, kind, words, message):
+    job = make_job(kind, rows=40)
+    with pytest.raises(ConfigError, match=message):
+        prepare_jobs(
+            model=job.model,
+            task=job.task,
+            tuning=replace(job.tuning, class_weights=words),
+            hardware=job.hardware,
+            seeds=1,
+            folder=tmp_path / "out",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def script_accuracy(monkeypatch):
+    """Replace the dev accuracy of each epoch; returns the epochs that were evaluated."""
+
+    def script(values: list[float]) -> list[int]:
+        compute_metrics, epochs = FinetuningTask.compute_metrics, []
+
+        def compute(task, outputs):
+            epochs.append(task.step // task.steps_per_epoch)
+            return compute_metrics(task, outputs) | {"accuracy": values[epochs[-1] - 1]}
+
+        monkeypatch.setattr(FinetuningTask, "compute_metrics", compute)
+        return epochs
+
+    return script
+
+
+def train_epochs(job, epochs: int) -> dict:
+    """The weights after a number of epochs of a job."""
+    task = FinetuningTask(job)
+    job.folder.mkdir(parents=True)
+    trainer = build_trainer(task, quiet=True)
+    trainer.stop_at = Budget(steps=epochs * task.steps_per_epoch)
+    trainer.train()
+    return {name: parameter.detach().clone() for name, parameter in task.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("tuning", "trained"), [({"best_epoch": True}, 5), ({"early_stopping": 2}, 4), ({"early_stopping": 1}, 3)]
+)
+def test_the_model_of_the_best_epoch_is_kept(make_job, script_accuracy, tuning, trained):
+    settings = {"rows": 60, "batch_size": 16, "epochs": 5}
+    expected = train_epochs(make_job(output="plain", **settings), 2)
+    epochs = script_accuracy([0.5, 0.7, 0.7, 0.6, 0.65])
+    job = make_job(output="best", **settings, **tuning)
+    assert job.run(quiet=True).best_epoch == 2
+    assert sorted(set(epochs)) == list(range(1, trained + 1))
+    weights = read_tensors(job.folder / "model" / WEIGHTS)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert not list(job.folder.glob("best-epoch-*"))
+
+
+def test_a_resumed_job_remembers_its_best_epoch(make_job, script_accuracy):
+    settings = {"rows": 60, "batch_size": 16, "epochs": 5, "early_stopping": 2}
+    script_accuracy([0.7, 0.5, 0.6, 0.9, 0.9])
+    job = make_job(**settings)
+    train_epochs(job, 2)  # ends with a checkpoint
+    assert job.run(quiet=True).best_epoch == 1
+    assert job.run(quiet=True).steps == 3 * 4
+
+
+@pytest.fixture
+def long_rows(tmp_path):
+    """A file of texts of up to 40 tokens whose last word is their class."""
+    generator = random.Random(0)
+    with (tmp_path / "long.jsonl").open("w") as file:
+        for _ in range(200):
+            animal = generator.choice(("cat", "dog", "bird"))
+            text = "the red mat " * generator.randint(0, 13) + animal
+            file.write(json.dumps({"text": text, "label": animal}) + "\n")
+    return tmp_path / "long.jsonl"
+
+
+@pytest.mark.parametrize("model", ["encoder_folder", "modern_folder"])
+def test_windows_find_what_is_beyond_the_maximum_length(long_rows, tmp_path, model, request):
+    files = {"model": request.getfixturevalue(model), "train": long_rows, "device": "cpu"}
+    settings = files | QUICK | {"length": 16}
+    truncated = electra.finetune(**settings | {"epochs": 1}, output=tmp_path / "truncated")
+    whole = electra.finetune(**settings, output=tmp_path / "whole", windows=4)
+    assert truncated.truncated["train"] > 90
+    assert whole.truncated == {"train": 0, "dev": 0}
+    assert whole.median["dev"]["accuracy"] == 1
+    predictions = electra.load(tmp_path / "whole", device="cpu").predict(["the red mat " * 12 + "dog", "cat"])
+    assert [each["prediction"] for each in predictions] == ["dog", "cat"]
+    assert electra.evaluate(model=tmp_path / "whole", input=long_rows, device="cpu").metrics["accuracy"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"windows": 0}, "windows is 0; it must be at least 1"),
+        ({"text_b": "text_b"}, "it must be 1 for pairs of texts"),
+    ],
+)
+def test_windows_of_what_has_none_are_an_error(tmp_path, settings, message):
+    train = write_rows(tmp_path / "train.jsonl", "classification", 20, seed=0, has_pairs=True)
+    with pytest.raises(ConfigError, match=message):
+        define_task(TaskConfig(**{"train": train, "windows": 2} | settings))

@@ -27,10 +27,10 @@ from electra.finetuning.question_answering import (
     best_spans,
     make_windows,
     parse_answers,
+    read_rows,
     tune_null_threshold,
     window_bounds,
 )
-from electra.finetuning.readers import read_rows
 from electra.finetuning.span_heads import JointSpanModel, SpanModel, search_spans
 from electra.finetuning.tasks import Examples, Task
 

@@ -12,7 +12,7 @@ from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.heads import TaskModel
+from electra.finetuning.heads import TaskModel, WindowModel
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import (
     build_task_model,
@@ -113,3 +113,19 @@ def test_classic_encoders_support_only_the_first_token(encoder_folder):
 def test_a_pre_trained_model_is_not_a_fine_tuned_one(encoder_folder):
     with pytest.raises(DataError, match="is not a fine-tuned model; create one with: electra finetune"):
         load_finetuned_model(encoder_folder)
+
+
+def test_the_head_of_windows_gets_the_mean_of_their_pooled_states(encoder_folder):
+    torch.manual_seed(0)
+    encoder = load_pretrained(encoder_folder).encoder
+    model = WindowModel(encoder, num_labels=3).eval()
+    input_ids = torch.randint(5, 20, (2, 3, 8))
+    lengths = torch.tensor([[8, 8, 4], [5, 1, 1]])[..., None]  # the second row has one window; the others are missing
+    attention_mask = torch.arange(8) < lengths
+    logits = model(input_ids, attention_mask, torch.zeros_like(input_ids))
+    states = [
+        [encoder(window[None, :length])[0, 0] for window, length in zip(row, of_row, strict=True)]
+        for row, of_row in zip(input_ids, lengths.squeeze(-1).tolist(), strict=True)
+    ]
+    expected = model.head(torch.stack([torch.stack(states[0]).mean(0), states[1][0]]))
+    torch.testing.assert_close(logits, expected)

@@ -70,6 +70,9 @@ class ToyTask:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def should_stop(self) -> bool:
+        return False
+
     def lr_scale(self, parameter_name: str) -> float:
         return 0.5 if parameter_name.startswith("encoder") else 1.0
 

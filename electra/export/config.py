@@ -14,9 +14,10 @@ from electra.huggingface.names import Part
 class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
     ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
-    ElectraForMultipleChoice or ModernBertForMultipleChoice, one of question answering as ElectraForQuestionAnswering or
-    ModernBertForQuestionAnswering. With --to package: write a pair in 8 bits and at most 5 MB,
-    as the model in the package is stored."""
+    ElectraForMultipleChoice or ModernBertForMultipleChoice, one of tags as ElectraForTokenClassification or
+    ModernBertForTokenClassification, one of question answering as ElectraForQuestionAnswering or
+    ModernBertForQuestionAnswering. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
+    package is stored."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""

@@ -23,11 +23,12 @@ def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics
         assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
     if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
         assessment["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
-    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions.csv"
+    suffix = KINDS[jobs[0].task.kind].output_formats[0]
+    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions{suffix}"
     if single or not is_better:
         advice = "more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer"
     elif overfitting:
-        advice = "fewer --epochs or more rows, and --seeds 5 to compare settings"
+        advice = "fewer --epochs (or --best-epoch) or more rows, and --seeds 5 to compare settings"
     return assessment | {"next": f"Next: {advice}."}
 
 
@@ -58,7 +59,9 @@ def find_single_prediction(job: Job) -> str | list[str] | None:
 
 
 def describe_overfitting(job: Job) -> str:
-    """Where the dev loss was lowest, if it rose clearly after that; otherwise empty."""
+    """Where the dev loss was lowest, if it rose clearly after that and the last model was kept; otherwise empty."""
+    if job.tuning.keeps_best_epoch:
+        return ""
     evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS) if line["kind"] == "validation"]
     losses = [loss for loss in evaluations if loss is not None]
     lowest = min(losses, default=math.inf)  # metrics.jsonl may be cut

@@ -37,6 +37,7 @@ class FinetuneResult:
     ensemble: dict[str, Metrics]
     baseline: Metrics  # of one prediction for all dev rows: the most frequent class, or the mean score
     classes: dict[str, Metrics]  # scores on the dev rows of the classes of a multi-label task, best seed
+    best_epochs: list[int]  # of each seed, whose models were kept; empty unless asked for
     assessment: dict[str, str]  # what was learnt, in words by topic
 
     def __str__(self) -> str:
@@ -49,6 +50,8 @@ class FinetuneResult:
             for name, value in metrics.items():
                 lines.append(f"  {split} {name:<14}{format_metric(name, value):>6}{self.describe_seeds(split, name)}")
         lines += format_class_scores(self.classes)
+        if self.best_epochs:
+            lines.append(f"models of the best epoch on the dev rows: {', '.join(map(str, self.best_epochs))}")
         return "\n".join([*lines, f"model: {self.model}", *self.assessment.values()])
 
     def describe_seeds(self, split: str, name: str) -> str:
@@ -99,5 +102,6 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         ensemble=ensemble_metrics(jobs) if config.jobs.ensemble else {},
         baseline=results[0].baseline,
         classes=max(results, key=lambda result: result.main_metric).classes,
+        best_epochs=[result.best_epoch for result in results if result.best_epoch],
         assessment=assess_finetuning(jobs, results, median["dev"]),
     )

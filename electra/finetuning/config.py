@@ -16,55 +16,72 @@ SAVE_EVERY = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A GLUE task or SQuAD (--task and --data), or your own files (--train)."""
+    """A task of GLUE, SQuAD or CoNLL (--task and --data), or your own files (--train)."""
 
     task: str | None = None
-    """A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli; or SQuAD: squad (1.1) or squad2 (2.0)."""
+    """A GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli), SQuAD (squad for 1.1, squad2 for 2.0), or a
+    column of CoNLL-2003 or CoNLL-2000: ner, chunking or pos."""
     data: str | None = None
-    """The folder of GLUE's official download, or hub:glue; for SQuAD the folder of its official .json files."""
+    """The folder of GLUE's official download, or hub:glue; for SQuAD, the folder of its official .json files; for
+    tagging, the folder of eng.train (CoNLL-2003) or train.txt (CoNLL-2000)."""
     train: Path | None = None
-    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT; for question answering
-    also SQuAD's .json."""
+    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT. With --kind tags:
+    CoNLL columns (.conll or any other name), or .jsonl or .parquet with lists of words and tags. With --kind
+    question-answering also SQuAD's .json."""
     dev: Path | None = None
     """A file to evaluate on."""
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
     text: str | None = None
-    """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind
-    question-answering: column of the context; default context."""
+    """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind tags:
+    column of the words; default words, in CoNLL columns 1. With --kind question-answering: column of the context;
+    default context."""
     text_b: str | None = None
     """Column of the second text, for pairs. With --kind choice: column of the question, if there is one. With --kind
     question-answering: column of the question; default question."""
     choices: tuple[str, ...] = ()
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
     label: str | None = None
-    """Column of the label or score; default label. With --kind question-answering: column of the answers; default
-    answers."""
+    """Column of the label or score; default label. With --kind tags: column of the tags; default tags, in CoNLL columns
+    the last. With --kind question-answering: column of the answers; default answers."""
+    windows: int = 1
+    """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
+    average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
-    label names the right one of --choices by its index from 0, its number from 1, its letter or its text.
-    question-answering: answers are parts of the context."""
+    label names the right one of --choices by its index from 0, its number from 1, its letter or its text. tags: a tag
+    for each word; entities in IOB1, IOB2 or BIOES, or tags without prefix, such as parts of speech.
+    question-answering: answers are parts of a context."""
     head: SpanHead = "simple"
     """Head of question answering. simple: first and last token of the answer independently, as in transformers. joint:
     the paper's, last token given the first, and a classifier of questions without answer; it cannot be exported."""
     strict: bool = False
     """With question answering: refuse training answers that are not in their context, instead of leaving them out."""
+    crf: bool = False
+    """With --kind tags: predict the best sequence of tags by a conditional random field (CRF); such a model cannot be
+    exported."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):
-            raise ConfigError("give either --task with --data (GLUE) or --train (your own file)")
+            raise ConfigError("give either --task with --data (GLUE, SQuAD, tagging) or --train (your own file)")
         if self.task is not None and self.data is None:
-            raise ConfigError("--task needs --data: the folder of GLUE's official download, or hub:glue")
+            raise ConfigError(
+                "--task needs --data: the folder of GLUE's official download or hub:glue, of SQuAD, or of CoNLL files"
+            )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         check_range(self, "dev_fraction", above=0, below=1)
+        check_range(self, "windows", at_least=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
-        is_question_answering = self.kind == "question-answering" or self.task is not None
-        if not is_question_answering and (self.strict or self.head != "simple"):
+        if (self.strict or self.head != "simple") and self.kind != "question-answering" and self.task is None:
             raise ConfigError("--head and --strict need --kind question-answering")
+        if self.crf and self.kind != "tags" and self.task is None:
+            raise ConfigError("--crf needs --kind tags")
+        if self.kind == "tags" and self.text_b is not None:
+            raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
         columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
@@ -99,12 +116,19 @@ class TuningConfig:
     length: int | None = None
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128. Question
     answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less."""
+    class_weights: tuple[str, ...] = ()
+    """Weights of classes in the loss: balanced (rows of a class count in inverse proportion to their number), or
+    CLASS=WEIGHT for some classes, e.g. spam=5; of a multi-label task, weights of the rows that have the class."""
+    best_epoch: bool = False
+    """Keep the model of the epoch with the best main metric on the dev rows instead of the last one."""
+    early_stopping: int | None = None
+    """Stop after this many epochs without a better main metric on the dev rows; implies --best-epoch."""
     faithful: bool = False
     """Reproduce the released code: Adam without bias correction, a decay that starts during the warm-up, weight decay,
     and layer-wise decay counted from one layer higher."""
 
     def __post_init__(self) -> None:
-        check_range(self, "epochs", "batch_size", "micro_batches", at_least=1)
+        check_range(self, "epochs", "batch_size", "micro_batches", "early_stopping", at_least=1)
         check_range(self, "length", at_least=8)
         check_range(self, "layer_decay", above=0, at_most=1)
         if self.batch_size % self.micro_batches:
@@ -134,6 +158,10 @@ class TuningConfig:
             save_every=SAVE_EVERY,
             keep_checkpoints=1,
         )
+
+    @property
+    def keeps_best_epoch(self) -> bool:
+        return self.best_epoch or self.early_stopping is not None
 
     def epochs_for(self, task: Task) -> int:
         return task.epochs if self.epochs is None else self.epochs

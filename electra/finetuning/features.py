@@ -26,6 +26,7 @@ from electra.runfolder import PARTIAL
 
 LOGITS = "logits.safetensors"
 LOSS_ROWS = 256  # whose logits are padded together
+IGNORED = -100  # target of tokens without a term in the loss
 NO_LOGIT = -1e30  # of what cannot be chosen: its probability is 0, and means over models stay finite
 PAD_TO_MULTIPLE_OF = 32
 """Batches are padded to a multiple of this length, so that there are few CUDA graphs to capture."""
@@ -76,6 +77,9 @@ class Features:
     truncated: Tensor  # [] number of truncated examples
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
     offsets: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens, 2] in the text, where answers need them
+    words: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # index of the first token of each word of a tagged text
 
     def __len__(self) -> int:
         return len(self.sequences) or len(self.starts)
@@ -143,13 +147,18 @@ class Outputs:
 
 
 def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
-    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length`."""
+    """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length` or, if
+    they may have several windows, as windows of that length."""
     cls = np.array([tokenizer.vocabulary.cls_id], np.int32)
     sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
     columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
+    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
+    if examples.windows > 1:
+        windows = [split_into_windows(text, max_length - 2, examples.windows) for text in columns[0]]
+        columns, counts = [list(chain.from_iterable(windows))], np.array([len(each) for each in windows])
     pieces: list[NDArray] = []
-    kept = np.zeros((len(examples.texts), len(columns)), np.int64)  # tokens of each text after truncation
-    truncated = np.zeros(len(examples.texts), bool)
+    kept = np.zeros((len(columns[0]), len(columns)), np.int64)  # tokens of each text after truncation
+    truncated = np.zeros(len(columns[0]), bool)
     for index, texts in enumerate(zip(*columns, strict=True)):
         kept[index] = truncated_lengths([len(text) for text in texts], max_length - 1 - len(texts))
         truncated[index] = int(kept[index].sum()) < sum(map(len, texts))
@@ -157,7 +166,7 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
         for text, count in zip(texts, kept[index], strict=True):
             pieces += [text[:count], sep]
     lengths = torch.from_numpy(1 + (kept + 1).sum(1))
-    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
+    is_single = examples.counts is None and examples.windows == 1
     first, slots = counts.cumsum() - counts, np.arange(counts.max())
     sequences = np.where(slots < counts[:, None], first[:, None] + slots, -1)  # [N, slots]
     return Features(
@@ -165,10 +174,18 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
         starts=lengths.cumsum(0) - lengths,
         lengths=lengths,
         lengths_a=torch.from_numpy(2 + kept[:, 0]),
-        sequences=torch.empty(0) if examples.counts is None else torch.from_numpy(sequences),
+        sequences=torch.empty(0) if is_single else torch.from_numpy(sequences),
         labels=torch.empty(0) if examples.labels is None else torch.from_numpy(examples.labels),
         truncated=torch.tensor(int(np.logical_or.reduceat(truncated, first).sum())),
     )
+
+
+def split_into_windows(text: NDArray, length: int, count: int) -> list[NDArray]:
+    """Up to `count` windows of `length` tokens of a text, of which a quarter is also in the next window; the last one
+    has all that is left, also if that is longer."""
+    stride = length - length // 4
+    starts = range(0, max(1, min(count * stride, len(text) - length // 4)), stride)
+    return [text[start:] if start == starts[-1] else text[start : start + length] for start in starts]
 
 
 def encode_texts(texts: list[str], tokenizer: TextTokenizer) -> list[NDArray]:
@@ -219,7 +236,7 @@ def load_or_make_features(
 
 def features_cache_key(make: Callable, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> str:
     """A hash of everything that features depend on."""
-    settings = (make.__name__, tokenizer.fingerprint, max_length, len(examples))
+    settings = (make.__name__, tokenizer.fingerprint, max_length, len(examples), examples.windows)
     digest = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.texts_b or ())):
         digest.update(text.encode() + b"\0")
@@ -264,14 +281,26 @@ def make_full_batch(
 ) -> RowBatch:
     """A batch of `batch_size` rows; missing ones are repetitions of weight 0."""
     weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
-    longest = int(lengths[rows].max())
-    padded = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     return RowBatch(
         torch.from_numpy(np.resize(rows, batch_size)),
         torch.from_numpy(weights),
-        min(padded, max_length),
+        padded_length(int(lengths[rows].max()), max_length, pad_to_multiple_of),
         int(counts[rows].max()),
     )
+
+
+def padded_length(longest: int, max_length: int, multiple: int = PAD_TO_MULTIPLE_OF) -> int:
+    """The length of a batch whose longest row has `longest` tokens."""
+    return min(-(-longest // multiple) * multiple, max_length)
+
+
+def inference_batches(lengths: NDArray, counts: NDArray, batch_size: int) -> Iterator[tuple[NDArray, int]]:
+    """Rows with equally many sequences and of similar length, in groups of up to `batch_size` sequences; and how many
+    rows a full group has."""
+    for count in np.unique(counts):
+        rows = np.flatnonzero(counts == count)
+        size = min(max(1, batch_size // int(count)), len(rows))
+        yield from ((group, size) for group in sort_into_batches(rows, lengths, counts, size))
 
 
 @torch.no_grad()
@@ -286,10 +315,9 @@ def compute_logits(
     """The model's logits of all rows in their order: [N, outputs], or [tokens, outputs] from a model of tokens."""
     device = features.starts.device
     lengths, counts = features.row_sizes()
-    batch_size = min(max(1, batch_size // int(counts.max())), len(features))
     order, logits = [], []
-    for rows in sort_into_batches(np.arange(len(features)), lengths, counts, batch_size):
-        batch = make_full_batch(rows, lengths, counts, batch_size, max_length, pad_to_multiple_of).to(device)
+    for rows, size in inference_batches(lengths, counts, batch_size):
+        batch = make_full_batch(rows, lengths, counts, size, max_length, pad_to_multiple_of).to(device)
         order.append(rows)
         output = model(*features.collate(batch, pad_id), features.targets(batch))[: len(rows)].float().cpu().numpy()
         logits.append(output)

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
-from electra.finetuning.features import NO_LOGIT
+from electra.finetuning.crf import CRF
+from electra.finetuning.features import IGNORED, NO_LOGIT
 from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
@@ -63,6 +64,59 @@ class TaskModel(nn.Module):
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return self.head(POOL[self.pooling](hidden, attention_mask))
+
+    def describe_head_input(self) -> str:
+        return "the first token" if self.pooling == "cls" else "the mean of all tokens"
+
+
+class WindowModel(TaskModel):
+    """A task head on the mean of the pooled states of the windows of a text."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, num_labels] of windows [B, slots, L]."""
+        hidden = self.encoder(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
+        pooled = POOL[self.pooling](hidden, attention_mask.flatten(0, 1)).unflatten(0, input_ids.shape[:2])
+        return self.head(mean_pool(pooled, attention_mask[..., 1]))  # a missing window is [CLS] alone
+
+
+class TagModel(TaskModel):
+    """Logits of every token, from the same head for all of them."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, L, num_labels]."""
+        return self.head(self.encoder(input_ids, attention_mask, segment_ids))
+
+    def describe_head_input(self) -> str:
+        return "every token"
+
+
+class CrfTagModel(TagModel):
+    """A CRF over the words, which are the tokens with a target, known or not."""
+
+    def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
+        super().__init__(encoder, num_labels, pooling)
+        self.head.crf = CRF(num_labels)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Logits [B, L, num_labels]: given the targets in training, of the best path in evaluation."""
+        emissions = super().forward(input_ids, attention_mask, segment_ids).float()
+        crf = self.head.crf
+        assert isinstance(crf, CRF)
+        assert targets is not None
+        tags = targets[:, : emissions.shape[1]].long()
+        with torch.autocast(emissions.device.type, enabled=False):
+            if self.training:
+                return crf.conditional_logits(emissions, tags, tags != IGNORED)
+            return crf.best_path_logits(emissions, tags != IGNORED)
+
+    def describe_head_input(self) -> str:
+        return "every token, with a CRF"
 
 
 class ChoiceModel(TaskModel):

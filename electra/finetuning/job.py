@@ -22,16 +22,15 @@ from electra.finetuning.features import (
     read_logits,
     write_logits,
 )
-from electra.finetuning.kinds import KINDS, load_features, read_examples
+from electra.finetuning.kinds import KINDS, load_features, make_class_weights, read_examples
 from electra.finetuning.metrics import (
     ERRORS,
     Metrics,
-    class_scores,
     confusion_matrix,
     nan_as_lowest,
     none_to_nan,
 )
-from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
+from electra.finetuning.model import build_task_model, load_pretrained, restore_weights, save_finetuned_model
 from electra.finetuning.tasks import HUB, Examples, Task
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
@@ -44,6 +43,7 @@ from electra.runfolder import (
     create_folder_atomically,
     make_folder_removed_if_empty,
     read_json,
+    read_stored,
     remove_written_folder,
     write_checksums,
     write_stored,
@@ -55,8 +55,10 @@ from electra.training.logging import check_not_diverged, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
+BEST, BEST_EPOCH = "best-epoch-", "best_epoch.json"  # folder of a model, and its metric
 MODEL = "model"
 EVALUATION_BATCH_SIZE = 128
+CRF_LR_SCALE = 100.0  # a few scores that start at 0 must become as large as logits
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ class JobResult:
     rows: dict[str, int]  # by split
     truncated: dict[str, int]  # number of truncated rows, by split
     baseline: Metrics = field(default_factory=dict)  # of predictions without a text: `Kind.baseline`
-    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of the classes of a multi-label task
+    classes: dict[str, Metrics] = field(default_factory=dict)  # scores of each class of a multi-label task or of tags
+    best_epoch: int = 0  # whose model was kept, with --best-epoch or --early-stopping; 0: the last
 
     def __post_init__(self) -> None:
         if not self.metrics.get("dev") or self.rows.get("dev", 0) < 1:
@@ -81,6 +84,14 @@ class JobResult:
     def main_metric(self) -> float:
         """The task's first metric on the dev split, to compare seeds by."""
         return nan_as_lowest(next(iter(self.metrics["dev"].values())))
+
+
+@dataclass(frozen=True)
+class BestEpoch:
+    """The epoch, from 1, with the best main metric on the dev rows so far."""
+
+    epoch: int
+    metric: float
 
 
 def read_job_result(path: Path) -> JobResult:
@@ -121,8 +132,8 @@ class Job:
         if not self.is_finished():
             with make_folder_removed_if_empty(self.folder):
                 train_job(self, quiet)
-        for checkpoint in checkpoint_folders(self.folder):
-            remove_written_folder(checkpoint)
+        for folder in (*checkpoint_folders(self.folder), *best_epoch_folders(self.folder)):
+            remove_written_folder(folder)
         with suppress(OSError):  # missing, or not empty
             (self.folder / CHECKPOINTS).rmdir()
         return read_job_result(self.folder / RESULT)
@@ -155,10 +166,13 @@ class FinetuningTask:
         self.splits = {split: self.load_features(examples) for split, examples in self.examples.items()}
         self.train = self.splits["train"]
         train_labels, dev_labels = (self.true_labels(self.examples[split]) for split in ("train", "dev"))
+        weights = make_class_weights(self.tuning.class_weights, self.task, train_labels)
+        self.class_weights = None if weights is None else weights.to(self.device)
         self.baseline = self.kind.baseline(self.task, train_labels, dev_labels, self.splits["dev"])
         del self.examples["train"]  # texts that are no longer needed
         self.steps_per_epoch = -(-len(self.train) // self.tuning.batch_size)
         self.step = 0
+        self.best = read_best_epoch(job.folder) if self.tuning.keeps_best_epoch else None
         self.batches: Iterator[RowBatch] = iter(())
 
     def load_features(self, examples: Examples) -> Features:
@@ -169,11 +183,9 @@ class FinetuningTask:
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
         encoder, tuning = self.encoder, self.tuning
-        pooling = "the first token" if self.model.pooling == "cls" else "the mean of all tokens"
-        pooling = pooling if self.kind.has_row_logits else "every token"
-        learning_rate = tuning.optimizer_config(encoder).learning_rate
+        learning_rate, head = tuning.optimizer_config(encoder).learning_rate, self.model.describe_head_input()
         return [
-            f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {pooling}",
+            f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {head}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {self.job.length}; learning rate {learning_rate:g}, "
             f"layer decay {tuning.layer_decay_for(encoder):g}",
@@ -197,17 +209,20 @@ class FinetuningTask:
         targets = self.train.labels[batch.rows]
         with self.master_weights.autocast():
             logits = self.master_weights.model(*self.train.collate(batch, self.encoder.pad_id), targets)
-        losses = self.kind.loss(logits.float(), targets)  # [B]
-        return {"loss": Loss((losses * batch.weights).sum(), batch.weights.sum())}
+        weights = () if self.class_weights is None else (self.class_weights,)
+        losses = self.kind.loss(logits.float(), targets, *weights)  # [B]
+        return {"loss": Loss((losses * batch.weights).sum(), self.loss_counts(batch)["loss"])}
 
     def loss_counts(self, batch: RowBatch) -> Counts:
-        return {"loss": batch.weights.sum()}
+        return {"loss": (batch.weights * self.kind.num_terms(self.train.labels[batch.rows])).sum()}
 
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
     def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
+        if parameter_name.startswith("head.crf"):
+            return CRF_LR_SCALE
         if parameter_name.startswith("head"):
             return 1.0
         depth = self.encoder.layers + 1  # of the embeddings
@@ -218,10 +233,39 @@ class FinetuningTask:
         return self.tuning.layer_decay_for(self.encoder) ** (depth + self.tuning.faithful)
 
     def evaluate(self) -> Metrics:
-        """Loss and metrics on the dev split."""
+        """Loss, without class weights, and metrics on the dev split; stores the model if it is the best so far."""
         dev = self.compute_outputs("dev")
         self.calibrate(dev)
-        return {"loss": dev.compute_losses(self.kind.loss).mean().item()} | self.compute_metrics(dev)
+        metrics = self.compute_metrics(dev)
+        value = nan_as_lowest(next(iter(metrics.values())))
+        if self.tuning.keeps_best_epoch and value > (self.best.metric if self.best else -math.inf):
+            self.write_best_epoch(BestEpoch(self.step // self.steps_per_epoch, value))
+        loss = dev.compute_losses(self.kind.loss).sum() / self.kind.num_terms(self.splits["dev"].labels).sum().item()
+        return {"loss": loss.item()} | metrics
+
+    def write_best_epoch(self, best: BestEpoch) -> None:
+        """Store the model as the best so far, and then remove the one before."""
+        folder = self.job.folder / f"{BEST}{best.epoch:06d}"
+        remove_written_folder(folder)
+        with create_folder_atomically(folder) as draft:
+            self.write_model(draft)
+            write_stored(draft / BEST_EPOCH, asdict(best))
+            write_checksums(draft)
+        for other in best_epoch_folders(self.job.folder):
+            if other != folder:
+                remove_written_folder(other)
+        self.best = best
+
+    def restore_best_epoch(self) -> None:
+        """Load the weights of the best epoch."""
+        folder = best_epoch_folders(self.job.folder)[-1]
+        restore_weights(self.model, folder)
+
+    def should_stop(self) -> bool:
+        """Whether the last epochs were no better than an earlier one (--early-stopping)."""
+        if self.tuning.early_stopping is None or self.best is None:
+            return False
+        return self.step // self.steps_per_epoch >= self.best.epoch + self.tuning.early_stopping
 
     def calibrate(self, dev: Outputs) -> None:
         """Tune the thresholds of predictions, if there are any, on the dev rows."""
@@ -270,6 +314,16 @@ class FinetuningTask:
         self.batches = islice(self.device_batches(epoch), index, None)
 
 
+def best_epoch_folders(folder: Path) -> list[Path]:
+    """The stored models of the best epochs of a job, the best last; there are two if it was killed between them."""
+    return sorted(path for path in folder.glob(f"{BEST}*") if path.name.removeprefix(BEST).isdigit())
+
+
+def read_best_epoch(folder: Path) -> BestEpoch | None:
+    folders = best_epoch_folders(folder)
+    return read_stored(folders[-1] / BEST_EPOCH, BestEpoch) if folders else None
+
+
 def available_splits(task: Task) -> list[str]:
     """The splits that have data; train and dev are required."""
     return [
@@ -307,6 +361,8 @@ def train_job(job: Job, quiet: bool) -> None:
         if not quiet:
             print(f"stopped; checkpoint saved in {job.folder}; run the same command to continue", file=sys.stderr)
         sys.exit(result.exit_code)
+    if task.best is not None:
+        task.restore_best_epoch()
     write_job_outputs(task, result.step, result.seconds)
 
 
@@ -326,21 +382,25 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     plot_metric_curves(folder, metrics, curve_panels(task))
     predicted = finetuning.kind.predict(outputs["dev"], task)
     dev_labels = finetuning.true_labels(finetuning.examples["dev"])
-    if finetuning.kind.has_confusion_matrix:
-        counts = confusion_matrix(predicted, dev_labels, len(task.labels))
+    if finetuning.kind.class_ids is not None:
+        true_classes, predicted_classes = map(finetuning.kind.class_ids, (dev_labels, predicted))
+        counts = confusion_matrix(predicted_classes, true_classes, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     result = JobResult(
         task=task.name,
         seed=finetuning.job.seed,
         metrics={
-            split: finetuning.compute_metrics(values) for split, values in outputs.items() if len(splits[split].labels)
+            split: finetuning.compute_metrics(values)
+            for split, values in outputs.items()
+            if finetuning.examples[split].labels is not None
         },
         steps=steps,
         seconds=seconds,
         rows={split: features.num_examples for split, features in splits.items()},
         truncated={split: int(features.truncated) for split, features in splits.items()},
         baseline=finetuning.baseline,
-        classes=class_scores(predicted, dev_labels, task.labels) if finetuning.kind.has_class_scores else {},
+        classes=finetuning.kind.class_scores(predicted, dev_labels, task),
+        best_epoch=finetuning.best.epoch if finetuning.best else 0,
     )
     write_stored(folder / RESULT, asdict(result))
 

@@ -28,7 +28,7 @@ from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
-from electra.finetuning.kinds import compute_metrics, load_features, read_examples
+from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
@@ -46,12 +46,12 @@ from electra.runfolder import (
     write_stored,
 )
 from electra.signals import clean_up_on_stop_signals
-from electra.training.checkpoint import find_model_folder
+from electra.training.checkpoint import check_own_folder, find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
-DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "has_unanswerable")
+DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme", "has_unanswerable")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
@@ -80,16 +80,21 @@ def prepare_jobs(
     *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
 ) -> list[Job]:
     """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
+    check_class_weights(tuning.class_weights, task)
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     settings["length"] = tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
     check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
-    return [
+    jobs = [
         Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
         for seed in range(1, seeds + 1)
     ]
+    for job in jobs:
+        if not job.is_finished():
+            check_own_folder(job.folder, MODEL)
+    return jobs
 
 
 def local_file_size(source: str) -> int:

@@ -13,27 +13,36 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning import choice, readers
+from electra.finetuning import choice, conll, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, Outputs, load_or_make_features, make_features
-from electra.finetuning.heads import ChoiceModel, TaskModel
-from electra.finetuning.metrics import Metrics, most_frequent_label
+from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features, make_features
+from electra.finetuning.heads import ChoiceModel, CrfTagModel, TagModel, TaskModel, WindowModel
+from electra.finetuning.losses import (
+    BALANCED,
+    balanced_class_weights,
+    balanced_positive_weights,
+    binary_cross_entropy,
+    cross_entropy,
+    parse_class_weights,
+)
+from electra.finetuning.metrics import Metrics, class_scores, most_frequent_label
 from electra.finetuning.readers import Row, TaskKind
-from electra.finetuning.span_heads import JointSpanModel, SpanModel, cross_entropy, span_loss
+from electra.finetuning.span_heads import JointSpanModel, SpanModel, span_loss
 from electra.finetuning.tasks import (
     TEST,
     Examples,
+    RowReader,
     Task,
     add_line_to_errors,
     get_cell,
-    get_task,
+    get_glue_task,
     get_text,
     read_split_rows,
+    stack_labels,
     take_chunk,
 )
 from electra.huggingface.convert import choice_settings
@@ -43,6 +52,10 @@ from electra.model.config import EncoderConfig
 
 def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
     return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
+
+
+def text_model(task: Task) -> type[TaskModel]:
+    return WindowModel if task.windows > 1 else TaskModel
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
@@ -77,10 +90,12 @@ class Kind:
     """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
 
     # from the rows of a file to examples
-    text_column: str | None = "text"  # this and the next three unless set
-    text_b_column: str | None = None
-    label_column: str = "label"
-    choice_columns: tuple[str, ...] = ()
+    read_rows: RowReader = readers.read_rows
+    text_column: str | None = "text"  # unless set
+    text_b_column: str | None = None  # unless set
+    label_column: str = "label"  # unless set
+    find_columns: Callable[[Task, Row], Task] = lambda task, row: task  # columns, from the first training row
+    choice_columns: tuple[str, ...] = ()  # unless set
     read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
     label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
     parse: Callable[[Any], Any]  # label cell → class name, class names, or score
@@ -100,8 +115,11 @@ class Kind:
     labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
 
     # from features to predictions
-    model: Callable[[Task], type[TaskModel]] = lambda task: TaskModel
-    loss: Callable[[Tensor, Tensor], Tensor]  # logits [B, num_labels], targets → losses [B]
+    model: Callable[[Task], type[TaskModel]] = text_model
+    loss: Callable[..., Tensor]  # logits, targets and, if `balance` is set, class weights → losses [B]
+    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
+    num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
+    """Targets → terms of the loss of each row [B], by which it is averaged."""
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
     predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
@@ -111,12 +129,14 @@ class Kind:
     calibrate: Callable[[NDArray, NDArray, Task], Task] = lambda predicted, labels, task: task  # on the dev rows
     baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
     baseline_name: str = "always predicting the most frequent class"
-    has_confusion_matrix: bool = False
-    has_class_scores: bool = False  # precision, recall and F1 of each class
+    class_ids: Callable[[NDArray], NDArray] | None = None  # labels or predictions → classes of the confusion matrix
+    class_scores: Callable[[NDArray, NDArray, Task], dict[str, Metrics]] = lambda predicted, labels, task: {}
+    """Predictions, labels → precision, recall and F1 of each class."""
 
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
     columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
+    output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
     prediction_files: Callable[[Task, Outputs], Iterator[dict[str, Any]]] | None = None  # of each example, by file name
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
     huggingface_settings: Callable[[EncoderConfig], Settings]
@@ -135,10 +155,11 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
+        balance=balanced_class_weights,
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=lambda outputs, task: outputs.logits.argmax(1),
         activation=softmax,
-        has_confusion_matrix=True,
+        class_ids=lambda class_ids: class_ids,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
@@ -148,13 +169,12 @@ KINDS: dict[TaskKind, Kind] = {
         warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
-        loss=lambda logits, targets: functional.binary_cross_entropy_with_logits(
-            logits, targets, reduction="none"
-        ).mean(1),
+        loss=binary_cross_entropy,
+        balance=balanced_positive_weights,
         uniform_loss=lambda task: math.log(2),
         predict=lambda outputs, task: (outputs.logits > 0).astype(np.float32),
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
-        has_class_scores=True,
+        class_scores=lambda predicted, labels, task: class_scores(predicted, labels, task.labels),
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
         huggingface_settings=lambda encoder: {"problem_type": "multi_label_classification"},
     ),
@@ -202,6 +222,7 @@ KINDS: dict[TaskKind, Kind] = {
         text_column="context",
         text_b_column="question",
         label_column="answers",
+        read_rows=qa.read_rows,
         read_texts=qa.read_question_and_context,
         label_cell=qa.read_answers_cell,
         parse=qa.parse_answers,
@@ -232,6 +253,40 @@ KINDS: dict[TaskKind, Kind] = {
         huggingface_task="QuestionAnswering",
         huggingface_settings=lambda encoder: {},
     ),
+    "tags": Kind(
+        read_rows=conll.read_rows,
+        text_column="words",
+        label_column="tags",
+        find_columns=tags.find_columns,
+        read_texts=tags.read_words,
+        label_cell=tags.read_tags,
+        parse=tags.parse_tags,
+        infer=tags.task_fields_from_tags,
+        warnings=tags.tag_warnings,
+        encode=tags.encode_tags,
+        dtype=object,
+        has_row_logits=False,
+        make_features=tags.make_tag_features,
+        targets=tags.tag_targets,
+        labels_of_targets=lambda targets, task: stack_labels([tags for tags, _ in targets]),
+        model=lambda task: CrfTagModel if task.crf else TagModel,
+        loss=tags.tag_loss,
+        balance=lambda labels, num_classes: balanced_class_weights(tags.classes_of_words(labels), num_classes),
+        num_terms=lambda targets: (targets != IGNORED).sum(1),
+        uniform_loss=lambda task: math.log(task.num_labels),
+        predict=tags.predict_tags,
+        activation=softmax,
+        compute_metrics=tags.compute_tag_metrics,
+        baseline=tags.constant_tag_baseline,
+        baseline_name="always predicting the most frequent tag",
+        class_ids=tags.classes_of_words,
+        class_scores=tags.score_tag_classes,
+        decode=tags.decode_tags,
+        columns=tags.tag_columns,
+        output_formats=(".conll", ".jsonl"),
+        huggingface_task="TokenClassification",
+        huggingface_settings=lambda encoder: {},
+    ),
 }
 
 
@@ -257,14 +312,40 @@ def compute_metrics(task: Task, logits: NDArray, features: Features, examples: E
     return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
 
 
+def check_class_weights(words: tuple[str, ...], task: Task) -> None:
+    """Raise a ConfigError if --class-weights do not fit a task."""
+    if words and KINDS[task.kind].balance is None:
+        raise ConfigError(f"is {' '.join(words)}, but a task of kind {task.kind} has none", field="class_weights")
+    if words != (BALANCED,):
+        parse_class_weights(words, task)
+
+
+def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray) -> Tensor | None:
+    """The weights [classes] of --class-weights for a task with these training labels."""
+    balance = KINDS[task.kind].balance
+    if not words or balance is None:
+        return None
+    weights = balance(train_labels, len(task.labels)) if words == (BALANCED,) else parse_class_weights(words, task)
+    return torch.tensor(np.asarray(weights), dtype=torch.float32)
+
+
 def define_task(config: TaskConfig) -> Task:
     """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
 
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     if config.task is not None:
         assert config.data is not None
-        task = get_task(config.task, config.data)
-        return task if task.metrics else with_inferred_labels(replace(task, head=config.head), task.kind, config.strict)
+        if config.task in tags.TASK_COLUMNS:
+            task = tags.define_tagging_task(config.task, config.data, config.crf)
+            return with_windows(with_inferred_labels(task, "tags"), config.windows)
+        if config.task in qa.SQUAD_VERSIONS:
+            task = qa.define_squad_task(config.task, config.data, config.head)
+            return with_windows(with_inferred_labels(task, task.kind, config.strict), config.windows)
+        if config.head != "simple" or config.strict:
+            raise ConfigError(f"--head and --strict need {' or '.join(qa.SQUAD_VERSIONS)}, not {config.task}")
+        if config.crf:
+            raise ConfigError(f"--crf needs a tagging task ({', '.join(tags.TASK_COLUMNS)}), not {config.task}")
+        return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
     kind_name = config.kind or "classification"
@@ -276,19 +357,31 @@ def define_task(config: TaskConfig) -> Task:
         text_b=config.text_b or kind.text_b_column,
         choices=config.choices or kind.choice_columns,
         label=config.label or kind.label_column,
+        crf=config.crf,
         head=config.head,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
-    return with_inferred_labels(task, config.kind, config.strict)
+    task = kind.find_columns(task, next(read_split_rows(task, "train", kind.read_rows)))
+    return with_windows(with_inferred_labels(task, config.kind, config.strict), config.windows)
+
+
+def with_windows(task: Task, windows: int) -> Task:
+    """The task with up to so many windows of each text."""
+    if windows > 1 and (KINDS[task.kind].model is not text_model or task.text_b is not None):
+        what = "pairs of texts" if task.text_b is not None else f"a task of kind {task.kind}"
+        raise ConfigError(
+            f"is {windows}; it must be 1 for {what}: single texts with a label have windows", field="windows"
+        )
+    return replace(task, windows=windows)
 
 
 def with_inferred_labels(task: Task, kind: TaskKind | None, strict: bool = False) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
-    for row in read_split_rows(task, "train"):
+    for row in read_split_rows(task, "train", KINDS[task.kind].read_rows):
         with add_line_to_errors(source, row.line):
             cells[row.line] = KINDS[task.kind].label_cell(task, row)
     kind = kind or readers.infer_task_kind(list(cells.values()))
@@ -314,7 +407,7 @@ def read_examples(task: Task, split: str) -> Examples:
     """All examples of a split; test splits may lack labels."""
     if split not in task.splits:
         raise ConfigError(f"task {task.name} has no split {split!r}; it has {', '.join(task.splits)}")
-    rows = read_split_rows(task, split)
+    rows = read_split_rows(task, split, KINDS[task.kind].read_rows)
     first = next(rows)
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
@@ -332,7 +425,7 @@ def stream_examples(
 ) -> Iterator[Examples]:
     """The examples of a file in chunks, with their rows, after the first `skip_rows`; labels are read if the file has
     them and `with_labels`."""
-    rows = readers.read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
+    rows = KINDS[task.kind].read_rows(path, columns=task.columns, skip_malformed=task.skip_malformed and with_labels)
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
     rows = islice(chain([first], rows), skip_rows, None)
@@ -357,17 +450,8 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
         texts_b=list(second[0]) if second else None,
         counts=np.array(counts) if len(texts) > len(counts) else None,
         labels=stack_labels(labels, kind.dtype) if has_labels else None,
+        windows=task.windows,
     )
-
-
-def stack_labels(labels: list[Any], dtype: type) -> NDArray:
-    """Labels as an array; objects, which may be lists, stay as they are."""
-    if dtype is not object:
-        return np.array(labels, dtype)
-    stacked = np.empty(len(labels), object)
-    for index, label in enumerate(labels):
-        stacked[index] = label
-    return stacked
 
 
 def train_or_dev_indices(task: Task, split: str, groups: Sequence[Any]) -> NDArray:

@@ -89,6 +89,46 @@ def rmse(predicted: NDArray, labels: NDArray) -> float:
     return float(np.sqrt(np.mean(np.square(predicted - labels), dtype=np.float64)))
 
 
+# Entities: of class ids in which 0 is O, 2k + 1 is B- and 2k + 2 is I- of type k, and -1 separates sentences.
+
+
+def find_entity_spans(tags: NDArray) -> NDArray:
+    """The entities in tags [words] of IOB2, as rows (first word, last word, type); an I- that continues nothing
+    starts one, as conlleval reads it."""
+    types = (tags - 1) // 2  # -1 outside
+    before = np.append(-1, types)[:-1]
+    starts = (types >= 0) & ((tags % 2 == 1) | (types != before))
+    continues = (types >= 0) & ~starts
+    ends = (types >= 0) & ~np.append(continues, False)[1:]
+    return np.stack([np.flatnonzero(starts), np.flatnonzero(ends), types[starts]], axis=1)
+
+
+def count_entities(predicted: NDArray, labels: NDArray, num_types: int | None = None) -> NDArray:
+    """The numbers of correct, predicted and true entities of each type [3, num_types]."""
+    num_types = num_types or int(max(predicted.max(), labels.max()) + 1) // 2
+    predicted_spans, spans = find_entity_spans(predicted), find_entity_spans(labels)
+    _, ours, theirs = np.intersect1d(spans[:, 0], predicted_spans[:, 0], assume_unique=True, return_indices=True)
+    correct = spans[ours][(spans[ours] == predicted_spans[theirs]).all(1)]
+    return np.stack([np.bincount(each[:, 2], minlength=num_types) for each in (correct, predicted_spans, spans)])
+
+
+def precision_recall_f1(correct: int, predicted: int, true: int) -> Metrics:
+    """Precision, recall and F1 of counts; 0 where there is nothing to divide by."""
+    return {
+        "precision": correct / max(1, predicted),
+        "recall": correct / max(1, true),
+        "f1": 2 * correct / max(1, predicted + true),
+    }
+
+
+def entity_scores(predicted: NDArray, labels: NDArray) -> Metrics:
+    """Precision, recall and F1 of all entities."""
+    return precision_recall_f1(*count_entities(predicted, labels).sum(1).tolist())
+
+
+# Answers to questions, as SQuAD compares them.
+
+
 def normalize_answer(text: str) -> str:
     """An answer as SQuAD compares it: in small letters, without ASCII punctuation, English articles, extra spaces."""
     text = "".join(character for character in text.lower() if character not in string.punctuation)
@@ -120,6 +160,9 @@ METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {
     "spearman": spearman,
     "mae": mae,
     "rmse": rmse,
+    "entity_f1": lambda predicted, labels: entity_scores(predicted, labels)["f1"],
+    "precision": lambda predicted, labels: entity_scores(predicted, labels)["precision"],
+    "recall": lambda predicted, labels: entity_scores(predicted, labels)["recall"],
 }
 """Metrics of predictions and labels in the form of `Examples.labels`; higher is better, except of `ERRORS`."""
 
@@ -140,22 +183,22 @@ def most_frequent_label(labels: NDArray) -> NDArray:
 
 def class_scores(predicted: NDArray, labels: NDArray, names: Sequence[str]) -> dict[str, Metrics]:
     """Precision, recall and F1 of each class of two 0/1 matrices, and its number of rows in the labels."""
-    scores = {}
-    for name, is_predicted, is_label in zip(names, predicted.T == 1, labels.T == 1, strict=True):
-        correct = int((is_predicted & is_label).sum())
-        scores[name] = {
-            "precision": correct / max(1, int(is_predicted.sum())),
-            "recall": correct / max(1, int(is_label.sum())),
-            "f1": binary_f1(is_predicted, is_label),
-            "rows": float(is_label.sum()),
-        }
-    return scores
+    correct, predicted_counts, counts = (
+        each.sum(0, dtype=np.int64) for each in (predicted * labels, predicted, labels)
+    )
+    return {
+        name: precision_recall_f1(*numbers) | {"rows": float(numbers[2])}
+        for name, *numbers in zip(names, correct, predicted_counts, counts, strict=True)
+    }
 
 
 def format_class_scores(scores: dict[str, Metrics]) -> list[str]:
     """A line for each of the first classes."""
-    texts = "F1 {f1:.1%}, precision {precision:.1%}, recall {recall:.1%}, {rows:,.0f} rows"
-    lines = [f"  {name}: {texts.format(**values)}" for name, values in list(scores.items())[:MAX_LISTED]]
+    texts = "F1 {f1:.1%}, precision {precision:.1%}, recall {recall:.1%}"
+    lines = []
+    for name, values in list(scores.items())[:MAX_LISTED]:
+        *_, (unit, count) = values.items()
+        lines.append(f"  {name}: {texts.format(**values)}, {count:,.0f} {unit}")
     return lines + ["  … (--json has all classes)"] * (len(scores) > MAX_LISTED)
 
 

@@ -31,7 +31,7 @@ from electra.model.storage import (
     write_tensors,
 )
 from electra.runfolder import CONFIG, convert_stored, file_checksum, read_json, write_json
-from electra.training.checkpoint import find_model_folder
+from electra.training.checkpoint import find_model_folder, load_weights
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,11 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     return model.eval(), config
 
 
+def restore_weights(model: TaskModel, folder: Path) -> None:
+    """Load the weights of a stored model of the same form."""
+    load_weights(model, read_tensors(folder / WEIGHTS), folder)
+
+
 def weight_checksums(folder: Path) -> dict[str, str]:
     """The checksums of the weights in a model folder or a Hugging Face folder."""
-    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"*{Path(WEIGHTS).suffix}"))}
+    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"{Path(WEIGHTS).stem}*"))}

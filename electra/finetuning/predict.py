@@ -3,7 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,12 +22,12 @@ from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_log
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
-from electra.finetuning.metrics import Metrics, class_scores, confusion_matrix, format_class_scores, format_metric
+from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
-from electra.resumable import content_checksum, open_resumable
+from electra.resumable import check_output_file, content_checksum, open_resumable
 from electra.runfolder import CONFIG, open_atomic, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
@@ -58,8 +59,8 @@ class EvaluateResult:
     truncated: int
     metrics: Metrics
     labels: list[str]
-    confusion_matrix: list[list[int]]  # [class in the file][predicted class]; classification only
-    classes: dict[str, Metrics]  # scores of the classes of a multi-label task
+    confusion_matrix: list[list[int]]  # [class in the file][predicted class]; of classes and tags only
+    classes: dict[str, Metrics]  # scores of the classes of a multi-label task, or of tags
 
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
@@ -119,21 +120,24 @@ class Predictor:
         """The prediction for each text, pair of texts or row (a dictionary by column), with probabilities."""
         task = self.task
         texts = [texts] if isinstance(texts, str) else list(texts)
-        rows = [Row(number, text) for number, text in enumerate(texts, start=1) if isinstance(text, dict)]
-        if rows and len(rows) == len(texts) and texts_b is None:
-            examples = parse_examples(task, "texts", rows, has_labels=False)
-        elif (task.choices or not self.kind.has_row_logits) and texts:
+        if texts and all(isinstance(text, dict) for text in texts) and texts_b is None:
+            values = texts
+        elif (task.choices or self.kind.prediction_files is not None) and texts:
             raise ConfigError(f"task {task.name} ({task.kind}) needs each row as a dictionary by column")
         elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
-            examples = Examples(texts=texts, texts_b=None if texts_b is None else list(texts_b))
-        examples = replace(examples, rows=rows)
-        return list(self.kind.columns(task, self.compute_outputs(examples))) if texts else []
+            columns = [texts] if texts_b is None else [texts, texts_b]
+            values = [dict(zip((task.text, task.text_b), row, strict=False)) for row in zip(*columns, strict=True)]
+        rows = [Row(number, row) for number, row in enumerate(values, start=1)]
+        if not rows:
+            return []
+        examples = replace(parse_examples(task, "texts", rows, has_labels=False), rows=rows)
+        return list(self.kind.columns(task, self.compute_outputs(examples)))
 
     def compute_outputs(self, examples: Examples) -> Outputs:
         """The logits of examples, averaged over the models."""
-        features = self.kind.make_features(examples, self.tokenizer, self.length)
+        features = self.kind.make_features(replace(examples, labels=None), self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
         with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
             logits = compute_logits(
@@ -148,8 +152,7 @@ class Predictor:
         return Outputs(logits, features, examples)
 
     def mean_logits(self, *inputs: Tensor | None) -> Tensor:
-        """The models' mean logits of a batch; targets are not used."""
-        inputs = inputs[:3]
+        """The models' mean logits of a batch."""
         return torch.stack([model(*inputs).float() for model in self.models]).mean(0)
 
 
@@ -189,11 +192,9 @@ def predict(config: PredictConfig) -> PredictResult:
     """Write the rows of a file with their predictions; a stopped process continues, and the output appears when it is
     complete. Without a suffix, the output is a folder of prediction files, for kinds of tasks that have them."""
     path = config.predictor.input
-    if config.output.suffix:
-        check_output_file(config.output, path, WRITERS, config.overwrite)
     predictor = Predictor(config.predictor)
     if config.output.suffix or predictor.kind.prediction_files is None:
-        check_output_file(config.output, path, WRITERS, config.overwrite)
+        check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
         write_predictions(predictor, path, config.output, predictor.kind.columns)
     else:
         write_prediction_files(predictor, path, config.output, config.overwrite)
@@ -249,18 +250,6 @@ def write_prediction_files(predictor: Predictor, path: Path, folder: Path, overw
     rows.unlink()
 
 
-def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
-    if output.exists() and path.exists() and output.samefile(path):
-        raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
-    if output.exists() and not overwrite:
-        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
-    if output.suffix not in suffixes:
-        raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
-    if not output.parent.is_dir():
-        raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
-
-
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     """A row with further columns; raises if it already has one of them."""
     existing = [name for name in columns if name in row]
@@ -311,7 +300,26 @@ class TsvWriter(CsvWriter):
     dialect: ClassVar[dict[str, Any]] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
 
 
-WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {".jsonl": JsonWriter, ".csv": CsvWriter, ".tsv": TsvWriter}
+class ConllWriter(JsonWriter):
+    """Write the words of each row, their other columns and their predicted tags, a word a line."""
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        tags = row["prediction"]
+        columns = [cell for cell in row.values() if isinstance(cell, list) and len(cell) == len(tags)]
+        columns = [column for column in columns if all(isinstance(cell, str) for cell in column)]
+        for cells in zip(*columns, strict=True):
+            if any(re.search(r"\s", cell) for cell in cells):
+                raise DataError("a word or tag contains a space, which .conll cannot hold; write .jsonl")
+            print(*cells, file=self.file)
+        print(file=self.file)
+
+
+WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {
+    ".jsonl": JsonWriter,
+    ".csv": CsvWriter,
+    ".tsv": TsvWriter,
+    ".conll": ConllWriter,
+}
 
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
@@ -327,7 +335,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             )
         labels.append(outputs.examples.labels)
         predictions.append(predictor.kind.predict(outputs, task))
-    truth, predicted = np.concatenate(labels), np.concatenate(predictions)
+    truth, predicted, class_ids = np.concatenate(labels), np.concatenate(predictions), predictor.kind.class_ids
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],
         task=task.name,
@@ -336,8 +344,8 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
         truncated=predictor.truncated,
         metrics=predictor.kind.compute_metrics(predicted, truth, task),
         labels=list(task.labels),
-        confusion_matrix=confusion_matrix(predicted, truth, len(task.labels)).tolist()
-        if predictor.kind.has_confusion_matrix
-        else [],
-        classes=class_scores(predicted, truth, task.labels) if predictor.kind.has_class_scores else {},
+        confusion_matrix=[]
+        if class_ids is None
+        else confusion_matrix(class_ids(predicted), class_ids(truth), len(task.labels)).tolist(),
+        classes=predictor.kind.class_scores(predicted, truth, task),
     )

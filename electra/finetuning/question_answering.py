@@ -1,21 +1,27 @@
 """Question answering: answers are spans of a context, which is read in overlapping windows; some questions may have no
 answer."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from electra.data.files import TextFile, format_and_compression, limit_expansion, open_streams
 from electra.data.tokenizer import TextTokenizer
-from electra.errors import DataError
+from electra.errors import ConfigError, DataError
+from electra.finetuning import readers
 from electra.finetuning.features import Features, Outputs, encode_texts
 from electra.finetuning.metrics import Metrics, answer_scores
-from electra.finetuning.readers import Row
+from electra.finetuning.readers import Row, SpanHead
 from electra.finetuning.tasks import Examples, Task, check_text, get_cell, get_text
 
+SQUAD_VERSIONS = {"squad": "1.1", "squad2": "2.0"}
 MAX_QUESTION = 64  # tokens; the rest of a question is cut off
 OVERLAP = 128  # tokens that consecutive windows share
 MAX_ANSWER = 30  # tokens
@@ -25,7 +31,79 @@ ENCODED_TOGETHER = 256  # contexts, whose offsets are lists of the tokenizers li
 Answers = tuple[tuple[str, int], ...]  # text, and where it starts in the context; -1 if it is not there
 
 
-# From rows to examples.
+# From files to examples.
+
+
+def define_squad_task(name: str, data: str, head: SpanHead) -> Task:
+    """SQuAD, with its official files in the folder `data`."""
+    splits = {split: Path(data, f"{split}-v{SQUAD_VERSIONS[name]}.json") for split in ("train", "dev")}
+    if missing := [file for file in splits.values() if not file.exists()]:
+        raise ConfigError(f"there is no {missing[0]}; --data must be the folder of SQuAD's official files")
+    return Task(
+        name=name,
+        kind="question-answering",
+        text="context",
+        text_b="question",
+        label="answers",
+        head=head,
+        metrics=(),
+        splits={split: str(file) for split, file in splits.items()},
+    )
+
+
+class SquadQuestion(msgspec.Struct):
+    """A question in SQuAD's JSON; titles of articles and plausible answers are not read."""
+
+    question: str
+    id: str | int | None = None
+    answers: list[dict[str, Any]] | None = None  # missing in test sets
+    is_impossible: bool = False
+
+
+class SquadParagraph(msgspec.Struct):
+    context: str
+    qas: list[SquadQuestion]
+
+
+class SquadArticle(msgspec.Struct):
+    paragraphs: list[SquadParagraph]
+
+
+class SquadFile(msgspec.Struct):
+    data: list[SquadArticle]
+
+
+def squad_rows(file_name: str, content: bytes) -> Iterator[Row]:
+    """The questions of a file in SQuAD's JSON, each with its context."""
+    try:
+        articles = msgspec.json.decode(content, type=SquadFile).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(
+            f"{file_name} is not in SQuAD's format ({error}); other tables must be .jsonl, .csv, .tsv or .parquet"
+        ) from None
+    paragraphs = (paragraph for article in articles for paragraph in article.paragraphs)
+    questions = ((paragraph.context, question) for paragraph in paragraphs for question in paragraph.qas)
+    for number, (context, question) in enumerate(questions, start=1):
+        values = {"id": question.id, "context": context, "question": question.question, "answers": question.answers}
+        if question.is_impossible:
+            values["answers"] = []
+        yield Row(number, {name: value for name, value in values.items() if value is not None})
+
+
+def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
+    """The rows of a table, or the questions of a file in SQuAD's JSON, which is read as a whole."""
+    format, compression = format_and_compression(path)
+    if format != ".json":
+        yield from readers.read_rows(path, columns=columns, skip_malformed=skip_malformed)
+        return
+    with open_streams(TextFile(path, format, compression)) as (stream, _):
+        chunks: Iterator[bytes] = iter(lambda: stream.read(1 << 20), b"")
+        parts: list[bytes] = list(limit_expansion(path, chunks, lambda chunk: len(chunk)))
+    rows = squad_rows(str(path), b"".join(parts))
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"no rows in {path}; it needs at least one question")
+    yield from chain([first], rows)
 
 
 def read_question_and_context(task: Task, row: Row) -> list[tuple[str, ...]]:

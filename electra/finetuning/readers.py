@@ -1,7 +1,7 @@
-"""Readers of tabular files (.csv, .tsv, .jsonl, .parquet, SQuAD's .json, Hugging Face hub) and of their label column.
+"""Readers of tabular files (.csv, .tsv, .jsonl, .parquet, Hugging Face hub) and of their label column.
 
 Rows are streamed, so that a file may have any length. .tsv has no quoting, as in GLUE's files: a quotation mark is an
-ordinary character. In .parquet, .json and hub data, row numbers take the place of line numbers.
+ordinary character. In .parquet and hub data, row numbers take the place of line numbers.
 """
 
 import csv
@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,7 +22,7 @@ from electra.data.files import TextFile, import_optional, limit_expansion, open_
 from electra.errors import ConfigError, DataError
 from electra.runfolder import join_first_names
 
-FORMATS = (".csv", ".tsv", ".jsonl", ".parquet", ".json")
+FORMATS = (".csv", ".tsv", ".jsonl", ".parquet")
 DELIMITERS = (",", ";", "\t")  # of .csv; spreadsheets write semicolons where the comma is the decimal separator
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -53,8 +52,6 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
             rows = parquet_rows(file, decompressed, raw)
         elif file.format == ".jsonl":
             rows = json_rows(name, decode_lines(path, decompressed))
-        elif file.format == ".json":
-            rows = squad_rows(name, read_all(path, decompressed))
         else:
             lines = decode_lines(path, decompressed)
             records = csv_records(name, lines) if file.format == ".csv" else tsv_records(lines)
@@ -64,12 +61,6 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
             yield row
     if is_empty:
         raise DataError(f"no rows in {path}; it needs at least one, after the header in .csv and .tsv")
-
-
-def read_all(path: Path, stream: BinaryIO) -> bytes:
-    chunks: Iterator[bytes] = iter(lambda: stream.read(1 << 20), b"")
-    parts: Iterator[bytes] = limit_expansion(path, chunks, lambda chunk: len(chunk))
-    return b"".join(parts)
 
 
 def decode_lines(path: Path, stream: BinaryIO) -> Iterator[str]:
@@ -153,46 +144,6 @@ def json_rows(file_name: str, lines: Iterator[str]) -> Iterator[Row]:
         yield Row(number, values)
 
 
-class SquadQuestion(msgspec.Struct):
-    """A question in SQuAD's JSON; titles of articles and plausible answers are not read."""
-
-    question: str
-    id: str | int | None = None
-    answers: list[dict[str, Any]] | None = None  # missing in test sets
-    is_impossible: bool = False
-
-
-class SquadParagraph(msgspec.Struct):
-    context: str
-    qas: list[SquadQuestion]
-
-
-class SquadArticle(msgspec.Struct):
-    paragraphs: list[SquadParagraph]
-
-
-class SquadFile(msgspec.Struct):
-    data: list[SquadArticle]
-
-
-def squad_rows(file_name: str, content: bytes) -> Iterator[Row]:
-    """The questions of a file in SQuAD's JSON, each with its context."""
-    try:
-        articles = msgspec.json.decode(content, type=SquadFile).data
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(
-            f"{file_name} is not in SQuAD's format ({error}); .json is read only for question answering, other tables "
-            "must be .jsonl, .csv, .tsv or .parquet"
-        ) from None
-    paragraphs = (paragraph for article in articles for paragraph in article.paragraphs)
-    questions = ((paragraph.context, question) for paragraph in paragraphs for question in paragraph.qas)
-    for number, (context, question) in enumerate(questions, start=1):
-        values = {"id": question.id, "context": context, "question": question.question, "answers": question.answers}
-        if question.is_impossible:
-            values["answers"] = []
-        yield Row(number, {name: value for name, value in values.items() if value is not None})
-
-
 def parquet_rows(file: TextFile, decompressed: BinaryIO, raw: BinaryIO) -> Iterator[Row]:
     with open_parquet(file, decompressed, raw) as table:
         check_columns(str(file.path), table.schema_arrow.names)
@@ -227,8 +178,9 @@ def check_columns(file_name: str, columns: list[str]) -> None:
 
 # Labels: how each kind of task reads its label column.
 
-TaskKind = Literal["classification", "multi-label", "regression", "choice", "question-answering"]
+TaskKind = Literal["classification", "multi-label", "regression", "choice", "tags", "question-answering"]
 SpanHead = Literal["simple", "joint"]
+TagScheme = Literal["IOB1", "IOB2", "BIOES"]
 ChoiceLabel = Literal["text", "index", "letter", "small letter", "number"]
 """How the label of a multiple-choice row names the right choice; an index counts from 0, a number from 1."""
 

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from electra.finetuning.features import NO_LOGIT
 from electra.finetuning.heads import TaskModel
+from electra.finetuning.losses import ClassWeights, cross_entropy
 from electra.finetuning.question_answering import MAX_ANSWER, N_BEST
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.encoder import Encoder
@@ -26,6 +27,9 @@ class SpanModel(TaskModel):
         logits = self.head(self.encoder(input_ids, attention_mask, segment_ids)).float()
         return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
 
+    def describe_head_input(self) -> str:
+        return "every token"
+
 
 def is_context_or_cls(attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
     """Tokens [B, L] that an answer may start or end at: segment B without its [SEP], and the first token."""
@@ -34,11 +38,7 @@ def is_context_or_cls(attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
     return functional.pad(is_context[:, 1:], (1, 0), value=True)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits, targets, reduction="none")
-
-
-def span_loss(logits: Tensor, targets: Tensor) -> Tensor:
+def span_loss(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
     """The mean of the losses of first and last token [B], from logits [B, L, 2]; the joint head returns its losses."""
     if logits.ndim == 2:
         return logits[:, -1]
@@ -109,6 +109,9 @@ class JointSpanModel(TaskModel):
             return losses[:, None]
         return torch.cat([*search_spans(starts, score_ends), null[:, None], losses[:, None]], 1)
 
+    def describe_head_input(self) -> str:
+        return "every token"
+
 
 def search_spans(start_logits: Tensor, score_ends: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
     """Beam search: first and last tokens of spans and their log-probabilities, each [B, N_BEST], the best span first.
@@ -124,8 +127,9 @@ def search_spans(start_logits: Tensor, score_ends: Callable[[Tensor], Tensor]) -
         is_span = (more >= 0) & (more < MAX_ANSWER)
         end_scores.append(score_ends(start).log_softmax(1).masked_fill(~is_span, NO_LOGIT))
     scores = (top_scores[..., None] + torch.stack(end_scores, 1)).flatten(1)  # [B, beam · L]
+    scores = functional.pad(scores, (0, max(0, N_BEST - scores.shape[1])), value=NO_LOGIT)
     best, indices = scores.topk(N_BEST, dim=1)
-    beam = indices // len(positions)
+    beam = (indices // len(positions)).clamp(max=top_starts.shape[1] - 1)  # of padding: any
     start_log_probabilities = top_scores.gather(1, beam)
     return (
         top_starts.gather(1, beam).float(),

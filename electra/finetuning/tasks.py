@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TaskKind, hub_rows, read_rows
+from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TagScheme, TaskKind, hub_rows, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -36,6 +36,11 @@ class Task:
     choices: tuple[str, ...] = ()
     """Column with lists of choices, or a column for each choice."""
     choice_label: ChoiceLabel | None = None
+    scheme: TagScheme | None = None
+    """The scheme of tags in the training file, in which predictions are written; None: tags of no entities."""
+    crf: bool = False
+    windows: int = 1
+    """Windows of a text that is longer than the maximum length, at most; their pooled states are averaged."""
     label: str
     """Column of the label or score."""
     labels: tuple[str, ...] = ()
@@ -108,16 +113,22 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Texts or pairs of texts, with labels where they are known; an example may have several of them, its choices."""
+    """Texts or pairs of texts, with labels where they are known; an example may have several of them."""
 
     texts: list[str]
     texts_b: list[str] | None = None
-    counts: NDArray | None = None  # [N] texts or pairs of each example; None: one
+    counts: NDArray | None = None  # [N] texts or pairs of each example, its choices or words; None: one
     labels: NDArray | None = None  # [N] class ids, scores or objects; multi-hot classes [N, classes]
+    windows: int = 1  # that a long text is cut into, at most
     rows: list[Row] | None = None  # the rows of the file, if they are to be written out again
 
     def __len__(self) -> int:
         return len(self.texts) if self.counts is None else len(self.counts)
+
+    @property
+    def text_counts(self) -> NDArray:
+        """Texts or pairs of each example [N]."""
+        return np.ones(len(self.texts), np.int64) if self.counts is None else self.counts
 
     def select(self, indices: NDArray) -> Examples:
         positions = indices
@@ -129,6 +140,7 @@ class Examples:
             texts_b=None if self.texts_b is None else [self.texts_b[position] for position in positions],
             counts=None if self.counts is None else self.counts[indices],
             labels=None if self.labels is None else self.labels[indices],
+            windows=self.windows,
         )
 
     def with_swapped_pairs(self) -> Examples:
@@ -150,7 +162,10 @@ def take_chunk(rows: Iterator[Row], max_rows: int) -> list[Row]:
     return chunk
 
 
-def read_split_rows(task: Task, split: str) -> Iterator[Row]:
+RowReader = Callable[..., Iterator[Row]]  # with the arguments of `readers.read_rows`
+
+
+def read_split_rows(task: Task, split: str, read_rows: RowReader = read_rows) -> Iterator[Row]:
     """The rows of a split, from a file or the hub."""
     source = task.splits[split]
     if source.startswith(HUB):
@@ -306,39 +321,15 @@ HUB_SPLITS = {  # stem of the file's name → split of the hub's dataset, if dif
 }
 
 
-OTHER_TASKS = {
-    name: Task(
-        name=name,
-        kind="question-answering",
-        text="context",
-        text_b="question",
-        label="answers",
-        metrics=(),
-        splits={"train": f"train-v{version}.json", "dev": f"dev-v{version}.json"},
-    )
-    for name, version in {"squad": "1.1", "squad2": "2.0"}.items()
-}
-
-
 def get_glue_task(name: str, data: str) -> Task:
     """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
     trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
     if name not in GLUE_TASKS:
-        known = ", ".join([*trainable, *OTHER_TASKS])
+        known = ", ".join([*trainable, "squad", "squad2", "ner", "chunking", "pos"])
         raise ConfigError(f"unknown task {name!r}; choose from {known}, or use your own files")
     if name not in trainable:
         raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")
     return with_data_source(GLUE_TASKS[name], data)
-
-
-def get_task(name: str, data: str) -> Task:
-    """A task of GLUE, or another one of the tables above, with its data."""
-    if name not in OTHER_TASKS:
-        return get_glue_task(name, data)
-    files = {split: Path(data, file) for split, file in OTHER_TASKS[name].splits.items()}
-    if missing := [str(file) for file in files.values() if not file.exists()]:
-        raise ConfigError(f"there is no {missing[0]}; --data must be the folder of {name}'s official files")
-    return replace(OTHER_TASKS[name], splits={split: str(file) for split, file in files.items()})
 
 
 def with_data_source(task: Task, data: str) -> Task:
@@ -355,3 +346,13 @@ def with_data_source(task: Task, data: str) -> Task:
             f"download, with one folder per task, or {HUB}glue"
         )
     return replace(task, splits={split: str(file) for split, file in files.items()})
+
+
+def stack_labels(labels: Sequence[Any], dtype: type = object) -> NDArray:
+    """Labels as an array; objects, which may be lists, stay as they are."""
+    if dtype is not object:
+        return np.array(labels, dtype)
+    stacked = np.empty(len(labels), object)
+    for index, label in enumerate(labels):
+        stacked[index] = label
+    return stacked

@@ -56,7 +56,8 @@ class GraphedStep:
 
     def capture(self, batch: Any) -> CapturedStep:
         """Capture a step without running it."""
-        static = replace(batch, **{name: tensor.clone() for name, tensor in batch_tensors(batch).items()})
+        tensors = {name: tensor.clone() for name, tensor in batch_tensors(batch).items()}
+        static = replace(batch, **tensors) if tensors else batch
         graph = torch.cuda.CUDAGraph()
         # thread_local: the loader's thread may use CUDA meanwhile
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
@@ -79,12 +80,14 @@ class GraphedStep:
 
 
 def batch_tensors(batch: Any) -> dict[str, Tensor]:
-    """The tensors of a batch, which is a dataclass."""
+    """The tensors of a batch, which is a dataclass; None has none."""
+    if batch is None:
+        return {}
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def batch_signature(batch: Any) -> tuple:
     """What two batches must share to use one graph: the shapes of tensors and all other values."""
-    values = [getattr(batch, field.name) for field in fields(batch)]
+    values = [] if batch is None else [getattr(batch, field.name) for field in fields(batch)]
     return tuple(value.shape if isinstance(value, Tensor) else value for value in values)

@@ -6,6 +6,7 @@ gradients are cast back together. The results are those of autocast. Parameters 
 (embeddings, norms) are shared by both models.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -31,24 +32,28 @@ class MasterWeights(Generic[Model]):
     """Keeps `model`, a copy of a model in `dtype` for forward and backward; with fp32 it is the model itself.
 
     The optimizer updates the original's parameters, the master weights; `update_half_precision_weights` copies them.
+    Their gradients are written to `gradient_views` if given.
     """
 
-    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, dtype: torch.dtype, gradient_views: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> None:
         self.model, self.device, self.dtype = model, next(model.parameters()).device, dtype
         self.cast_parameters: list[MasterParameter] = []
         if dtype != torch.float32:
             self.model = deepcopy(model)
             self.master, self.half, slices = flatten_linears(model, dtype)
-            gradients = torch.zeros_like(self.master)
+            if gradient_views is None:
+                gradients = torch.zeros_like(self.master)
+                gradient_views = {parameter: gradients[part].view_as(parameter) for parameter, part in slices.items()}
             for original, copy in zip(model.modules(), self.model.modules(), strict=True):
                 for name, parameter in original.named_parameters(recurse=False):
                     if parameter not in slices:
                         setattr(copy, name, parameter)
                         continue
-                    part = slices[parameter]
-                    half = nn.Parameter(self.half[part].view_as(parameter))
+                    half = nn.Parameter(self.half[slices[parameter]].view_as(parameter))
                     setattr(copy, name, half)
-                    self.cast_parameters.append(MasterParameter(parameter, gradients[part].view_as(parameter), half))
+                    self.cast_parameters.append(MasterParameter(parameter, gradient_views[parameter], half))
 
     def autocast(self) -> torch.autocast:
         """Autocast for what is not copied: norms in fp32, matrix products in half precision."""

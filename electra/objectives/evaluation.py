@@ -3,7 +3,7 @@
 Masks and samples do not depend on the run's seed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,6 +32,9 @@ SEED = 20200310
 PLATEAU = 0.95  # fraction of the unigram loss: above it, little but token frequencies is learnt
 TOKEN_LOSSES = {"replace_mlm_loss": "model", "mlm_loss": "generator"}  # of models that predict tokens
 
+Gather = Callable[[list], list]
+"""Adds the results of the other ranks' batches to those of this rank's."""
+
 EVALUATED: dict[ObjectiveName, Objective] = OBJECTIVES | {"adversarial": OBJECTIVES["rtd"]}
 """The objective whose losses are the held-out loss; a policy gradient's loss means little, so MLM replaces it."""
 
@@ -46,6 +49,11 @@ class WeightedMeans:
     def add(self, name: str, values: Tensor, weights: Tensor) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + (values.float() * weights).sum().item()
         self.counts[name] = self.counts.get(name, 0.0) + weights.sum().item()
+
+    def merge(self, other: "WeightedMeans") -> None:
+        for name in other.sums:
+            self.sums[name] = self.sums.get(name, 0.0) + other.sums[name]
+            self.counts[name] = self.counts.get(name, 0.0) + other.counts[name]
 
     def compute(self) -> dict[str, float]:
         return {name: self.sums[name] / max(1.0, self.counts[name]) for name in self.sums}
@@ -64,6 +72,10 @@ class DetectionMetrics:
         self.logits.append(logits.float()[is_included].cpu().numpy())
         self.is_replaced.append(corrupted.is_replaced[is_included].cpu().numpy())
 
+    def merge(self, other: "DetectionMetrics") -> None:
+        self.logits += other.logits
+        self.is_replaced += other.is_replaced
+
     def compute(self, prefix: str) -> dict[str, float]:
         if not self.logits:
             return {}
@@ -80,6 +92,15 @@ class DetectionMetrics:
         }
 
 
+@dataclass
+class EvaluationMetrics:
+    """Metrics of a batch or of several."""
+
+    means: WeightedMeans = field(default_factory=WeightedMeans)
+    rtd: DetectionMetrics = field(default_factory=DetectionMetrics)  # of the generator's samples
+    unigram_rtd: DetectionMetrics = field(default_factory=DetectionMetrics)
+
+
 def roc_auc(scores: NDArray, is_positive: NDArray) -> float:
     """Area under the ROC curve; 0.5 if there are no positives or no negatives."""
     _, ranks, counts = np.unique(scores, return_inverse=True, return_counts=True)
@@ -91,35 +112,48 @@ def roc_auc(scores: NDArray, is_positive: NDArray) -> float:
 
 
 @torch.no_grad()
-def held_out_loss(electra: Electra, batches: Iterable[Batch], context: ObjectiveContext) -> float:
+def held_out_loss(
+    electra: Electra, batches: Iterable[Batch], context: ObjectiveContext, gather: Gather = list
+) -> float:
     """The run's total loss over held-out batches, with its own masking and weights."""
     context, losses = replace(context, seed=SEED), EVALUATED[context.objective.name].losses
-    return total_loss(add_losses_of_batches([losses(electra, batch, context) for batch in batches])).item()
+    return total_loss(add_losses_of_batches(gather([losses(electra, batch, context) for batch in batches]))).item()
 
 
 @torch.no_grad()
-def evaluate(electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabulary: Vocabulary) -> dict[str, float]:
+def evaluate(
+    electra: Electra, batches: Iterable[Batch], unigram: Tensor, vocabulary: Vocabulary, gather: Gather = list
+) -> dict[str, float]:
     """Metrics of generator and discriminator, if present; `unigram` [V] are the frequencies of tokens."""
-    context = ObjectiveContext(vocabulary=vocabulary, seed=SEED)
-    means, rtd, unigram_rtd = WeightedMeans(), DetectionMetrics(), DetectionMetrics()
-    log_unigram = smoothed_log_frequencies(unigram)
-    for batch in batches:
-        sampled = (
-            None
-            if electra.generator is None
-            else evaluate_generator_and_corrupt(electra.generator, batch, context, means)
-        )
-        unigram_sampled = corrupt_with_unigram_samples(batch, context, unigram)
-        masked = (sampled or unigram_sampled).masked
-        means.add("unigram_mlm_loss", -log_unigram[masked.labels], masked.weights)
-        if isinstance(electra.discriminator, MaskedLanguageModel):
-            evaluate_replace_mlm(electra.discriminator, batch, sampled or unigram_sampled, means)
-        elif electra.discriminator is not None:
-            for metrics, samples in ((rtd, sampled), (unigram_rtd, unigram_sampled)):
-                if samples is not None:
-                    logits = electra.discriminator(samples.corrupted.input_ids, **batch.encoder_inputs())
-                    metrics.add(logits, samples.corrupted, batch)
-    return means.compute() | rtd.compute("rtd") | unigram_rtd.compute("unigram_rtd")
+    metrics = EvaluationMetrics()
+    context, log_unigram = ObjectiveContext(vocabulary=vocabulary, seed=SEED), smoothed_log_frequencies(unigram)
+    for of_batch in gather([evaluate_batch(electra, batch, unigram, log_unigram, context) for batch in batches]):
+        metrics.means.merge(of_batch.means)
+        metrics.rtd.merge(of_batch.rtd)
+        metrics.unigram_rtd.merge(of_batch.unigram_rtd)
+    return metrics.means.compute() | metrics.rtd.compute("rtd") | metrics.unigram_rtd.compute("unigram_rtd")
+
+
+def evaluate_batch(
+    electra: Electra, batch: Batch, unigram: Tensor, log_unigram: Tensor, context: ObjectiveContext
+) -> EvaluationMetrics:
+    """The metrics of one batch; `log_unigram` [V] are smoothed."""
+    metrics = EvaluationMetrics()
+    means, rtd, unigram_rtd = metrics.means, metrics.rtd, metrics.unigram_rtd
+    sampled = (
+        None if electra.generator is None else evaluate_generator_and_corrupt(electra.generator, batch, context, means)
+    )
+    unigram_sampled = corrupt_with_unigram_samples(batch, context, unigram)
+    masked = (sampled or unigram_sampled).masked
+    means.add("unigram_mlm_loss", -log_unigram[masked.labels], masked.weights)
+    if isinstance(electra.discriminator, MaskedLanguageModel):
+        evaluate_replace_mlm(electra.discriminator, batch, sampled or unigram_sampled, means)
+    elif electra.discriminator is not None:
+        for detection, samples in ((rtd, sampled), (unigram_rtd, unigram_sampled)):
+            if samples is not None:
+                logits = electra.discriminator(samples.corrupted.input_ids, **batch.encoder_inputs())
+                detection.add(logits, samples.corrupted, batch)
+    return metrics
 
 
 def smoothed_log_frequencies(frequencies: Tensor) -> Tensor:

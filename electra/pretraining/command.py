@@ -1,8 +1,7 @@
 """`electra pretrain`: train a generator and a discriminator on shards, phase by phase."""
 
 import math
-import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,24 +32,28 @@ from electra.pretraining.phases import Phase, plan_phases, read_phase_index
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_stored
 from electra.training.checkpoint import find_model_folder
-from electra.training.hardware import choose_device, should_compile
+from electra.training.distributed import World, join_ranks
+from electra.training.hardware import should_compile
 from electra.training.logging import METRICS, check_not_diverged, read_metrics
 from electra.training.trainer import Trainer, TrainResult
 
 
 def pretrain(config: PretrainConfig) -> TrainResult | RunEstimate:
     """Pre-train a model and write its run folder; a dry run returns an estimate instead."""
-    shards = open_shards(config.data)
-    device = choose_device(config.hardware.device)
-    should_compile(config.hardware, device)  # raises if there is no compiler
-    phases = plan_and_check_phases(config, shards)
-    for warning in run_warnings(config, phases, shards, device):
-        print(warning, file=sys.stderr)
-    if config.dry_run:
-        read_initial_weights(config, phases[0].model)  # raises where the run would
-        return estimate_run(config, phases, shards, device)
-    with lock_folder(config.output):
-        return train_phases(config, phases, shards, device)
+    with join_ranks(config.hardware.device, config.resume) as world:
+        shards, device = open_shards(config.data), world.device
+        should_compile(config.hardware, device)  # raises if there is no compiler
+        phases = plan_and_check_phases(config, shards)
+        for phase in phases:
+            world.check_batch_size(phase.config.loader.batch_size, phase.config.trainer.micro_batches)
+        for warning in run_warnings(config, phases, shards, device):
+            world.print(warning)
+        if config.dry_run:
+            world.require_single_process("--dry-run")
+            read_initial_weights(config, phases[0].model)  # raises where the run would
+            return estimate_run(config, phases, shards, device)
+        with lock_folder(config.output) if world.is_main else nullcontext():
+            return train_phases(config, phases, shards, world)
 
 
 def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]:
@@ -65,27 +68,29 @@ def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]
     return phases
 
 
-def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> TrainResult:
+def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, world: World) -> TrainResult:
     """Train all phases, or those after the last checkpoint."""
     record = build_run_record(config, phases, shards)
-    checkpoint = find_resume_checkpoint(config, record)
+    checkpoint = world.broadcast(find_resume_checkpoint(config, record) if world.is_main else None)
     weights = read_initial_weights(config, phases[0].model)
-    print(*summarize_run(config, phases), sep="\n", file=sys.stderr, flush=True)
+    world.print(*summarize_run(config, phases))
     for phase in phases[0 if checkpoint is None else read_phase_index(checkpoint, phases) :]:
         if len(phases) > 1:
             name = phase.config.objective.name
-            print(f"phase {phase.index + 1} of {len(phases)}: {name}", file=sys.stderr, flush=True)
+            world.print(f"phase {phase.index + 1} of {len(phases)}: {name}")
         torch.manual_seed(config.seed)
-        task = PretrainingTask(phase, shards, device)  # raises before anything is written if the shards are unusable
-        if checkpoint_folders(config.output):
+        task = PretrainingTask(phase, shards, world)  # raises before anything is written if the shards are unusable
+        if world.is_main and checkpoint_folders(config.output):
             write_extended_budget(config)
-        else:
+        elif world.is_main:
             write_stored(config.output / CONFIG, asdict(record))
         with closing(task):
             result = train_phase(task, checkpoint, weights)
         checkpoint = Path(result.checkpoint)
         if result.signal:
             break
+    if not world.is_main:
+        return result
     metrics = read_metrics(config.output / METRICS)
     plot_pretraining_curves(config.output, metrics, config.objective.loss_weights())
     if result.signal:
@@ -110,7 +115,7 @@ def train_phase(task: PretrainingTask, checkpoint: Path | None, weights: Initial
         trained_length = read_trained_length(checkpoint or find_model_folder(source)) or positions
         task.trained_length = max(task.trained_length, trained_length)
     if task.is_compiled and not trainer.is_finished():
-        print("compiling the first step takes about a minute, less with a warm cache", file=sys.stderr, flush=True)
+        task.world.print("compiling the first step takes about a minute, less with a warm cache")
     return trainer.train()
 
 
@@ -125,6 +130,9 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         config.output,
         seed=config.seed,
         cuda_graphs=task.captures_graph,
+        quiet=not task.world.is_main,
+        world=task.world,
+        gradients=task.gradients,
         stop_at=phase.stage_end,
     )
 

@@ -33,6 +33,7 @@ SHARING = {
 
 FEW_ROWS = 20  # held-out rows: fewer give noisy metrics
 EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # speed of training relative to a plain matrix product, roughly
+SLOW_STEP = 2e11  # FLOPs; a CPU takes seconds for more
 CHECKPOINTING_TIME = 4 / 3  # activation checkpointing repeats the forward pass
 BYTES_PER_PARAMETER = 16  # weight, gradient and two moments in fp32
 GUESSING_AUC = 0.55  # of random tokens; below, a discriminator is hardly better than guessing, which has 0.5
@@ -130,8 +131,11 @@ def run_warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, de
                 f"a warm-up of {warmup:g} steps exceeds the {steps:,} steps of training: the learning rate stays below "
                 f"{steps / warmup:.0%} of its peak; give the warm-up as a fraction (--warmup 0.1)"
             )
-    if device.type == "cpu" and config.model.size != "tiny" and not config.dry_run:
-        yield f"no GPU: a step of --size {config.model.size} takes seconds on a CPU; use --size tiny"
+    if device.type == "cpu" and max(phase.flops_per_step() for phase in phases) > SLOW_STEP and not config.dry_run:
+        yield (
+            f"no GPU: a step of --size {config.model.size} and {config.loader.batch_size} rows takes seconds on a CPU; "
+            "use --size tiny or a smaller --batch-size"
+        )
 
 
 def held_out_warnings(config: PretrainConfig, shards: Shards) -> Iterator[str]:

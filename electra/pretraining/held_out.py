@@ -27,6 +27,7 @@ from electra.objectives.objectives import Corrupted, ObjectiveContext, corrupt, 
 from electra.pretraining.config import CorruptConfig, PretrainConfig
 from electra.runfolder import write_file
 from electra.training.checkpoint import find_model_folder
+from electra.training.distributed import World
 from electra.training.hardware import choose_device
 
 MAX_SENTENCES, MAX_TOKENS = 4, 40
@@ -152,12 +153,12 @@ class CorruptedRows:
     input_ids: Tensor  # [N, L]
     corrupted_ids: Tensor  # [N, L]
 
-    def evaluate(self, electra: Electra, tokenizer: TextTokenizer, device: torch.device) -> dict[str, float]:
+    def evaluate(self, electra: Electra, tokenizer: TextTokenizer, world: World) -> dict[str, float]:
         """Metrics of replaced token detection on all rows; empty without a discriminator for it."""
         if not isinstance(electra.discriminator, Discriminator):
             return {}
-        metrics = DetectionMetrics()
-        for start in range(0, len(self.input_ids), CORRUPTED_ROWS_PER_BATCH):
+        device, metrics, results = world.device, DetectionMetrics(), []
+        for start in world.share(range(0, len(self.input_ids), CORRUPTED_ROWS_PER_BATCH)):
             rows_of_batch = slice(start, start + CORRUPTED_ROWS_PER_BATCH)
             original = self.input_ids[rows_of_batch].to(device).long()  # [B, L]
             corrupted = self.corrupted_ids[rows_of_batch].to(device).long()  # [B, L]
@@ -166,7 +167,10 @@ class CorruptedRows:
                 step=torch.zeros((), device=device), row_ids=torch.arange(len(original), device=device), **rows
             )
             logits = electra.discriminator(corrupted, **batch.encoder_inputs())  # [B, L]
-            metrics.add(logits, Corrupted(corrupted, is_replaced=corrupted != original), batch)
+            results.append(DetectionMetrics())
+            results[-1].add(logits, Corrupted(corrupted, is_replaced=corrupted != original), batch)
+        for result in world.gather(results):
+            metrics.merge(result)
         return metrics.compute("fixed_rtd")
 
 
@@ -207,7 +211,7 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
     tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items()}
     metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder.absolute())}
     write_file(config.output, serialize_tensors(tensors, metadata))
-    metrics = rows.evaluate(electra, shards.tokenizer, device)
+    metrics = rows.evaluate(electra, shards.tokenizer, World(device))
     is_replaced = tensors["corrupted_ids"] != tensors["input_ids"]
     return CorruptResult(
         output=config.output,

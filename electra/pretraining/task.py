@@ -14,8 +14,7 @@ from electra.model.electra import Electra
 from electra.model.encoder import Encoder
 from electra.model.storage import write_model_into
 from electra.objectives.evaluation import describe_metrics, evaluate, held_out_loss
-from electra.objectives.losses import Counts, Losses
-from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
+from electra.objectives.objectives import OBJECTIVES, Counts, Losses, ObjectiveContext
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
 from electra.pretraining.initialize import (
     copy_first_segment_embedding,
@@ -24,18 +23,22 @@ from electra.pretraining.initialize import (
     unigram_frequencies,
 )
 from electra.pretraining.phases import Phase
+from electra.training.distributed import GradientBuffer, World
 from electra.training.hardware import choose_dtype, peak_flops_per_second, should_compile
 
 
 class PretrainingTask:
     """Model, batches, losses and evaluation of one phase."""
 
-    def __init__(self, phase: Phase, shards: Shards, device: torch.device) -> None:
-        self.phase, self.shards, self.device = phase, shards, device
+    def __init__(self, phase: Phase, shards: Shards, world: World) -> None:
+        device = world.device
+        self.phase, self.shards, self.world, self.device = phase, shards, world, device
         self.config = config = phase.config
         dispatch.set_kernel_mode(config.hardware.kernels)
         self.model = Electra(phase.model).to(device)
-        self.master_weights = MasterWeights(self.model, choose_dtype(config.hardware.precision, device))
+        self.gradients = GradientBuffer(self.model) if world.is_distributed else None
+        views = None if self.gradients is None else self.gradients.views
+        self.master_weights = MasterWeights(self.model, choose_dtype(config.hardware.precision, device), views)
         self.is_compiled = should_compile(config.hardware, device)
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
@@ -78,6 +81,8 @@ class PretrainingTask:
             whole_word_masking=config.masking.whole_word_masking,
             device=self.device,
             with_cu_seqlens="varlen" in backends,
+            rank=self.world.rank,
+            world_size=self.world.size,
         )
 
     def build_objective_context(self) -> ObjectiveContext:
@@ -118,24 +123,30 @@ class PretrainingTask:
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on held-out rows; also writes samples.md."""
         self.model.eval()
+        world, tokenizer, batches = self.world, self.shards.tokenizer, self.world.share(self.held_out)
         with self.master_weights.autocast(), torch.no_grad():
-            loss = held_out_loss(self.model, self.held_out, self.context)
-            metrics = evaluate(self.model, self.held_out, self.unigram, self.context.vocabulary)
+            loss = held_out_loss(self.model, batches, self.context, world.gather)
+            metrics = evaluate(self.model, batches, self.unigram, self.context.vocabulary, world.gather)
             if self.corrupted_rows:
-                metrics |= self.corrupted_rows.evaluate(self.model, self.shards.tokenizer, self.device)
-            frequencies = self.context.frequencies
-            write_samples_page(self.config.output, self.model, self.held_out[0], self.shards.tokenizer, frequencies)
+                metrics |= self.corrupted_rows.evaluate(self.model, tokenizer, world)
+            if world.is_main:
+                frequencies = self.context.frequencies
+                write_samples_page(self.config.output, self.model, self.held_out[0], tokenizer, frequencies)
         self.model.train()
         return {"loss": loss} | metrics
 
     def describe_metrics(self, metrics: dict[str, float]) -> str:
         return describe_metrics(metrics)
 
+    def should_stop(self) -> bool:
+        return False
+
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         """TFLOP/s, and on a known GPU the model FLOPs utilization (MFU)."""
         achieved = tokens_per_second * self.phase.flops_per_step() / self.phase.tokens_per_step()
         peak = peak_flops_per_second(self.device)
-        return {"tflops_per_second": achieved / 1e12} | ({"mfu": achieved / peak} if peak else {})
+        utilization = {"mfu": achieved / (peak * self.world.size)} if peak else {}
+        return {"tflops_per_second": achieved / 1e12} | utilization
 
     def write_model(self, folder: Path) -> None:
         if not self.trains_segments:

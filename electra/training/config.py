@@ -1,11 +1,12 @@
 """Settings of the optimizer, the trainer and the hardware; parsing flags needs them, so this imports no torch."""
 
+import os
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from electra.errors import check_range
+from electra.errors import ConfigError, check_range
 
 OptimizerName = Literal["adam", "adamw", "muon"]
 ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
@@ -57,7 +58,8 @@ class TrainerConfig:
     """Micro-batches, and intervals of logging, evaluation and checkpoints."""
 
     micro_batches: int = 1
-    """Split each batch into this many micro-batches and accumulate their gradients: less memory, equal results."""
+    """Split the rows of each rank into this many micro-batches and accumulate their gradients: less memory, equal
+    results."""
     log_every: int = 50
     """Steps between lines of training metrics in metrics.jsonl."""
     evaluate_every: int = 1000
@@ -112,3 +114,40 @@ class HardwareConfig:
     """auto: use our Triton kernels on a GPU in bf16; off: use PyTorch's operations only."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What torchrun, or another launcher with the same environment variables, started this process as."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # on this node
+    local_world_size: int
+    restart_count: int  # of torchrun --max-restarts
+    max_restarts: int
+    has_agent_store: bool  # a store that torchrun keeps when it restarts the ranks
+
+
+def read_launch() -> Launch | None:
+    """The environment variables of torchrun; None if this process was started alone."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return None
+        raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but {missing[0]} is not set; start with torchrun")
+
+    def number(name: str, default: int = 0) -> int:
+        return int(os.environ.get(name, default))
+
+    rank, world_size = number("RANK"), number("WORLD_SIZE")
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", rank),
+        local_world_size=number("LOCAL_WORLD_SIZE", world_size),
+        restart_count=number("TORCHELASTIC_RESTART_COUNT"),
+        max_restarts=number("TORCHELASTIC_MAX_RESTARTS"),
+        has_agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )

@@ -1,12 +1,9 @@
 """The training loop: knows batches, losses and metrics, but nothing about masking, tasks or vocabularies."""
 
 import math
-import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +14,8 @@ from torch import Tensor, nn
 from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import GraphedStep
 from electra.objectives.losses import Counts, Losses, total_loss
-from electra.runfolder import checkpoint_folders
-from electra.signals import STOP_SIGNALS, handle_signals
+from electra.runfolder import CHECKPOINTS, checkpoint_folders
+from electra.signals import collect_stop_signals
 from electra.training.checkpoint import (
     CheckpointState,
     TrainState,
@@ -29,6 +26,7 @@ from electra.training.checkpoint import (
     save_checkpoint,
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
+from electra.training.distributed import DistributedStep, GradientBuffer, World
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, format_duration
 from electra.training.optimizer import SCHEDULES, build_optimizers
 
@@ -57,6 +55,7 @@ class TrainingTask(Protocol):
     def backward(self, loss: Tensor) -> None: ...  # accumulates gradients in the model's parameters
     def lr_scale(self, parameter_name: str) -> float: ...  # multiplies the learning rate of that parameter
     def evaluate(self) -> dict[str, float]: ...  # "loss" selects the best checkpoint
+    def should_stop(self) -> bool: ...  # before the budget is used up
     def describe_metrics(self, metrics: dict[str, float]) -> str: ...  # those of `evaluate`, in words
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]: ...  # further metrics of speed
     def write_model(self, folder: Path) -> None: ...
@@ -115,6 +114,8 @@ class Trainer:
         cuda_graphs: bool = False,  # for batches of few different shapes
         quiet: bool = False,
         stop_at: Budget | None = None,  # stop before the end of the budget, which the schedule covers
+        world: World | None = None,  # the ranks, which share the rows of each batch
+        gradients: GradientBuffer | None = None,  # of the task's model, if the world is distributed
     ) -> None:
         self.task = task
         self.optimizer_config = optimizer_config
@@ -125,6 +126,9 @@ class Trainer:
         self.seed = seed
         self.quiet = quiet
         self.cuda_graphs = cuda_graphs
+        device = next(task.model.parameters()).device
+        self.world = world or World(device)
+        self.gradients = gradients
         self.optimizers = build_optimizers(task.model, optimizer_config, task.lr_scale)
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # of the last evaluation
@@ -133,7 +137,6 @@ class Trainer:
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
         self.is_warm = False  # the first step compiles and fills caches; its time does not count
-        device = next(task.model.parameters()).device
         self.nonfinite_run = torch.zeros(2, device=device)  # consecutive non-finite steps: current, longest so far
 
     def resume(self, checkpoint: Path) -> None:
@@ -160,10 +163,17 @@ class Trainer:
 
     def train(self) -> TrainResult:
         """Train until the budget is used up or SIGTERM, SIGHUP or SIGINT arrives, and save a checkpoint."""
-        self.logger = MetricsLogger(self.folder, self.state.step, self.config.tensorboard)
+        if self.world.is_distributed:
+            self.world.check_same_start(self.task.model, self.state.step)
+        is_main = self.world.is_main
+        self.logger = MetricsLogger(self.folder, self.state.step, self.config.tensorboard) if is_main else None
         self.saved_at = self.state.seconds
-        self.run_step = self.build_graphed_step() if self.cuda_graphs else self.compute_step
-        with collect_stop_signals(self.quiet) as signals, ProgressBar(self.quiet) as self.bar:
+        self.run_step = self.build_step()
+        with (
+            collect_stop_signals(self.quiet, self.world.is_distributed) as self.received,
+            ProgressBar(self.quiet) as self.bar,
+        ):
+            signals = self.signals = [] if self.world.is_distributed else self.received
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
             while not self.is_finished() and not signals:
@@ -183,7 +193,9 @@ class Trainer:
                 if not self.is_due(self.config.evaluate_every):
                     self.evaluate()
             checkpoint = self.save_checkpoint()
-        self.logger.close()
+        if self.logger is not None:
+            self.logger.close()
+        self.world.barrier()  # the checkpoint is written
         return self.build_result(checkpoint, signals[0] if signals else 0)
 
     def budget_fraction_used(self, ahead_steps: float = 0.0) -> float:
@@ -196,7 +208,7 @@ class Trainer:
         return self.state.step - self.state.start_step, self.state.seconds - self.state.start_seconds
 
     def is_finished(self) -> bool:
-        return self.stop_at.fraction_used(*self.steps_and_seconds_used()) >= 1
+        return self.stop_at.fraction_used(*self.steps_and_seconds_used()) >= 1 or self.task.should_stop()
 
     def is_due(self, every: int) -> bool:
         return self.state.step % every == 0
@@ -209,18 +221,28 @@ class Trainer:
         """Train on one batch."""
         start = time.perf_counter()
         batch = self.task.next_batch()
-        torch.manual_seed(self.seed * 1_000_003 + self.state.step)  # dropout depends on the step only
+        seed_dropout(self.seed, self.state.step, self.world.rank)
         self.set_learning_rate()
         metrics = self.run_step(batch)
+        tokens = batch.num_tokens * self.world.size
         self.state.step += 1
-        self.state.tokens += batch.num_tokens
+        self.state.tokens += tokens
         seconds = time.perf_counter() - start if self.is_warm else None
         self.state.seconds += seconds or 0.0
         for averages in (self.averages, self.screen_averages):
-            averages.add_step(metrics, batch.num_tokens, seconds)
+            averages.add_step(metrics, tokens, seconds)
         self.is_warm = True
         if not self.cuda_graphs:  # with CUDA graphs, reading the device each step would stall it
             self.check_nonfinite_steps()
+        if self.world.is_distributed:
+            self.agree_with_ranks()
+
+    def agree_with_ranks(self) -> None:
+        """Stop if any rank received a signal; budgets, schedules and intervals follow the clock of rank 0."""
+        received = next(iter(self.received), 0)
+        signal, self.state.seconds = self.world.agree(received, self.state.seconds)
+        if signal:
+            self.signals.append(signal)
 
     def set_learning_rate(self) -> None:
         self.learning_rate = self.optimizer_config.learning_rate * self.schedule_factor()
@@ -245,11 +267,16 @@ class Trainer:
     def parameter_groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def build_graphed_step(self) -> GraphedStep:
-        """`compute_step` as a CUDA graph, which reads learning rates from the device."""
-        for group in self.parameter_groups():
+    def build_step(self) -> Callable[[Any], dict[str, Tensor]]:
+        """A training step of one rank or several; CUDA graphs read learning rates from the device."""
+        for group in self.parameter_groups() if self.cuda_graphs else ():
             group["lr"] = torch.tensor(0.0, device=group["params"][0].device)
-        return GraphedStep(self.compute_step)
+        wrap: Callable[[Any], Any] = GraphedStep if self.cuda_graphs else lambda part: part
+        if self.gradients is None:
+            return wrap(self.compute_step)
+        return DistributedStep(
+            self.world, self.gradients, self.task.loss_counts, self.forward_backward, self.update_weights, wrap
+        )
 
     def compute_step(self, batch: TrainingBatch) -> dict[str, Tensor]:
         """Forward, backward and update; returns the metrics of the step."""
@@ -269,6 +296,8 @@ class Trainer:
     def accumulate_gradients(self, batch: TrainingBatch, micro_batches: int) -> dict[str, Tensor]:
         """Accumulate the gradients of micro-batches, normalized by the counts of the whole batch."""
         counts = self.task.loss_counts(batch) if micro_batches > 1 else None
+        if self.gradients is not None:
+            counts = self.gradients.counts()  # of all ranks
         means: dict[str, Tensor] = {}
         for micro_batch in batch.micro_batches(micro_batches):
             losses = self.task.losses(micro_batch)
@@ -342,8 +371,12 @@ class Trainer:
             "tokens_per_second": tokens_per_second,
             **self.task.speed_metrics(tokens_per_second),
         }
-        self.logger.write("train", state.step, metrics)
+        self.write_metrics("train", metrics)
         self.averages = RunningAverages()
+
+    def write_metrics(self, kind: str, metrics: dict[str, float]) -> None:
+        if self.logger is not None:
+            self.logger.write(kind, self.state.step, metrics)
 
     def count_nonfinite_steps(self) -> int:
         """The number of skipped steps, also those that are not logged yet."""
@@ -363,7 +396,7 @@ class Trainer:
         """Evaluate on held-out data."""
         self.metrics = self.task.evaluate()
         self.evaluated_step = self.state.step
-        self.logger.write("validation", self.state.step, self.metrics)
+        self.write_metrics("validation", self.metrics)
         if not self.is_finished():  # the result shows the last ones
             loss, lowest = self.metrics["loss"], self.state.best_loss
             text = f"loss {loss:.3f}" + (f" (lowest: {lowest:.3f})" if lowest is not None and loss > lowest else "")
@@ -379,6 +412,8 @@ class Trainer:
         if self.evaluated_step == state.step and self.metrics["loss"] < best_loss:  # False for NaN
             state.best_checkpoint = checkpoint_name(state.step)
             state.best_loss = self.metrics["loss"]
+        if not self.world.is_main:
+            return self.folder / CHECKPOINTS / checkpoint_name(state.step)
         trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps())
         content = CheckpointState(trainer_state, self.task.state_dict())
         folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
@@ -399,22 +434,11 @@ class Trainer:
         )
 
 
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Seed torch's generator for a step; on a CPU it uses 32 bits of the seed."""
+    torch.manual_seed(seed * 1_000_003 + step + rank * 2_654_435_761)
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether torch ran out of memory: CUDA has an exception class for it, the CPU only a message."""
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
-
-
-@contextmanager
-def collect_stop_signals(quiet: bool = False) -> Iterator[list[int]]:
-    """Collect SIGTERM, SIGHUP and SIGINT in a list; a second SIGINT raises KeyboardInterrupt."""
-    received: list[int] = []
-
-    def handle(number: int, frame: object) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        received.append(number)
-        if not quiet:  # print is not reentrant
-            os.write(sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n")
-
-    with handle_signals(handle, *STOP_SIGNALS):
-        yield received

@@ -1,0 +1,148 @@
+"""CoNLL files and tag schemes.
+
+Entities (or chunks) are read from IOB1, IOB2 and BIOES alike, as conlleval reads them: a tag that cannot continue the
+entity before it starts a new one.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from electra.data.files import TextFile, format_and_compression, open_streams
+from electra.errors import ConfigError, DataError
+from electra.finetuning.readers import Row, TagScheme, decode_lines
+from electra.finetuning.readers import read_rows as read_table_rows
+
+OUTSIDE = "O"
+OTHER_PREFIXES = {"L": "E", "U": "S"}  # of BILOU, which is BIOES with other letters
+ENTITY_TAG = re.compile(r"([BIESLU])-(.+)", re.DOTALL)
+SCHEMES_IN_WORDS = "O, B-TYPE and I-TYPE (IOB1, IOB2), or also E-TYPE and S-TYPE (BIOES)"
+
+DOCUMENT_START = "-DOCSTART-"
+TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
+CONLLU = ".conllu"
+CONLLU_COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
+NO_WORD = re.compile(r"\d+[-.]\d+")  # ids of multiword tokens and empty nodes in CoNLL-U, which are no words
+
+
+class Entity(NamedTuple):
+    """An entity or chunk: words `start` to `end` - 1 of a sentence."""
+
+    start: int
+    end: int
+    type: str
+
+
+def find_entities(tags: Sequence[str]) -> list[Entity]:
+    """The entities that the tags of a sentence mean, in any scheme."""
+    entities: list[Entity] = []
+    is_open = False  # whether the last entity may continue
+    for index, tag in enumerate(tags):
+        prefix, type = split_tag(tag)
+        if prefix in "IE" and is_open and entities[-1].type == type:
+            entities[-1] = entities[-1]._replace(end=index + 1)
+        elif prefix != OUTSIDE:
+            entities.append(Entity(index, index + 1, type))
+        is_open = prefix in "BI"
+    return entities
+
+
+def split_tag(tag: str) -> tuple[str, str]:
+    """Prefix (O, B, I, E or S) and type of a tag."""
+    match = ENTITY_TAG.fullmatch(tag)
+    return (OTHER_PREFIXES.get(match[1], match[1]), match[2]) if match else (OUTSIDE, "")
+
+
+def write_tags(entities: Sequence[Entity], num_words: int, scheme: TagScheme) -> list[str]:
+    """The tags of a sentence with these entities, in their order."""
+    tags = [OUTSIDE] * num_words
+    for number, (start, end, type) in enumerate(entities):
+        tags[start:end] = [f"I-{type}"] * (end - start)
+        follows_same = number > 0 and entities[number - 1][1:] == (start, type)
+        if scheme != "IOB1" or follows_same:
+            tags[start] = f"B-{type}"
+        if scheme == "BIOES":
+            tags[end - 1] = f"{'S' if end - start == 1 else 'E'}-{type}"
+    return tags
+
+
+def has_prefix(tag: str) -> bool:
+    return ENTITY_TAG.fullmatch(tag) is not None
+
+
+def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
+    """The scheme that most tags follow; None if most have no prefix, as parts of speech."""
+    tags = [tag for tag in chain.from_iterable(sentences) if tag != OUTSIDE]
+    if sum(map(has_prefix, tags)) <= len(tags) / 2:
+        return None
+    schemes: tuple[TagScheme, ...] = ("IOB2", "IOB1", "BIOES")  # the first of equals
+    return min(schemes, key=lambda scheme: count_violations(sentences, scheme)[0])
+
+
+def count_violations(sentences: Sequence[Sequence[str]], scheme: TagScheme) -> tuple[int, str]:
+    """The number of tags that `scheme` would write differently, and the first of them with the tag before it."""
+    count, first = 0, ""
+    for tags in sentences:
+        expected = write_tags(find_entities(tags), len(tags), scheme)
+        for index, (tag, other) in enumerate(zip(tags, expected, strict=True)):
+            if split_tag(tag) != split_tag(other):
+                count += 1
+                first = first or f"{tag} after {tags[index - 1] if index else 'the start of a sentence'}"
+    return count, first
+
+
+# Files.
+
+
+def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
+    """Stream the sentences of a file: a table with lists, or CoNLL columns named 1, 2, …; raises if there are none."""
+    format, compression = format_and_compression(path)
+    if format in TABLES:
+        yield from read_table_rows(path, columns=columns, skip_malformed=skip_malformed)
+        return
+    if format in (".csv", ".json"):
+        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
+    is_empty = True
+    with open_streams(TextFile(path, format, compression)) as (decompressed, _):
+        for row in conll_rows(str(path), decode_lines(path, decompressed), CONLLU_COLUMNS * (format == CONLLU)):
+            is_empty = False
+            yield row
+    if is_empty:
+        raise DataError(f"no sentences in {path}; each word is a line, and a blank line ends a sentence")
+
+
+def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()) -> Iterator[Row]:
+    """The sentences between blank lines, as lists by column; without comments and marks of documents.
+
+    A line that starts with # is a comment if a sentence may start there and it has another number of columns."""
+    numbered = ((number, split_columns(line)) for number, line in enumerate(chain(lines, [""]), start=1))
+    head = []  # up to the first line that is certainly a word
+    for number, fields in numbered:
+        head.append((number, fields))
+        if fields and not fields[0].startswith(("#", DOCUMENT_START)):
+            break
+    names = list(columns) or [str(column) for column in range(1, len(head[-1][1]) + 1)]
+    start = 0
+    words: list[list[str]] = []  # of the sentence
+    for number, fields in chain(head, numbered):
+        if not fields or fields[0] == DOCUMENT_START:
+            if words:
+                yield Row(start, dict(zip(names, map(list, zip(*words, strict=True)), strict=True)))
+            words = []
+        elif len(fields) != len(names):
+            if words or not fields[0].startswith("#"):
+                raise DataError(
+                    f"{file_name}, line {number}: {len(fields):,} columns, but {len(names)} in the lines before; each "
+                    "word needs all columns, separated by spaces or by tabs, and a blank line ends a sentence"
+                )
+        elif not (columns and NO_WORD.fullmatch(fields[0])):
+            start = start if words else number
+            words.append(fields)
+
+
+def split_columns(line: str) -> list[str]:
+    """The columns of a line, separated by tabs if it has any, else by spaces."""
+    stripped = line.strip(" \t\r\n")  # no-break spaces belong to words
+    return re.split(r" *\t *" if "\t" in stripped else " +", stripped) if stripped else []

@@ -1,0 +1,101 @@
+"""Run a function on several ranks: processes forked from this one, which has imported torch already."""
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Collection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from electra.model.storage import WEIGHTS
+from electra.runfolder import checkpoint_folders
+from electra.training.logging import METRICS, read_metrics
+
+CONTEXT = multiprocessing.get_context("fork")
+SECONDS = 30  # in which ranks end
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start_ranks(size: int, function: Callable[[int], Any]) -> list[tuple[ForkProcess, Connection]]:
+    """Start `function(rank)` on `size` ranks, with the environment variables of torchrun."""
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        reader, writer = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=run_rank, args=(function, rank, size, port, writer))
+        process.start()
+        writer.close()
+        ranks.append((process, reader))
+    return ranks
+
+
+def run_rank(function: Callable[[int], Any], rank: int, size: int, port: int, writer: Connection) -> None:
+    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
+    try:
+        writer.send(function(rank))
+    except Exception as error:
+        writer.send(error)
+    writer.close()
+    os._exit(0)  # as the command does: threads of a process group may wait for other ranks
+
+
+def finish_ranks(ranks: list[tuple[ForkProcess, Connection]]) -> list[Any]:
+    """The result of each rank, an exception that it raised, or None if it was killed."""
+    results = []
+    for _, reader in ranks:
+        try:
+            results.append(reader.recv() if reader.poll(SECONDS) else TimeoutError())
+        except EOFError:
+            results.append(None)
+    for process, _ in ranks:
+        process.join(SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError("a rank did not end")
+    return results
+
+
+def run_ranks(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """The results of `function(rank)` on `size` ranks; raises what one of them raised."""
+    results = finish_ranks(start_ranks(size, function))
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """The weights of the last checkpoint of a run."""
+    from safetensors.torch import load_file
+
+    return load_file(checkpoint_folders(run)[-1] / WEIGHTS)
+
+
+def largest_difference(run: Path, other: Path) -> float:
+    """The largest absolute difference of the weights of two runs."""
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys()
+    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
+
+
+def losses(run: Path, kinds: Collection[str]) -> list[float]:
+    """All losses in the metrics of a run."""
+    names = ("loss", "generator", "discriminator", "mlm_loss", "rtd_loss", "unigram_rtd_loss", "gradient_norm")
+    return [
+        line[name] for line in read_metrics(run / METRICS) if line["kind"] in kinds for name in names if name in line
+    ]
+
+
+def largest_loss_difference(run: Path, other: Path, kinds: Collection[str] = ("train", "validation")) -> float:
+    return max(abs(ours - theirs) for ours, theirs in zip(losses(run, kinds), losses(other, kinds), strict=True))

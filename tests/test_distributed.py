@@ -1,0 +1,231 @@
+"""Ranks: the same training on any number of them, one writer, signals and failures; on the CPU with gloo."""
+
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from ranks import finish_ranks, largest_difference, largest_loss_difference, run_ranks, start_ranks
+
+from electra.cli import main
+from electra.errors import ConfigError, DataError, TrainingError
+from electra.pretraining.command import pretrain
+from electra.pretraining.task import PretrainingTask
+from electra.runfolder import checkpoint_folders, lock_folder
+from electra.training.checkpoint import read_training_state
+from electra.training.distributed import LostRankError, World, join_ranks
+from electra.training.logging import read_metrics
+from electra.training.trainer import seed_dropout
+
+WEIGHTS_BOUND, LOSS_BOUND = 1e-5, 1e-5  # the same batch in other parts is summed in another order
+CASES = {
+    "rtd": {"optimizer": "adamw"},
+    "mlm, modern, Muon": {"objective": "mlm", "style": "modern", "optimizer": "muon", "sinusoidal_positions": False},
+    "segment pairs, micro-batches": {"packing": "segment-pairs", "micro_batches": 2, "whole_word_masking": True},
+}
+
+
+@pytest.fixture
+def dataset_config(run_config):
+    """Build the config of a small run with a batch that divides over 1, 2 and 3 ranks, evaluated in four batches."""
+
+    def build(output: str = "run", **settings):
+        base = {"batch_size": 12, "steps": 10, "learning_rate": 1e-3, "evaluation_rows": 100, "evaluate_every": 5}
+        return run_config(output, **base | settings)
+
+    return build
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_and_three_ranks_train_as_one_process(dataset_config, case):
+    alone = dataset_config("alone", **CASES[case])
+    pretrain(alone)
+    for size in (2, 3):
+        config = dataset_config(f"ranks-{size}", **CASES[case])
+        run_ranks(size, lambda rank, config=config: pretrain(config))
+        assert largest_difference(alone.output, config.output) < WEIGHTS_BOUND
+        assert largest_loss_difference(alone.output, config.output) < LOSS_BOUND
+        lines, expected = (read_metrics(run / "metrics.jsonl") for run in (config.output, alone.output))
+        assert [(line["kind"], line["step"]) for line in lines] == [(line["kind"], line["step"]) for line in expected]
+        assert lines[-2]["tokens"] == expected[-2]["tokens"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_world_of_one_gives_the_same_bits_as_none(dataset_config, precision):
+    """The counts, the gradient buffer and the separate parts of a step change nothing."""
+    alone, world = (dataset_config(name, precision=precision, dropout=0.1) for name in ("alone", "world"))
+    pretrain(alone)
+    run_ranks(1, lambda rank: pretrain(world))
+    assert largest_difference(alone.output, world.output) == 0
+    assert largest_loss_difference(alone.output, world.output) == 0
+
+
+def test_rank_0_alone_writes(dataset_config):
+    """Rank 1 opens no file of the run folder for writing, and both return the same result."""
+    config = dataset_config()
+
+    def forbid_writing(event: str, arguments: tuple) -> None:
+        if event == "open" and str(arguments[0]).startswith(str(config.output)) and arguments[1] not in ("r", "rb"):
+            raise AssertionError(f"rank 1 writes {arguments[0]}")
+
+    def train(rank: int):
+        if rank == 1:
+            sys.addaudithook(forbid_writing)
+        return pretrain(config)
+
+    first, second = run_ranks(2, train)
+    assert (first.step, first.tokens, first.metrics) == (second.step, second.tokens, second.metrics)
+
+
+def test_a_run_begun_on_two_ranks_continues_on_one_and_three(dataset_config):
+    settings = {"steps": 20, "optimizer": "adamw"}
+    unbroken = dataset_config("unbroken", **settings)
+    pretrain(unbroken)
+    for size in (1, 3):
+        name = f"begun-{size}"
+        run_ranks(2, lambda rank, name=name: stop_after(dataset_config(name, **settings), steps=7, rank=rank))
+        config = dataset_config(name, resume=True, **settings)
+        assert read_training_state(checkpoint_folders(config.output)[-1]).trainer.step == 8
+        run_ranks(size, lambda rank, config=config: pretrain(config))
+        assert largest_difference(unbroken.output, config.output) < WEIGHTS_BOUND
+        assert largest_loss_difference(unbroken.output, config.output, ["validation"]) < LOSS_BOUND
+
+
+def stop_after(config, steps: int, rank: int, stopped_rank: int = 1):
+    """Train, and send SIGTERM to one rank when it has trained on this many batches."""
+    next_batch, taken = PretrainingTask.next_batch, []
+
+    def count_batches(task):
+        taken.append(None)
+        if len(taken) == steps + 1 and rank == stopped_rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return next_batch(task)
+
+    PretrainingTask.next_batch = count_batches  # in a forked process
+    return pretrain(config)
+
+
+@pytest.mark.parametrize("stopped_rank", [0, 2])
+def test_a_signal_to_any_rank_saves_and_stops_all(dataset_config, stopped_rank):
+    config = dataset_config()
+    results = run_ranks(3, lambda rank: stop_after(config, 3, rank, stopped_rank))
+    assert [(result.signal, result.step) for result in results] == [(signal.SIGTERM, 4)] * 3
+    [checkpoint] = checkpoint_folders(config.output)
+    assert checkpoint.name == "step-000000004"
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_reason(dataset_config):
+    config = dataset_config()
+
+    def train(rank: int):
+        if rank == 1:
+            PretrainingTask.next_batch = fail
+        return pretrain(config)
+
+    def fail(task):
+        raise DataError("shard 7 is damaged")
+
+    first, second = finish_ranks(start_ranks(2, train))
+    assert str(second) == "shard 7 is damaged"
+    assert isinstance(first, LostRankError)
+    assert str(first) == "rank 1 ended: shard 7 is damaged; all ranks stop"
+
+
+def test_a_rank_that_is_killed_ends_the_others(dataset_config, monkeypatch):
+    config = dataset_config()
+    monkeypatch.setattr("electra.training.distributed.REASON_SECONDS", 0.1)
+
+    def train(rank: int):
+        if rank == 0:
+            PretrainingTask.next_batch = lambda task: os.kill(os.getpid(), signal.SIGKILL)
+        return pretrain(config)
+
+    results = finish_ranks(start_ranks(3, train))
+    assert results[0] is None
+    assert all(isinstance(result, LostRankError) for result in results[1:])
+    assert str(results[1]).startswith("another rank ended or cannot be reached (")
+
+
+def test_a_locked_folder_ends_all_ranks(dataset_config):
+    config = dataset_config()
+    with lock_folder(config.output):
+        first, second = finish_ranks(start_ranks(2, lambda rank: pretrain(config)))
+    assert isinstance(first, ConfigError)
+    assert str(second).startswith("rank 0 ended: process ")
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_sizes_that_do():
+    world = World(torch.device("cpu"), rank=0, size=3)
+    world.check_batch_size(12, 2)
+    with pytest.raises(ConfigError, match="batch_size is 8 and does not divide over 3 ranks; use 6 or 9, or other"):
+        world.check_batch_size(8, 1)
+    with pytest.raises(ConfigError, match="is 3 and does not divide over 3 ranks times 2 micro-batches; use 6, or"):
+        world.check_batch_size(3, 2)
+
+
+def test_a_run_refuses_a_batch_that_does_not_divide(dataset_config):
+    results = finish_ranks(start_ranks(2, lambda rank: pretrain(dataset_config(batch_size=9))))
+    assert all("does not divide over 2 ranks; use 8 or 10" in str(result) for result in results)
+
+
+def test_items_are_shared_and_their_results_gathered_in_order():
+    def square(rank: int):
+        with join_ranks("cpu", resumes=False) as world:
+            squares = world.gather([torch.tensor(item) ** 2 for item in world.share(range(5))])
+            return [int(square) for square in squares], world.broadcast(rank)
+
+    for results, broadcast in run_ranks(3, square):
+        assert results == [0, 1, 4, 9, 16]
+        assert broadcast == 0
+
+
+def test_ranks_agree_on_a_signal_and_on_the_clock_of_rank_0():
+    def agree(rank: int):
+        with join_ranks("cpu", resumes=False) as world:
+            return world.agree(signal.SIGTERM if rank == 1 else 0, 7.5 + rank), world.agree(0, 8.5 - rank)
+
+    assert run_ranks(2, agree) == [((signal.SIGTERM, 7.5), (0, 8.5))] * 2
+
+
+def test_ranks_with_different_weights_do_not_start():
+    def start(rank: int):
+        with join_ranks("cpu", resumes=False) as world:
+            model = torch.nn.Linear(2, 2)
+            torch.nn.init.constant_(model.weight, rank)
+            torch.nn.init.zeros_(model.bias)
+            world.check_same_start(model, step=5 * rank)
+
+    for error in finish_ranks(start_ranks(2, start)):
+        assert isinstance(error, TrainingError)
+        assert "different weights (rank 0 at step 0 and rank 1 at step 5)" in str(error)
+
+
+def test_dropout_differs_between_ranks():
+    """Also on a CPU, where torch uses 32 bits of the seed."""
+    seeds = []
+    with torch.random.fork_rng():
+        for rank in range(64):
+            seed_dropout(seed=3, step=7, rank=rank)
+            seeds.append(torch.initial_seed() % 2**32)
+    assert len(set(seeds)) == 64
+
+
+def test_other_commands_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        main(["flops"])
+    assert "WORLD_SIZE is 4 but RANK is not set; start with torchrun" in capsys.readouterr().err
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["flops"])
+    assert "torchrun started 4 processes; start electra flops without it" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    main(["flops"])
+
+
+def test_restarts_need_a_command_that_resumes(dataset_config, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    [error] = finish_ranks(start_ranks(1, lambda rank: pretrain(dataset_config())))
+    assert "add --resume" in str(error)
