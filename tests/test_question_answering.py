@@ -18,6 +18,7 @@ from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
+from electra.finetuning.heads import JointSpanModel, SpanModel, search_spans
 from electra.finetuning.kinds import KINDS, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
 from electra.finetuning.model import load_pretrained
@@ -31,7 +32,6 @@ from electra.finetuning.question_answering import (
     tune_null_threshold,
     window_bounds,
 )
-from electra.finetuning.span_heads import JointSpanModel, SpanModel, search_spans
 from electra.finetuning.tasks import Examples, Task
 
 KIND = "question-answering"

@@ -156,6 +156,7 @@ class FinetuningTask:
             self.tuning.pooling,
             seed=job.seed,
             model_class=self.kind.model(self.task),
+            frozen=self.tuning.frozen_config(),
         )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
@@ -185,7 +186,8 @@ class FinetuningTask:
         encoder, tuning = self.encoder, self.tuning
         learning_rate, head = tuning.optimizer_config(encoder).learning_rate, self.model.describe_head_input()
         return [
-            f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {head}",
+            f"{'frozen ' * tuning.frozen}{encoder.style} encoder with {encoder.layers} layers of width "
+            f"{encoder.width}; head on {head}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {self.job.length}; learning rate {learning_rate:g}, "
             f"layer decay {tuning.layer_decay_for(encoder):g}",
@@ -223,7 +225,7 @@ class FinetuningTask:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
         if parameter_name.startswith("head.crf"):
             return CRF_LR_SCALE
-        if parameter_name.startswith("head"):
+        if parameter_name.startswith("head") or self.tuning.frozen:
             return 1.0
         depth = self.encoder.layers + 1  # of the embeddings
         if ".layers." in parameter_name:

@@ -255,11 +255,12 @@ def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
     job, task, metrics = jobs[0], jobs[0].task, {}
     tokenizer = load_model_tokenizer(job.model)
-    for split, logits in read_mean_logits(jobs).items():
+    by_split = read_mean_logits(jobs)
+    for split in ("dev", *(split for split in by_split if split != "dev")):
         examples = read_examples(task, split)
         if examples.labels is not None:
             features = load_features(task, examples, tokenizer, job.length, job.features_cache)
-            metrics[split] = compute_metrics(task, logits, features, examples)
+            task, metrics[split] = compute_metrics(task, by_split[split], features, examples, calibrate=split == "dev")
     return metrics
 
 

@@ -3,8 +3,8 @@ tasks are defined and their files are read by it."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, conll, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features, make_features
-from electra.finetuning.heads import ChoiceModel, CrfTagModel, TagModel, TaskModel, WindowModel
+from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features
+from electra.finetuning.heads import ChoiceModel, CrfTagModel, JointSpanModel, SpanModel, TagModel, span_loss
+from electra.finetuning.kind import Kind, text_model
 from electra.finetuning.losses import (
     BALANCED,
     balanced_class_weights,
@@ -29,33 +30,19 @@ from electra.finetuning.losses import (
     cross_entropy,
     parse_class_weights,
 )
-from electra.finetuning.metrics import Metrics, class_scores, most_frequent_label
+from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
-from electra.finetuning.span_heads import JointSpanModel, SpanModel, span_loss
 from electra.finetuning.tasks import (
     TEST,
     Examples,
-    RowReader,
     Task,
     add_line_to_errors,
-    get_cell,
     get_glue_task,
-    get_text,
     read_split_rows,
     stack_labels,
     take_chunk,
 )
 from electra.huggingface.convert import choice_settings
-from electra.huggingface.names import Settings
-from electra.model.config import EncoderConfig
-
-
-def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
-    return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
-
-
-def text_model(task: Task) -> type[TaskModel]:
-    return WindowModel if task.windows > 1 else TaskModel
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
@@ -68,11 +55,6 @@ def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
         yield {"prediction": rounded} | probabilities
 
 
-def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:
-    """Dev metrics of the most frequent class, or the mean score, of the training rows."""
-    return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
-
-
 def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
@@ -83,64 +65,6 @@ def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
         choices = choice.read_choices(task, row)
         probabilities = [round(value, 4) for value in values[: len(choices)]]
         yield {"prediction": choice.CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
-
-    # from the rows of a file to examples
-    read_rows: RowReader = readers.read_rows
-    text_column: str | None = "text"  # unless set
-    text_b_column: str | None = None  # unless set
-    label_column: str = "label"  # unless set
-    find_columns: Callable[[Task, Row], Task] = lambda task, row: task  # columns, from the first training row
-    choice_columns: tuple[str, ...] = ()  # unless set
-    read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
-    label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
-    parse: Callable[[Any], Any]  # label cell → class name, class names, or score
-    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
-    warnings: Callable[[list[Any]], Iterator[str]] = lambda labels: iter(())  # about them: probably not intended
-    check_strictly: Callable[[Any], None] = lambda label: None  # raises what is otherwise a warning
-    encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
-    dtype: type  # of `Examples.labels`
-    has_target: Callable[[Any], bool] = lambda label: True  # whether an example can be trained on
-    held_out_together: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))  # where equal
-    has_classes: bool = True  # that the task lists as its labels
-    has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
-
-    # from examples to features
-    make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
-    targets: Callable[[NDArray, Task], NDArray] = lambda labels, task: labels  # of the loss
-    labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
-
-    # from features to predictions
-    model: Callable[[Task], type[TaskModel]] = text_model
-    loss: Callable[..., Tensor]  # logits, targets and, if `balance` is set, class weights → losses [B]
-    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
-    num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
-    """Targets → terms of the loss of each row [B], by which it is averaged."""
-    uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
-    predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
-    activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
-    compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
-        predicted, labels
-    )
-    calibrate: Callable[[NDArray, NDArray, Task], Task] = lambda predicted, labels, task: task  # on the dev rows
-    baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
-    baseline_name: str = "always predicting the most frequent class"
-    class_ids: Callable[[NDArray], NDArray] | None = None  # labels or predictions → classes of the confusion matrix
-    class_scores: Callable[[NDArray, NDArray, Task], dict[str, Metrics]] = lambda predicted, labels, task: {}
-    """Predictions, labels → precision, recall and F1 of each class."""
-
-    # from predictions to files
-    decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
-    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
-    output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
-    prediction_files: Callable[[Task, Outputs], Iterator[dict[str, Any]]] | None = None  # of each example, by file name
-    huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
-    huggingface_settings: Callable[[EncoderConfig], Settings]
-    output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
 
 
 def softmax(logits: NDArray) -> NDArray:
@@ -161,6 +85,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=softmax,
         class_ids=lambda class_ids: class_ids,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
+        columns=class_columns,
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
     "multi-label": Kind(
@@ -176,6 +101,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
         class_scores=lambda predicted, labels, task: class_scores(predicted, labels, task.labels),
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
+        columns=class_columns,
         huggingface_settings=lambda encoder: {"problem_type": "multi_label_classification"},
     ),
     "regression": Kind(
@@ -193,6 +119,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
         decode=lambda scores, task: scores.tolist(),
+        columns=class_columns,
         huggingface_settings=lambda encoder: {"problem_type": "regression"},
         output_names=lambda task: ("score",),
     ),
@@ -305,11 +232,16 @@ def load_features(
     return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
 
 
-def compute_metrics(task: Task, logits: NDArray, features: Features, examples: Examples) -> Metrics:
-    """The task's metrics of logits of examples with labels."""
+def compute_metrics(
+    task: Task, logits: NDArray, features: Features, examples: Examples, calibrate: bool
+) -> tuple[Task, Metrics]:
+    """The task, with thresholds for these examples if it is to be calibrated, and its metrics of their logits."""
     assert examples.labels is not None
     kind = KINDS[task.kind]
-    return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
+    predicted = kind.predict(Outputs(logits, features, examples), task)
+    if calibrate:
+        task = kind.calibrate(predicted, examples.labels, task)
+    return task, kind.compute_metrics(predicted, examples.labels, task)
 
 
 def check_class_weights(words: tuple[str, ...], task: Task) -> None:

@@ -35,6 +35,8 @@ def split_matrices_tables_vectors(
     tables: list[NamedParameter] = []
     vectors: list[NamedParameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if parameter.dim() < 2:
             vectors.append((name, parameter))
         elif ".layers." in name:
