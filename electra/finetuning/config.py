@@ -84,7 +84,8 @@ class TaskConfig:
             raise ConfigError("--crf needs --kind tags")
         if self.kind == "tags" and self.text_b is not None:
             raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
-        columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
+        label = self.label or ("label" if self.kind not in ("tags", "question-answering") else None)
+        columns = [column for column in (self.text, self.text_b, *self.choices, label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
             raise ConfigError(f"{flags} are {', '.join(columns)}; they must be different columns")
@@ -307,7 +308,7 @@ class PredictorConfig:
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
+    """auto: bf16 on a GPU that supports it, else fp16 or, on a CPU, fp32."""
 
     def __post_init__(self) -> None:
         check_range(self, "batch_size", at_least=1)

@@ -221,6 +221,9 @@ class FinetuningTask:
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
+    def discard_gradients(self) -> None:
+        self.master_weights.discard_gradients()
+
     def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
         if parameter_name.startswith("head.crf"):
@@ -346,6 +349,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         job.folder,
         seed=job.seed,
         cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
+        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
     )
 

@@ -21,7 +21,7 @@ from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorCo
 from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
-from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
+from electra.finetuning.kinds import KINDS, Kind, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
@@ -94,13 +94,16 @@ class Predictor:
         self.task = first.task
         if config.ensemble and self.task.head == "joint":
             raise ConfigError("--ensemble averages logits, which the joint head does not have; use --head simple")
-        self.kind = KINDS[self.task.kind]
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
         warn_untrained_length(self.folders[0], self.length)
         self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.task.kind]
 
     def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
         """The logits of the examples of a file after the first `self.rows`, in chunks."""
