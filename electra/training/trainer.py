@@ -105,6 +105,7 @@ class Trainer:
         self.averages = RunningAverages()  # since the last line of metrics.jsonl
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
+        self.received: list[int] = []  # signals to this rank
         self.is_warm = False  # the first step compiles and fills caches; its time does not count
         self.nonfinite_run = torch.zeros(2, device=device)  # consecutive non-finite steps: current, longest so far
 
