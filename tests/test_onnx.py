@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from conftest import MODERN, NARROW, WIDE, WORDS
-from synthetic import write_choices, write_rows, write_tags
+from synthetic import write_choices, write_questions, write_rows, write_tags
 from transformers_models import add_noise
 
 from electra.cli import main
@@ -23,7 +23,7 @@ from electra.export.command import copy_tokenizer_files_with_json, export
 from electra.export.config import ExportConfig
 from electra.export.source import load_export_source
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.heads import ChoiceModel, TagModel, TaskModel
+from electra.finetuning.heads import ChoiceModel, SpanModel, TagModel, TaskModel
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
@@ -102,7 +102,7 @@ def test_pre_trained_models_equal_transformers(pairs, tmp_path, part, style):
     check_equal_to_transformers(tmp_path / "onnx", tmp_path / "huggingface")
 
 
-WRITERS = {"choice": write_choices, "tags": write_tags}
+WRITERS = {"choice": write_choices, "tags": write_tags, "question-answering": write_questions}
 
 
 @pytest.mark.slow
@@ -126,14 +126,15 @@ def test_heads_return_what_their_class_in_transformers_does(pairs):
     """Shapes only: values are compared by slow tests."""
     encoder = load_pretrained(pairs["classic"]).encoder
     ids = torch.randint(5, VOCAB_SIZE, (3, 2, 7))
-    for model, inputs, shape in (
-        (TaskModel(encoder, 4), ids[:, 0], (3, 4)),
-        (TagModel(encoder, 4), ids[:, 0], (3, 7, 4)),
-        (ChoiceModel(encoder, 1), ids, (3, 2)),
+    for model, inputs, shapes in (
+        (TaskModel(encoder, 4), ids[:, 0], {"logits": (3, 4)}),
+        (TagModel(encoder, 4), ids[:, 0], {"logits": (3, 7, 4)}),
+        (ChoiceModel(encoder, 1), ids, {"logits": (3, 2)}),
+        (SpanModel(encoder, 1), ids[:, 0], {"start_logits": (3, 7), "end_logits": (3, 7)}),
     ):
         assert len(model.exported_axes) == inputs.dim()
         outputs = model.huggingface_outputs(inputs, torch.ones_like(inputs).bool(), torch.zeros_like(inputs))
-        assert {name: tensor.shape for name, tensor in outputs.items()} == {"logits": shape}
+        assert {name: tensor.shape for name, tensor in outputs.items()} == shapes
 
 
 def test_a_lost_window_is_noticed_and_nothing_is_written(pairs, tmp_path, monkeypatch):

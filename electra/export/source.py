@@ -138,6 +138,10 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
             "or fine-tune without --frozen"
         )
     encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
+    if task.head == "joint":
+        raise ConfigError(
+            f"{folder} has the joint head, which transformers does not have; fine-tune with --head simple"
+        )
     with torch.no_grad():
         model.head.weight.mul_(task.scale)
         model.head.bias.mul_(task.scale).add_(task.offset)
