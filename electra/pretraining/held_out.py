@@ -51,8 +51,14 @@ def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.devic
 
 
 def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
-    """How held-out rows are packed, the same for all runs: packed, at most 128 tokens."""
-    return LoaderConfig(length=min(HELD_OUT_LENGTH, config.loader.length), batch_size=min(32, config.evaluation_rows))
+    """How held-out rows are packed: like the training rows, at most 128 tokens.
+
+    A discriminator that was trained long on rows of one kind may fail on the others."""
+    return LoaderConfig(
+        length=min(HELD_OUT_LENGTH, config.loader.length),
+        batch_size=min(32, config.evaluation_rows),
+        packing=config.loader.packing,
+    )
 
 
 def max_held_out_rows(config: PretrainConfig) -> int:
