@@ -143,8 +143,8 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
             f"{folder} has the joint head, which transformers does not have; fine-tune with --head simple"
         )
     with torch.no_grad():
-        model.head.weight.mul_(task.scale)
-        model.head.bias.mul_(task.scale).add_(task.offset)
+        model.get_parameter("head.weight").mul_(task.scale)
+        model.get_parameter("head.bias").mul_(task.scale).add_(task.offset)
     class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
