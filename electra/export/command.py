@@ -112,6 +112,10 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
             "or fine-tune without --frozen"
         )
     encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
+    if task.head == "joint":
+        raise ConfigError(
+            f"{folder} has the joint head, which transformers does not have; fine-tune with --head simple"
+        )
     class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}

@@ -15,7 +15,8 @@ class ExportConfig:
     """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
     ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
     ElectraForMultipleChoice or ModernBertForMultipleChoice, one of tags as ElectraForTokenClassification or
-    ModernBertForTokenClassification. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
+    ModernBertForTokenClassification, one of question answering as ElectraForQuestionAnswering or
+    ModernBertForQuestionAnswering. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
     package is stored."""
 
     model: Path
