@@ -97,7 +97,7 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
         try:  # an interrupt may come at any moment after this
             draft.mkdir()
             yield draft
-            for file in draft.iterdir():
+            for file in [path for path in draft.rglob("*") if path.is_file()]:
                 with file.open("rb") as content:
                     os.fsync(content.fileno())  # the rename may reach the disk before the content
             os.replace(draft, folder)
