@@ -14,6 +14,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "TensorBoard"),
     "yaml": ("pyyaml", "--config files in YAML"),
     "sklearn": ("scikit-learn", "estimators for scikit-learn"),
+    "onnx": ("onnxruntime", "export to ONNX, with onnx and onnxscript"),
 }
 
 

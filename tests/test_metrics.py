@@ -13,11 +13,13 @@ from hypothesis.extra import numpy as arrays
 
 from electra.finetuning.metrics import (
     METRICS,
+    Mistake,
     accuracy,
     class_scores,
     confusion_matrix,
     exact_match,
     f1,
+    format_mistakes,
     macro_f1,
     matthews,
     median,
@@ -134,3 +136,11 @@ SCORES = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e3, 1e3, width=16)
 def test_correlations_agree_with_scipy(pair):
     for ours, theirs in ((pearson, scipy.stats.pearsonr), (spearman, scipy.stats.spearmanr)):
         assert ours(*pair) == pytest.approx(expected(theirs, *pair).statistic, abs=1e-9, nan_ok=True)
+
+
+def test_the_page_of_mistakes_starts_with_the_most_confident():
+    mistakes = [Mistake(0.2, "b", "a", "x | y\nz"), Mistake(0.9, "a", "b", "w" * 600)] * 30
+    title, _, _, _, first, *_, last = format_mistakes(mistakes, "cola").splitlines()
+    assert title == "# The 50 most confident of 60 mistakes on the dev rows of cola"
+    assert first == f"| 0.900 | a | b | {'w' * 500} |"
+    assert last == "| 0.200 | b | a | x \\| y z |"

@@ -52,6 +52,8 @@ HEADS = {"classic": ClassicHead, "modern": ModernHead}
 class TaskModel(nn.Module):
     """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
 
+    exported_axes: tuple[str, ...] = ("batch", "length")  # of the inputs of `huggingface_outputs`
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__()
         if pooling not in get_args(Pooling):
@@ -74,6 +76,10 @@ class TaskModel(nn.Module):
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return self.head(POOL[self.pooling](hidden, attention_mask))
+
+    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Outputs by name of the class in `transformers` that this model is exported as; texts have one window."""
+        return {"logits": TaskModel.forward(self, input_ids, attention_mask, segment_ids)}
 
     def describe_head_input(self) -> str:
         return "the first token" if self.pooling == "cls" else "the mean of all tokens"
@@ -99,6 +105,9 @@ class TagModel(TaskModel):
     ) -> Tensor:
         """Logits [B, L, num_labels]."""
         return self.head(self.encoder(input_ids, attention_mask, segment_ids))
+
+    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self(input_ids, attention_mask, segment_ids)}
 
     def describe_head_input(self) -> str:
         return "every token"
@@ -132,6 +141,8 @@ class CrfTagModel(TagModel):
 class ChoiceModel(TaskModel):
     """A score for each choice of a row, from the same head for all of them."""
 
+    exported_axes = ("batch", "choices", "length")
+
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
     ) -> Tensor:
@@ -140,6 +151,11 @@ class ChoiceModel(TaskModel):
         is_missing = ~attention_mask[..., 1]  # [CLS] alone
         logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_LOGIT)  # [B, slots]
         return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
+
+    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Logits [B, choices]; rows have equally many."""
+        inputs = (tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids))
+        return {"logits": super().forward(*inputs).view(input_ids.shape[:2])}
 
 
 class SpanModel(TaskModel):
@@ -154,6 +170,11 @@ class SpanModel(TaskModel):
         """Logits [B, L, 2]; `NO_LOGIT` for tokens that are neither in the context nor [CLS]."""
         logits = self.head(self.encoder(input_ids, attention_mask, segment_ids)).float()
         return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
+
+    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Scores [B, L] of all tokens, also of those that are not in the context."""
+        logits = self.head(self.encoder(input_ids, attention_mask, segment_ids))
+        return dict(zip(("start_logits", "end_logits"), logits.unbind(-1), strict=True))
 
     def describe_head_input(self) -> str:
         return "every token"
