@@ -42,7 +42,7 @@ def import_object(reference: str) -> Any:
 
 
 COMMANDS = {
-    "demo": Command("demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
+    "demo": Command("serve.config:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
     "tokenizer": Command(
         "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
     ),

@@ -400,9 +400,9 @@ def difference(one, other) -> float:
 
 
 @COMPILED
-@pytest.mark.parametrize("auxiliary", [False, True])
+@pytest.mark.parametrize(("precision", "auxiliary"), [("bf16", False), ("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style, auxiliary):
+def test_compiled_half_precision_training_follows_eager_fp32_training(run_config, style, precision, auxiliary):
     positions = {} if style == "classic" else {"sinusoidal_positions": False}
     weights = dict.fromkeys(("corrective_lm_weight", "bag_of_words_weight"), float(auxiliary))
     names = ["generator", "discriminator"] + (["corrective_lm", "bag_of_words"] if auxiliary else [])
@@ -416,7 +416,7 @@ def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style, a
         **(positions | weights),
     }
     plain = run_config("plain", compile="off", precision="fp32", **same)
-    fast = run_config("fast", precision="bf16", **same)
+    fast = run_config("fast", precision=precision, **same)
     losses = []
     for run in (plain, fast):
         pretrain(run)
@@ -434,6 +434,21 @@ def test_compiled_and_captured_steps_equal_eager_ones(run_config, optimizer):
     for run in (plain, fast):
         pretrain(run)
     assert difference(plain, fast) < 1e-3  # Muon works in bf16
+
+
+@COMPILED
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_a_batch_that_does_not_fit_into_gpu_memory_is_divided(run_config, capsys, compile):
+    size = {"layers": 12, "width": 256, "heads": 4, "feedforward": 1024, "generator_width": 64, "batch_size": 1024}
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 1.5 * 2**30  # of about 3 GB that a step needs
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        result = pretrain(run_config(device="cuda", steps=5, compile=compile, kernels="off", **size))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result.step == 5
+    assert capsys.readouterr().err.count("does not fit into the device's memory: divided into") == 1
 
 
 @COMPILED

@@ -351,7 +351,9 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,
         seed=job.seed,
-        cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
+        cuda_graphs=task.device.type == "cuda"
+        and job.hardware.compile != "off"
+        and not job.tuning.bilstm,  # cuDNN's LSTMs are not tried in graphs
         loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
     )
