@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from synthetic import write_rows
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import electra
 from electra.errors import ConfigError, DataError, TrainingError
@@ -16,6 +17,7 @@ from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
 from electra.finetuning.losses import balanced_class_weights, balanced_positive_weights
+from electra.finetuning.tasks import Examples
 from electra.model.config import BASE, LARGE, SMALL
 from electra.model.storage import WEIGHTS, read_tensors
 from electra.training.config import Budget, HardwareConfig
@@ -285,6 +287,11 @@ def test_windows_find_what_is_beyond_the_maximum_length(long_rows, tmp_path, mod
     predictions = electra.load(tmp_path / "whole", device="cpu").predict(["the red mat " * 12 + "dog", "cat"])
     assert [each["prediction"] for each in predictions] == ["dog", "cat"]
     assert electra.evaluate(model=tmp_path / "whole", input=long_rows, device="cpu").metrics["accuracy"] == 1
+    electra.export_model(model=tmp_path / "whole", output=tmp_path / "hf")  # reads one window
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "hf")("the red cat", return_tensors="pt")
+    ours = electra.load(tmp_path / "whole", device="cpu").compute_outputs(Examples(texts=["the red cat"], windows=4))
+    np.testing.assert_allclose(ours.logits, theirs(**inputs).logits.detach().numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(
