@@ -485,3 +485,13 @@ def test_the_most_confident_wrong_answers_are_listed(encoder_folder, tmp_path, c
     confidences = [float(cells[0]) for cells in listed]
     assert confidences == sorted(confidences, reverse=True)
     assert all(predicted != expected and "on the mat" in text for _, predicted, expected, text in listed)
+
+
+@pytest.mark.parametrize("head", ["simple", "joint"])
+def test_answers_from_a_frozen_encoder(encoder_folder, tmp_path, capsys, head):
+    flags = f"--head {head} --frozen --layers 1 2 --learning-rate 1e-2"
+    _, result = finetune(encoder_folder, tmp_path, capsys, flags)
+    assert result["median"]["dev"]["f1"] > 0.5
+    path = tmp_path / "rows.jsonl"
+    evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
+    assert evaluated["metrics"] == result["median"]["dev"]
