@@ -448,7 +448,7 @@ def test_a_batch_that_does_not_fit_into_gpu_memory_is_divided(run_config, capsys
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert result.step == 5
-    assert capsys.readouterr().err.count("does not fit into the device's memory: divided into") == 1
+    assert "does not fit into the device's memory: divided into" in capsys.readouterr().err
 
 
 @COMPILED
