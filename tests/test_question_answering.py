@@ -501,3 +501,33 @@ def test_answers_from_a_frozen_encoder(encoder_folder, tmp_path, capsys, head):
     path = tmp_path / "rows.jsonl"
     evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
     assert evaluated["metrics"] == result["median"]["dev"]
+
+
+def test_the_joint_loss_is_the_papers(encoder_folder, tokenizer):
+    """The mean of start and end losses, the end given the true start, plus half the loss of answerability."""
+    examples = Examples(
+        texts=["on the mat"] * 2, texts_b=["the cat sat .", "the red dog ran in ."], labels=np.empty(2, object)
+    )
+    examples.labels[:] = [(("cat sat", 4),), ()]
+    features = make_windows(examples, tokenizer, 32)
+    batch = RowBatch(torch.arange(2), torch.ones(2), 16)
+    ids, mask, segments = features.collate(batch, pad_id=0)
+    torch.manual_seed(0)
+    model = JointSpanModel(load_pretrained(encoder_folder, dropout=0.0).encoder, 1).train()
+    losses = model(ids, mask, segments, features.targets(batch))
+    hidden, head = model.encoder(ids, mask, segments), model.head
+    for row, (start, end) in enumerate(features.labels.tolist()):
+        context = range(5, int(mask[row].sum()) - 1)
+        allowed = [0, *context]
+        states = hidden[row]
+        starts = head.start(states)[:, 0]
+        pairs = torch.cat([states, states[start].expand_as(states)], 1)
+        ends = head.end(torch.nn.functional.gelu(head.end_dense(pairs)))[:, 0]
+        weights = starts[allowed].softmax(0)
+        pooled = torch.cat([states[0], weights @ states[allowed]])
+        null = head.null(torch.nn.functional.gelu(head.null_dense(pooled)))[0]
+        chosen = [
+            -scores[allowed].log_softmax(0)[allowed.index(place)] for scores, place in ((starts, start), (ends, end))
+        ]
+        null_loss = -torch.nn.functional.logsigmoid(null if start == 0 else -null)
+        assert losses[row, 0].item() == pytest.approx((sum(chosen) / 2 + null_loss / 2).item(), abs=1e-5)
