@@ -6,13 +6,14 @@ entity before it starts a new one.
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from electra.data.files import TextFile, format_and_compression, open_streams
 from electra.errors import ConfigError, DataError
-from electra.finetuning.readers import Row, TagScheme, decode_lines
+from electra.finetuning.readers import MAX_LABELS, Row, TagScheme, decode_lines
 from electra.finetuning.readers import read_rows as read_table_rows
 
 OUTSIDE = "O"
@@ -49,6 +50,7 @@ def find_entities(tags: Sequence[str]) -> list[Entity]:
     return entities
 
 
+@lru_cache(MAX_LABELS)
 def split_tag(tag: str) -> tuple[str, str]:
     """Prefix (O, B, I, E or S) and type of a tag."""
     match = ENTITY_TAG.fullmatch(tag)
@@ -69,7 +71,7 @@ def write_tags(entities: Sequence[Entity], num_words: int, scheme: TagScheme) ->
 
 
 def has_prefix(tag: str) -> bool:
-    return ENTITY_TAG.fullmatch(tag) is not None
+    return split_tag(tag)[0] != OUTSIDE
 
 
 def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
@@ -78,7 +80,8 @@ def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
     if sum(map(has_prefix, tags)) <= len(tags) / 2:
         return None
     schemes: tuple[TagScheme, ...] = ("IOB2", "IOB1", "BIOES")  # the first of equals
-    return min(schemes, key=lambda scheme: count_violations(sentences, scheme)[0])
+    different = list({tuple(tags): tags for tags in sentences}.values())
+    return min(schemes, key=lambda scheme: count_violations(different, scheme)[0])
 
 
 def count_violations(sentences: Sequence[Sequence[str]], scheme: TagScheme) -> tuple[int, str]:

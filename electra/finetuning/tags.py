@@ -47,7 +47,7 @@ OF_ENTITIES = ENTITY_METRICS[:3]
 UNKNOWN = -1  # target of words whose tags are not known
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
 TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
-CORPORA = ("conll2003", "conll2000")
+TASK_CORPORA = {"ner": ("conll2003",), "chunking": ("conll2000", "conll2003"), "pos": ("conll2003", "conll2000")}
 SPLIT_FILES = {
     "train": ("eng.train", "train.txt"),
     "dev": ("eng.testa", "valid.txt", "dev.txt"),
@@ -75,7 +75,7 @@ def find_columns(task: Task, row: Row) -> Task:
 
 def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
     """The task of a column of CoNLL-2003 or CoNLL-2000, with its files in the folder `data` or a folder in it."""
-    for folder in (Path(data), *(Path(data, corpus) for corpus in CORPORA)):
+    for folder in (Path(data), *(Path(data, corpus) for corpus in TASK_CORPORA[name])):
         files = {split: [folder / file for file in files] for split, files in SPLIT_FILES.items()}
         splits = {split: next((str(file) for file in paths if file.exists()), "") for split, paths in files.items()}
         if splits["train"]:
