@@ -13,6 +13,7 @@ EXTRAS = {
     "plot": ("matplotlib", "plots"),
     "tensorboard": ("tensorboard", "TensorBoard"),
     "yaml": ("pyyaml", "--config files in YAML"),
+    "sklearn": ("scikit-learn", "estimators for scikit-learn"),
 }
 
 

@@ -4,13 +4,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from electra.errors import DataError
+from electra.errors import ConfigError, DataError
 from electra.runfolder import (
     PARTIAL,
     describe_changed_settings,
@@ -39,9 +39,8 @@ class ResumableFile:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path, self.settings = path, json.loads(dump_json(settings))
-        self.partial = path.with_name(f"{path.name}{PARTIAL}")
+        self.partial, self.progress_file, self.table = partial_files(path)
         self.complete = self.partial  # the file that gets the name in the end
-        self.progress_file = path.with_name(f".{path.name}.progress{PARTIAL}")
         self.state: dict[str, Any] = {}  # of the last saved part
         self.saved_at = time.monotonic()
         size = self.restore_progress()
@@ -89,8 +88,32 @@ class ResumableFile:
     def discard(self) -> None:
         """Remove all partial files."""
         self.close()
-        for path in (self.progress_file, self.partial, self.complete):
-            path.unlink(missing_ok=True)
+        remove_partial_files(self.path)
+
+
+def partial_files(path: Path) -> tuple[Path, Path, Path]:
+    """What exists of a file before it is complete: its content, the progress, and its conversion to a table."""
+    progress, table = (path.with_name(f".{path.name}.{kind}{PARTIAL}") for kind in ("progress", "table"))
+    return path.with_name(f"{path.name}{PARTIAL}"), progress, table
+
+
+def remove_partial_files(path: Path) -> None:
+    for partial in partial_files(path):
+        partial.unlink(missing_ok=True)
+
+
+def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
+    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
+    if output.suffix not in suffixes:
+        raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
+    if not output.parent.is_dir():
+        raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
+    if output.exists() and path.exists() and output.samefile(path):
+        raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
+    if output.exists() and not overwrite:
+        with lock_file(output):  # removes the lock, too, of a process that was killed after it completed the file
+            remove_partial_files(output)
+        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
 
 
 def content_checksum(path: Path) -> str:

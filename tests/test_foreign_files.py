@@ -1,8 +1,10 @@
 """Commands neither remove nor overwrite files that they did not write, whatever their names."""
 
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,28 +15,34 @@ from synthetic import write_glue, write_rows
 
 import electra
 from electra.commands import make_command_function
+from electra.errors import DataError
 from electra.pretraining.command import pretrain
+from electra.runfolder import write_stored
 
 OUR_NAMES = (
     *("config.json", "index.json", "unfinished.json", "report.json", "report.md", "table.json", "table.md"),
     *("metrics.jsonl", "state.json", "samples.md", "result.json", "curves.png", "checksums.json", "logits.safetensors"),
-    *("00000.safetensors", "model.safetensors", "tokenizer.json", "vocab.txt", "tokenizer", "tokens", "model"),
-    *("checkpoints", "step-00000010", "seed-1", "CoLA", "RTE", "cola", "rte", "text", "x.lock", "lock.partial"),
+    *("00000.safetensors", "00001.safetensors", "model.safetensors", "training.safetensors", "tokenizer.json"),
+    *("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer", "tokens", "model", "checkpoints"),
+    *("step-00000010", "step-000000001", "step-000000003", "step-000000004", "seed-1", "seed-2", "CoLA", "RTE"),
+    *("cola", "rte", "text", "x.lock", "lock", "lock.partial", "confusion.png", "tensorboard", "README.md"),
 )
 NAMES = st.one_of(
     st.sampled_from(OUR_NAMES),
-    st.builds("{}{}".format, st.sampled_from(OUR_NAMES), st.sampled_from([".partial", ".tmp", "~", ".1", ".bak"])),
+    st.builds("{}{}".format, st.sampled_from(OUR_NAMES), st.sampled_from([".partial", ".tmp", "~", ".1", ".copy"])),
     st.text(st.characters(codec="utf-8", exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20),
 ).filter(lambda name: name not in (".", "..") and not name.endswith(".electra-partial"))
-TREES = st.lists(st.lists(NAMES, min_size=1, max_size=3), min_size=1, max_size=4)
-CONTENT = st.sampled_from([b"", b"{}", b"precious", b"[1, 2]"])
+TREES = st.lists(st.tuples(st.integers(0, 9), st.lists(NAMES, min_size=1, max_size=3)), min_size=1, max_size=4)
+CONTENT = st.sampled_from([b"", b"{}", b"precious", b"[1, 2]\n", b'{"a": 1}\n'])
+QUICK = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-def write_foreign_files(folder: Path, trees: list[list[str]], content: bytes) -> set[Path]:
-    """Write the files that are possible; returns those that did not exist."""
+def write_foreign_files(folder: Path, trees: list[tuple[int, list[str]]], content: bytes) -> set[Path]:
+    """Write the files that are possible, each below one of the folders; returns those that did not exist."""
+    folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
     written = set()
-    for parts in trees:
-        path = folder.joinpath(*parts)
+    for number, parts in trees:
+        path = folders[number % len(folders)].joinpath(*parts)
         with suppress(OSError):  # a file where a folder is needed, a name that is too long
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,8 +51,19 @@ def write_foreign_files(folder: Path, trees: list[list[str]], content: bytes) ->
     return written
 
 
+def run_beside_foreign_files(
+    command: Callable[[Path], object], folder: Path, trees: list[tuple[int, list[str]]], content: bytes
+) -> None:
+    """Run a command on a folder with foreign files, which it may refuse; checks that they are kept, then removes it."""
+    files = write_foreign_files(folder, trees, content)
+    with suppress(ValueError, OSError):  # ConfigError and DataError: the folder is refused
+        command(folder)
+    assert [str(path) for path in files if not path.is_file() or path.read_bytes() != content] == []
+    shutil.rmtree(folder)
+
+
 @pytest.fixture(scope="module")
-def commands(shards, finished_run, finetuned, encoder_folder, tmp_path_factory) -> dict[str, Callable[[Path], object]]:
+def commands(shards, finished_run, finetuned, encoder_folder, tmp_path_factory) -> dict[str, Callable[..., object]]:
     """Every command that writes a folder, as a function of it, with few steps."""
     folder = tmp_path_factory.mktemp("inputs")
     train = write_rows(folder / "train.jsonl", "classification", 8, seed=0)
@@ -58,11 +77,11 @@ def commands(shards, finished_run, finetuned, encoder_folder, tmp_path_factory) 
             corpus=text, tokenizer=shards / "tokenizer", output=output, validation_fraction=0.1, workers=1
         ),
         "pretrain": lambda output: pretrain(small_run(shards, output, steps=2, evaluation_rows=8, resume=True)),
-        "finetune": lambda output: electra.finetune(
-            model=encoder_folder, train=train, dev=train, output=output, **tuning
+        "finetune": lambda output, seeds=1: electra.finetune(
+            model=encoder_folder, train=train, dev=train, output=output, seeds=seeds, **tuning
         ),
-        "glue": lambda output: electra.glue(
-            model=encoder_folder, data=str(glue), tasks=["rte"], seeds=1, output=output, **tuning
+        "glue": lambda output, seeds=1: electra.glue(
+            model=encoder_folder, data=str(glue), tasks=["rte"], seeds=seeds, output=output, **tuning
         ),
         "report": lambda output: make_command_function("report")(runs=[finished_run], output=output),
         "export": lambda output: electra.export_model(model=finished_run, output=output),
@@ -74,16 +93,11 @@ NAMES_OF_COMMANDS = ["tokenizer", "shard", "pretrain", "finetune", "glue", "repo
 
 
 @pytest.mark.parametrize("name", NAMES_OF_COMMANDS)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, **QUICK)
 @given(trees=TREES, content=CONTENT)
-@example(trees=[["unfinished.json"]], content=b"{}")
+@example(trees=[(0, ["unfinished.json"])], content=b"{}")
 def test_a_folder_of_other_files_keeps_them(commands, name, tmp_path_factory, trees, content):
-    folder = tmp_path_factory.mktemp("foreign")
-    files = write_foreign_files(folder, trees, content)
-    with suppress(ValueError, OSError):  # ConfigError and DataError: the folder is refused
-        commands[name](folder)
-    assert [str(path) for path in files if not path.is_file() or path.read_bytes() != content] == []
-    shutil.rmtree(folder)
+    run_beside_foreign_files(commands[name], tmp_path_factory.mktemp("foreign"), trees, content)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +109,61 @@ def outputs(commands, tmp_path_factory) -> dict[str, Path]:
     return {name: folder / name for name in commands}
 
 
+def copy_output(outputs: dict[str, Path], name: str, tmp_path_factory) -> Path:
+    return Path(shutil.copytree(outputs[name], tmp_path_factory.mktemp("own") / "output"))
+
+
 @pytest.mark.parametrize("name", NAMES_OF_COMMANDS)
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, **QUICK)
 @given(trees=TREES, content=CONTENT)
 def test_an_own_folder_keeps_other_files_in_it(commands, outputs, name, tmp_path_factory, trees, content):
-    folder = tmp_path_factory.mktemp("own") / "output"
-    shutil.copytree(outputs[name], folder)
-    files = write_foreign_files(folder, trees, content)
-    with suppress(ValueError, OSError):
-        commands[name](folder)
-    assert [str(path) for path in files if not path.is_file() or path.read_bytes() != content] == []
-    shutil.rmtree(folder)
+    run_beside_foreign_files(commands[name], copy_output(outputs, name, tmp_path_factory), trees, content)
+
+
+@settings(max_examples=15, **QUICK)
+@given(trees=TREES, content=CONTENT)
+@example(trees=[(0, ["checkpoints", "step-000000004"])], content=b"precious")
+@example(trees=[(0, ["checkpoints", "step-000000001", "notes"])], content=b"precious")
+def test_pruned_checkpoints_keep_other_files(outputs, shards, tmp_path_factory, trees, content):
+    def resume(output: Path) -> None:
+        pretrain(small_run(shards, output, steps=4, evaluation_rows=8, resume=True, save_every=1, keep_checkpoints=1))
+
+    run_beside_foreign_files(resume, copy_output(outputs, "pretrain", tmp_path_factory), trees, content)
+
+
+def test_without_other_files_checkpoints_are_pruned(outputs, shards, tmp_path_factory):
+    output = copy_output(outputs, "pretrain", tmp_path_factory)
+    (output / "checkpoints/step-000000002/notes").write_text("precious")
+    (output / "checkpoints/step-000000001.copy").mkdir()
+    pretrain(small_run(shards, output, steps=5, evaluation_rows=8, resume=True, save_every=1, keep_checkpoints=1))
+    assert sorted(path.name for path in (output / "checkpoints").iterdir()) == [
+        *("step-000000001.copy", "step-000000002", "step-000000005")
+    ]
+
+
+@settings(max_examples=15, **QUICK)
+@given(trees=TREES, content=CONTENT)
+@example(trees=[(0, ["00000.safetensors"])], content=b"precious")
+def test_an_unfinished_folder_of_shards_keeps_other_files(commands, outputs, tmp_path_factory, trees, content):
+    output = copy_output(outputs, "shard", tmp_path_factory)
+    write_stored(output / "unfinished.json", json.loads((output / "index.json").read_text())["settings"])
+    for name in ("index.json", "00000.safetensors"):
+        (output / name).unlink()
+    run_beside_foreign_files(commands["shard"], output, trees, content)
+
+
+@pytest.mark.parametrize("name", ["finetune", "glue"])
+@settings(max_examples=8, **QUICK)
+@given(trees=TREES, content=CONTENT)
+@example(trees=[(0, ["seed-2", "logits.safetensors"]), (0, ["rte", "seed-2", "curves.png"])], content=b"precious")
+@example(trees=[(0, ["seed-2", "metrics.jsonl"]), (0, ["rte", "seed-2", "metrics.jsonl"])], content=b"{}")
+def test_further_seeds_keep_other_files(commands, outputs, name, tmp_path_factory, trees, content):
+    command = partial(commands[name], seeds=2)
+    run_beside_foreign_files(command, copy_output(outputs, name, tmp_path_factory), trees, content)
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_an_error(outputs, shards, tmp_path_factory):
+    output = copy_output(outputs, "pretrain", tmp_path_factory)
+    (output / "checkpoints/step-000000004").write_text("precious")
+    with pytest.raises(DataError, match="step-000000004 exists already"):
+        pretrain(small_run(shards, output, steps=4, evaluation_rows=8, resume=True))

@@ -34,3 +34,18 @@ def test_a_cpu_runs_in_fp32_unless_asked_otherwise(monkeypatch):
     assert choose_dtype("bf16", CPU) == torch.bfloat16
     with pytest.raises(ConfigError, match="no CUDA device is available; use --device cpu"):
         choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("has_bf16", "capability", "dtype"),
+    [(True, (9, 0), torch.bfloat16), (False, (7, 5), torch.float16), (False, (6, 1), torch.float32)],
+)
+def test_a_gpu_without_bf16_uses_fp16_if_it_has_tensor_cores(monkeypatch, has_bf16, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert choose_dtype("auto", CUDA) == dtype
+    assert choose_dtype("fp16", CUDA) == torch.float16
+    if not has_bf16:
+        with pytest.raises(ConfigError, match="unlike a GPU; use --precision fp16"):
+            choose_dtype("bf16", CUDA)

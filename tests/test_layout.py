@@ -24,7 +24,7 @@ PACKAGES = [
     "serve",
 ]
 ORDER = ["errors", "config", "random", "signals", "runfolder", "resumable", "plotting", *PACKAGES]
-ORDER += ["commands", "__init__", "doctor", "demo", "cli", "__main__"]
+ORDER += ["sklearn", "commands", "__init__", "doctor", "demo", "cli", "__main__"]
 
 
 def module_name(path: Path) -> str:

@@ -90,3 +90,14 @@ def test_parameters_of_the_flat_buffer_are_saved_one_by_one(electra, tmp_path):
     write_tensors(tmp_path / "weights", dict(electra.named_parameters()))
     after = read_tensors(tmp_path / "weights")
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_gradients_of_a_failed_backward_pass_are_discarded():
+    """They are in the half-precision copy until the backward pass has ended."""
+    weights = MasterWeights(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), torch.bfloat16)
+    with weights.autocast():
+        weights.model(torch.ones(1, 2)).sum().backward()
+    assert any(parameter.grad is not None for parameter in weights.model.parameters())
+    weights.discard_gradients()
+    for model in (weights.original, weights.model):
+        assert all(parameter.grad is None for parameter in model.parameters())

@@ -281,9 +281,12 @@ def test_predictions_that_cannot_be_written_are_errors(untrained, tmp_path, cont
 def test_existing_files_are_replaced_only_if_asked_for(untrained, tmp_path):
     model = untrained()
     (tmp_path / "b.csv").write_text("precious")
+    (tmp_path / ".b.csv.lock.electra-partial").touch()  # of a process that was killed when it was done
+    (tmp_path / ".b.csv.progress.electra-partial").touch()
     with pytest.raises(ConfigError, match=r"b\.csv, which exists"):
         predictions(model, tmp_path, '{"text": "a"}', output="b.csv")
     assert (tmp_path / "b.csv").read_text() == "precious"
+    assert not list(tmp_path.glob(".b*"))
     predictions(model, tmp_path, '{"text": "a"}', output="b.csv", overwrite=True)
     assert (tmp_path / "b.csv").read_text().startswith('"text"')
     with pytest.raises(ConfigError, match="the same as --input"):

@@ -33,7 +33,7 @@ from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import pair_config, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
-from electra.training.checkpoint import find_model_folder
+from electra.training.checkpoint import find_model_folder, read_training_state
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
@@ -467,3 +467,13 @@ def test_few_held_out_rows_are_warned_of(run_config, tmp_path, shards, capsys):
         error = capsys.readouterr().err
         assert error.startswith(warning)
         assert error.count("\n") == bool(warning)
+
+
+def test_fp16_training_with_loss_scaling_follows_fp32_training(run_config):
+    losses = [
+        pretrain(run_config(precision, precision=precision, steps=10)).metrics["loss"] for precision in ("fp32", "fp16")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    state = read_training_state(checkpoint_folders(run_config("fp16").output)[-1]).trainer
+    assert state.loss_scale is not None
+    assert state.nonfinite_steps < 5

@@ -232,7 +232,7 @@ def test_doctor_shows_what_a_run_uses(capsys):
 def test_doctor_knows_all_extras_and_their_libraries():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = {name: libraries for name, libraries in project["optional-dependencies"].items() if name != "dev"}
-    names = {name: [re.match(r"\w+", library)[0] for library in libraries] for name, libraries in extras.items()}
+    names = {name: [re.match(r"[\w-]+", library)[0] for library in libraries] for name, libraries in extras.items()}
     assert {name: [library] for name, (library, _) in EXTRAS.items()} == names
 
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
+from electra.kernels import dispatch
 from electra.model.storage import WEIGHTS, write_tensors
 from electra.objectives.losses import Loss
 from electra.runfolder import checkpoint_folders
 from electra.training import trainer as trainer_module
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.logging import ProgressBar, read_metrics
+from electra.training.optimizer import GROWTH_STEPS, INITIAL_LOSS_SCALE, LossScaler
 from electra.training.trainer import Trainer
 
 
@@ -70,6 +72,9 @@ class ToyTask:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
+    def discard_gradients(self) -> None:
+        self.model.zero_grad()
+
     def should_stop(self) -> bool:
         return False
 
@@ -109,8 +114,10 @@ def make_trainer(tmp_path):
         (tmp_path / folder).mkdir(exist_ok=True)
         intervals = {"log_every": 5, "evaluate_every": 10, "save_every": 10}
         intervals |= {name: settings.pop(name) for name in INTERVALS if name in settings}
+        loss_scaling = settings.pop("loss_scaling", False)
         optimizer, config = OptimizerConfig(**{"learning_rate": 0.01} | settings), TrainerConfig(**intervals)
-        return Trainer(task, optimizer, config, budget or Budget(steps=steps), tmp_path / folder, seed=1)
+        budget = budget or Budget(steps=steps)
+        return Trainer(task, optimizer, config, budget, tmp_path / folder, seed=1, loss_scaling=loss_scaling)
 
     return build
 
@@ -257,17 +264,97 @@ def test_resuming_a_finished_training_changes_nothing(make_trainer):
     assert (trainer.folder / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_batch_that_does_not_fit_into_memory_suggests_micro_batches(make_trainer, monkeypatch):
+def limit_rows(monkeypatch, rows: int) -> None:
+    """Let batches of more rows run out of memory in the backward pass, after some gradients were computed."""
+    backward = ToyTask.backward
+
+    def limited(task, loss):
+        backward(task, loss)
+        if task.rows > rows:
+            raise torch.OutOfMemoryError
+
     losses = ToyTask.losses
 
-    def limited(self, batch):
-        if batch.num_rows > 2:
-            raise torch.OutOfMemoryError
-        return losses(self, batch)
+    def counted(task, batch):
+        task.rows = batch.num_rows
+        return losses(task, batch)
 
-    monkeypatch.setattr(ToyTask, "losses", limited)
-    with pytest.raises(ConfigError, match=r"a batch of 8 rows does not fit .*; try --micro-batches 4"):
+    monkeypatch.setattr(ToyTask, "losses", counted)
+    monkeypatch.setattr(ToyTask, "backward", limited)
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_divided_and_trained_alike(make_trainer, monkeypatch, capsys):
+    divided = make_trainer(ToyTask(dropout=0.5), folder="divided", micro_batches=4)
+    divided.train()
+    limit_rows(monkeypatch, rows=2)
+    trainer = make_trainer(ToyTask(dropout=0.5), folder="limited")
+    trainer.train()
+    assert trainer.micro_batches == 4
+    assert capsys.readouterr().err.count("divided into 4 micro-batches") == 1
+    for ours, theirs in zip(trainer.task.model.parameters(), divided.task.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_row_that_does_not_fit_into_memory_is_an_error(make_trainer, monkeypatch):
+    limit_rows(monkeypatch, rows=0)
+    with pytest.raises(ConfigError, match=r"not even 8 micro-batches of a batch of 8 rows fit .*smaller model"):
         make_trainer(ToyTask()).train()
+
+
+def test_other_errors_of_a_step_are_not_hidden(make_trainer, monkeypatch):
+    monkeypatch.setattr(ToyTask, "losses", lambda task, batch: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"inconsistent tensor size|size mismatch"):
+        make_trainer(ToyTask()).train()
+
+
+def test_kernels_that_need_too_much_shared_memory_are_switched_off_one_by_one(make_trainer, monkeypatch, capsys):
+    class OutOfResources(Exception):
+        pass
+
+    losses = ToyTask.losses
+
+    def limited(task, batch):
+        if dispatch.is_kernel_enabled("mlm_head"):
+            raise OutOfResources("shared memory")
+        return losses(task, batch)
+
+    monkeypatch.setattr(dispatch, "disabled", set())
+    monkeypatch.setattr(ToyTask, "losses", limited)
+    make_trainer(ToyTask()).train()
+    assert dispatch.disabled == {"short_attention", "mlm_head"}
+    assert "kernel mlm_head: this GPU has too little shared memory" in capsys.readouterr().err
+    monkeypatch.setattr(dispatch, "is_kernel_enabled", lambda kernel: True)  # none helps
+    monkeypatch.setattr(dispatch, "LARGEST_KERNELS", ())
+    with pytest.raises(OutOfResources):
+        make_trainer(ToyTask(), folder="again").train()
+
+
+def test_loss_scaling_does_not_change_weights(make_trainer):
+    trainers = [make_trainer(ToyTask(), folder=f"run-{scaling}", loss_scaling=scaling) for scaling in (False, True)]
+    for trainer in trainers:
+        trainer.train()
+    for ours, theirs in zip(*(each.task.model.parameters() for each in trainers), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_loss_scale_is_halved_after_a_non_finite_step_and_stored(make_trainer):
+    trainer = make_trainer(ToyTask(nonfinite=(2, 3)), loss_scaling=True)
+    checkpoint = Path(trainer.train().checkpoint)
+    assert trainer.loss_scaler.scale == INITIAL_LOSS_SCALE / 4
+    again = make_trainer(ToyTask(), folder="again", loss_scaling=True)
+    again.resume(checkpoint)
+    assert again.loss_scaler.scale == INITIAL_LOSS_SCALE / 4
+
+
+def test_the_loss_scale_doubles_after_many_finite_steps():
+    scaler = LossScaler(torch.device("cpu"))
+    for _ in range(GROWTH_STEPS):
+        scaler.update(torch.tensor(True))
+    assert scaler.scale == 2 * INITIAL_LOSS_SCALE
+    assert scaler.finite_steps == 0
+    for _ in range(100):
+        scaler.update(torch.tensor(False))
+    assert scaler.scale == 1
 
 
 def test_checkpoints_are_also_saved_by_time_and_the_last_after_the_evaluation(make_trainer, monkeypatch):

@@ -273,11 +273,18 @@ def describe_kept(output: Path) -> str:
 
 
 def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
-    """The undamaged shards of a folder by name."""
+    """The undamaged shards of a folder by name; the others are made again.
+
+    Raises if a file is neither listed in the index nor recognisable as a shard: it may be somebody else's."""
     finished = {}
     for path in shard_files(output):
-        with suppress(DataError):  # damaged: made again
-            file = open_shard_file(path)
+        try:
+            file = open_shard_file(path, advice=" or no shard; move it away and repeat the command")
+        except DataError:
+            if index is None:
+                raise
+            continue
+        with suppress(DataError):
             file.verify_all()
             finished[path.name] = file.read_info()
     return finished if index is None else {info.name: info for info in index.shards if finished.get(info.name) == info}

@@ -106,6 +106,11 @@ def export_finetuned(config: ExportConfig) -> ConversionResult:
         raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
     folder = best_model_folder(config.model)
     model, finetuned = load_finetuned_model(folder)
+    if finetuned.frozen is not None:
+        raise ConfigError(
+            f"{folder} was fine-tuned with --frozen, and transformers has no class for its head; use electra predict, "
+            "or fine-tune without --frozen"
+        )
     encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
     class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}

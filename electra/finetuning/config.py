@@ -10,6 +10,8 @@ from electra.finetuning.tasks import Task
 from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
 
+DEFAULT_LAYERS = (-4, -3, -2, -1)
+"""Of --frozen: the best in BERT's paper."""
 SAVE_EVERY = 2000
 """Steps between checkpoints; small tasks finish without one."""
 
@@ -78,6 +80,20 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrozenConfig:
+    """What a head gets from a frozen encoder."""
+
+    layers: tuple[int, ...]
+    """Layers whose hidden states are concatenated, as in `EncoderConfig.layer_indices`; empty: the last four."""
+    bilstm: bool
+    """Whether a BiLSTM follows."""
+
+    def indices(self, encoder: EncoderConfig) -> list[int]:
+        """The layers in `Encoder.hidden_states`."""
+        return encoder.layer_indices(self.layers or DEFAULT_LAYERS[-encoder.layers :])
+
+
+@dataclass(frozen=True, kw_only=True)
 class TuningConfig:
     """Hyperparameters of fine-tuning. The defaults are the paper's for the encoder's size and the task."""
 
@@ -90,7 +106,8 @@ class TuningConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; muon: Muon for the weight matrices of the layers, AdamW for the other parameters."""
     learning_rate: float | None = None
-    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large)."""
+    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large); with
+    --frozen 1e-3."""
     layer_decay: float | None = None
     """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
     warmup: float = 0.1
@@ -104,6 +121,14 @@ class TuningConfig:
     folder (classifier_pooling in Hugging Face's), else cls."""
     length: int = 128
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    frozen: bool = False
+    """Feature-based: keep the weights of the encoder, and train a linear layer on the hidden states of --layers, pooled
+    by their mean unless --pooling cls. The default learning rate is then 1e-3."""
+    layers: tuple[int, ...] = ()
+    """With --frozen: layers whose hidden states are concatenated: 1 is the first, 0 the embeddings, -1 the last;
+    default the last four."""
+    bilstm: bool = False
+    """With --frozen: two layers of BiLSTMs between the hidden states and the linear layer."""
     class_weights: tuple[str, ...] = ()
     """Weights of classes in the loss: balanced (rows of a class count in inverse proportion to their number), or
     CLASS=WEIGHT for some classes, e.g. spam=5; of a multi-label task, weights of the rows that have the class."""
@@ -124,10 +149,15 @@ class TuningConfig:
             raise ConfigError(message, field="micro_batches")
         if self.faithful and self.optimizer != "adamw":
             raise ConfigError(f"--faithful uses Adam; it cannot be combined with --optimizer {self.optimizer}")
+        if self.frozen and self.optimizer == "muon":
+            raise ConfigError("--optimizer muon is for the layers of the encoder, which --frozen keeps; use adamw")
+        if (self.layers or self.bilstm) and not self.frozen:
+            raise ConfigError(f"{'--layers' if self.layers else '--bilstm'} needs --frozen")
 
     def optimizer_config(self, encoder: EncoderConfig) -> OptimizerConfig:
         """Optimizer and schedule for an encoder."""
         learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
+        learning_rate = 1e-3 if self.frozen else learning_rate
         weight_decay = 0.01 if self.faithful else 0.0
         return OptimizerConfig(
             name="adam" if self.faithful else self.optimizer,
@@ -146,6 +176,9 @@ class TuningConfig:
             save_every=SAVE_EVERY,
             keep_checkpoints=1,
         )
+
+    def frozen_config(self) -> FrozenConfig | None:
+        return FrozenConfig(layers=self.layers, bilstm=self.bilstm) if self.frozen else None
 
     @property
     def keeps_best_epoch(self) -> bool:
@@ -254,7 +287,7 @@ class PredictorConfig:
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
+    """auto: bf16 on a GPU that supports it, else fp16 or, on a CPU, fp32."""
 
     def __post_init__(self) -> None:
         check_range(self, "batch_size", at_least=1)

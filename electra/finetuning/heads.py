@@ -12,6 +12,7 @@ from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.crf import CRF
 from electra.finetuning.features import IGNORED, NO_LOGIT
+from electra.finetuning.frozen import FrozenEncoder
 from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 
@@ -19,8 +20,8 @@ from electra.model.encoder import Encoder, create_linear, create_norm
 class ClassicHead(nn.Linear):
     """The paper's task head: dropout and one linear layer, without a pooler."""
 
-    def __init__(self, config: EncoderConfig, num_labels: int) -> None:
-        super().__init__(config.width, num_labels)
+    def __init__(self, config: EncoderConfig, num_labels: int, width: int | None = None) -> None:
+        super().__init__(width or config.width, num_labels)
         self.dropout = nn.Dropout(config.dropout)
         nn.init.xavier_uniform_(self.weight)
         nn.init.zeros_(self.bias)
@@ -53,10 +54,16 @@ class TaskModel(nn.Module):
         super().__init__()
         if pooling not in get_args(Pooling):
             raise ConfigError(f"unknown pooling {pooling!r}; choose from {', '.join(get_args(Pooling))}")
-        if pooling != "cls" and not encoder.config.is_modern():
-            raise ConfigError(f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder")
+        is_frozen = isinstance(encoder, FrozenEncoder)
+        if pooling != "cls" and not encoder.config.is_modern() and not is_frozen:
+            raise ConfigError(
+                f"pooling is {pooling}, but classic encoders support only cls; use a modern encoder or --frozen"
+            )
         self.encoder, self.pooling = encoder, pooling
-        self.head = HEADS[encoder.config.style](encoder.config, num_labels)
+        if is_frozen:
+            self.head = ClassicHead(encoder.config, num_labels, encoder.output_width)
+        else:
+            self.head = HEADS[encoder.config.style](encoder.config, num_labels)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None

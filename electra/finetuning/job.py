@@ -151,6 +151,7 @@ class FinetuningTask:
             self.tuning.pooling,
             seed=job.seed,
             model_class=self.kind.model(self.task),
+            frozen=self.tuning.frozen_config(),
         )
         model.encoder.activation_checkpointing = job.hardware.activation_checkpointing
         self.model = model.to(self.device)
@@ -180,7 +181,8 @@ class FinetuningTask:
         encoder, tuning = self.encoder, self.tuning
         learning_rate, head = tuning.optimizer_config(encoder).learning_rate, self.model.describe_head_input()
         return [
-            f"{encoder.style} encoder with {encoder.layers} layers of width {encoder.width}; head on {head}",
+            f"{'frozen ' * tuning.frozen}{encoder.style} encoder with {encoder.layers} layers of width "
+            f"{encoder.width}; head on {head}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
             f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
         ]
@@ -213,11 +215,14 @@ class FinetuningTask:
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
+    def discard_gradients(self) -> None:
+        self.master_weights.discard_gradients()
+
     def lr_scale(self, parameter_name: str) -> float:
         """Layer-wise learning-rate decay: 1 for the head, a power of the decay for the layers below."""
         if parameter_name.startswith("head.crf"):
             return CRF_LR_SCALE
-        if parameter_name.startswith("head"):
+        if parameter_name.startswith("head") or self.tuning.frozen:
             return 1.0
         depth = self.encoder.layers + 1  # of the embeddings
         if ".layers." in parameter_name:
@@ -334,6 +339,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         job.folder,
         seed=job.seed,
         cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
+        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
     )
 

@@ -46,7 +46,7 @@ from electra.runfolder import (
     write_stored,
 )
 from electra.signals import clean_up_on_stop_signals
-from electra.training.checkpoint import find_model_folder
+from electra.training.checkpoint import check_own_folder, find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
@@ -86,10 +86,14 @@ def prepare_jobs(
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     del settings["micro_batches"]  # does not change results
     check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
-    return [
+    jobs = [
         Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
         for seed in range(1, seeds + 1)
     ]
+    for job in jobs:
+        if not job.is_finished():
+            check_own_folder(job.folder, MODEL)
+    return jobs
 
 
 def local_file_size(source: str) -> int:

@@ -13,6 +13,8 @@ import torch
 
 from electra.data.tokenizer import TextTokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_range
+from electra.finetuning.config import FrozenConfig
+from electra.finetuning.frozen import FrozenEncoder, freeze
 from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.tasks import Task
@@ -66,6 +68,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
     with meta_device():  # the stored weights are assigned below
         encoder = Encoder(config)
     weights = select_and_strip_prefix(tensors, "encoder.")
+    weights = {name: tensor for name, tensor in weights.items() if not name.startswith("bilstm.")}  # is part of a head
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)
     encoder.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     return PretrainedModel(
@@ -89,12 +92,16 @@ def build_task_model(
     *,
     seed: int,
     model_class: type[TaskModel] = TaskModel,
+    frozen: FrozenConfig | None = None,
 ) -> TaskModel:
     """A model to fine-tune, with a randomly initialised output layer.
 
-    As in `transformers`, a modern head keeps the loaded head's dense layer and norm, and its pooling unless given.
+    As in `transformers`, a modern head keeps the loaded head's dense layer and norm, and its pooling unless given. The
+    states of a frozen encoder are pooled by their mean: without fine-tuning that of [CLS] says little.
     """
     torch.manual_seed(seed + pretrained.seed_offset)
+    if frozen is not None:
+        return model_class(freeze(pretrained.encoder, frozen), num_labels, pooling or "mean")
     model = model_class(pretrained.encoder, num_labels, pooling or pretrained.pooling)
     parameters = dict(model.head.named_parameters())
     with torch.no_grad():
@@ -112,6 +119,7 @@ class FinetunedConfig:
     task: Task
     length: int  # maximum length in tokens
     pooling: Pooling
+    frozen: FrozenConfig | None  # of feature-based fine-tuning
 
     def __post_init__(self) -> None:
         check_range(self, "length", at_least=1)
@@ -136,7 +144,13 @@ def read_finetuned_config(folder: Path) -> FinetunedConfig:
 def save_finetuned_model(model: TaskModel, task: Task, length: int, folder: Path, tokenizer: Path) -> None:
     """Write a fine-tuned model into a folder, with the tokenizer's files from another folder."""
     write_tensors(folder / WEIGHTS, {name: tensor.detach() for name, tensor in model.named_parameters()})
-    config = FinetunedConfig(encoder=model.encoder.config, task=task, length=length, pooling=model.pooling)
+    config = FinetunedConfig(
+        encoder=model.encoder.config,
+        task=task,
+        length=length,
+        pooling=model.pooling,
+        frozen=model.encoder.frozen if isinstance(model.encoder, FrozenEncoder) else None,
+    )
     write_json(folder / CONFIG, asdict(config))
     trained_length = read_trained_length(tokenizer)
     copy_tokenizer_files(tokenizer, folder, trained_length and max(trained_length, length))
@@ -147,7 +161,9 @@ def load_finetuned_model(folder: Path) -> tuple[TaskModel, FinetunedConfig]:
     config = read_finetuned_config(folder)
     with meta_device():
         model_class = KINDS[config.task.kind].model(config.task)
-        model = model_class(Encoder(config.encoder), config.task.num_labels, config.pooling)
+        frozen = config.frozen
+        encoder = Encoder(config.encoder) if frozen is None else FrozenEncoder(config.encoder, frozen)
+        model = model_class(encoder, config.task.num_labels, config.pooling)
     weights = read_tensors(folder / WEIGHTS)
     check_tensors(weights, dict(model.named_parameters()), folder / WEIGHTS)
     model.load_state_dict(weights, assign=True)

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,13 @@ from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorCo
 from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
-from electra.finetuning.kinds import KINDS, parse_examples, stream_examples
+from electra.finetuning.kinds import KINDS, Kind, parse_examples, stream_examples
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
-from electra.resumable import content_checksum, open_resumable
+from electra.resumable import check_output_file, content_checksum, open_resumable
 from electra.runfolder import CONFIG, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
@@ -91,13 +91,16 @@ class Predictor:
         self.models = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
         self.task = first.task
-        self.kind = KINDS[self.task.kind]
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
         warn_untrained_length(self.folders[0], self.length)
         self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.rows = self.truncated = 0  # so far
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.task.kind]
 
     def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
         """The logits of the examples of a file after the first `self.rows`, in chunks."""
@@ -207,18 +210,6 @@ def predict(config: PredictConfig) -> PredictResult:
             content.truncate()
             output.save_part({"rows": predictor.rows, "truncated": predictor.truncated, "header": writer.header})
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
-
-
-def check_output_file(output: Path, path: Path, suffixes: Collection[str], overwrite: bool = False) -> None:
-    """Raise a ConfigError if a file cannot be written, or would replace the input `path` or, unasked, another file."""
-    if output.exists() and path.exists() and output.samefile(path):
-        raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
-    if output.exists() and not overwrite:
-        raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
-    if output.suffix not in suffixes:
-        raise ConfigError(f"is {output}; its name must end in {', '.join(suffixes)}", field="output")
-    if not output.parent.is_dir():
-        raise ConfigError(f"is {output}, but there is no folder {output.parent}", field="output")
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:

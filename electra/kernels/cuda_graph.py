@@ -23,6 +23,10 @@ class CapturedStep:
     metrics: Metrics
 
 
+class CaptureError(RuntimeError):
+    """A step could not be captured; nothing of it was computed."""
+
+
 class GraphedStep:
     """A training step that is captured once for each shape of batch and replayed from then on."""
 
@@ -59,9 +63,14 @@ class GraphedStep:
         tensors = {name: tensor.clone() for name, tensor in batch_tensors(batch).items()}
         static = replace(batch, **tensors) if tensors else batch
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the loader's thread may use CUDA meanwhile
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            metrics = self.step(static)
+        try:
+            # thread_local: the loader's thread may use CUDA meanwhile
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                metrics = self.step(static)
+        except RuntimeError as error:
+            if any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__context__)):
+                raise CaptureError("not enough memory to capture a step as a CUDA graph") from error
+            raise
         return CapturedStep(graph, static, metrics)
 
     def replay(self, captured: CapturedStep, batch: Any) -> Metrics:

@@ -42,7 +42,8 @@ KERNELS = (
     "mlm_head",
     "weight_gradient_stream",
 )
-disabled: set[str] = set()  # single kernels, see `without_kernels`
+LARGEST_KERNELS = ("short_attention", "mlm_head", "classic_layer", "modern_layer", "linear_gelu", "geglu")
+disabled: set[str] = set()  # single kernels
 KernelMode = Literal["auto", "off"]
 kernel_mode: KernelMode = "auto"
 
@@ -84,6 +85,15 @@ def without_kernels(*names: str) -> Iterator[None]:
         disabled.difference_update(names)
         if HAS_TRITON:
             WeightGradientStream.enabled = is_kernel_enabled("weight_gradient_stream")
+
+
+def disable_largest_kernel() -> str | None:
+    """Switch off the kernel that needs most shared memory of those in use, for a GPU that has too little; its name."""
+    for kernel in LARGEST_KERNELS:
+        if is_kernel_enabled(kernel):
+            disabled.add(kernel)
+            return kernel
+    return None
 
 
 def is_kernel_enabled(kernel: str) -> bool:

@@ -38,7 +38,8 @@ class MasterWeights(Generic[Model]):
     def __init__(
         self, model: Model, dtype: torch.dtype, gradient_views: Mapping[nn.Parameter, Tensor] | None = None
     ) -> None:
-        self.model, self.device, self.dtype = model, next(model.parameters()).device, dtype
+        self.original = self.model = model
+        self.device, self.dtype = next(model.parameters()).device, dtype
         self.cast_parameters: list[MasterParameter] = []
         if dtype != torch.float32:
             self.model = deepcopy(model)
@@ -54,6 +55,10 @@ class MasterWeights(Generic[Model]):
                     half = nn.Parameter(self.half[slices[parameter]].view_as(parameter))
                     setattr(copy, name, half)
                     self.cast_parameters.append(MasterParameter(parameter, gradient_views[parameter], half))
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        return self.dtype == torch.float16
 
     def autocast(self) -> torch.autocast:
         """Autocast for what is not copied: norms in fp32, matrix products in half precision."""
@@ -77,6 +82,11 @@ class MasterWeights(Generic[Model]):
             torch._foreach_copy_([target for target, _ in new], [grad for _, grad in new])
         if accumulated:
             torch._foreach_add_([target for target, _ in accumulated], [grad for _, grad in accumulated])
+
+    def discard_gradients(self) -> None:
+        """Remove all gradients, also those of a backward pass that failed halfway."""
+        for model in (self.original, self.model):
+            model.zero_grad()
 
 
 def flatten_linears(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[nn.Parameter, slice]]:

@@ -300,7 +300,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.output_width = config, config.width
         is_modern = config.is_modern()
         has_projection = config.embedding_width != config.width
         self.embeddings = TokenEmbeddings(config) if is_modern else ClassicEmbeddings(config)

@@ -34,8 +34,8 @@ from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_sto
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World, join_ranks
 from electra.training.hardware import should_compile
-from electra.training.logging import METRICS, check_not_diverged, read_metrics
-from electra.training.trainer import Trainer, TrainResult
+from electra.training.logging import METRICS, TrainResult, check_not_diverged, read_metrics
+from electra.training.trainer import Trainer
 
 
 def pretrain(config: PretrainConfig) -> TrainResult | RunEstimate:
@@ -130,6 +130,7 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         config.output,
         seed=config.seed,
         cuda_graphs=task.captures_graph,
+        loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=not task.world.is_main,
         world=task.world,
         gradients=task.gradients,

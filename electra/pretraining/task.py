@@ -114,6 +114,9 @@ class PretrainingTask:
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
 
+    def discard_gradients(self) -> None:
+        self.master_weights.discard_gradients()
+
     def loss_counts(self, batch: Batch) -> Counts:
         return self.objective.count_predictions(batch, self.context)
 

@@ -15,11 +15,11 @@ from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.finetuning.jobs import find_model_to_finetune
 from electra.finetuning.model import load_pretrained, weight_checksums
-from electra.finetuning.predict import CHUNK_SIZE, check_output_file, show_row_count
+from electra.finetuning.predict import CHUNK_SIZE, show_row_count
 from electra.finetuning.readers import FORMATS, Row, decode_lines, read_rows
 from electra.finetuning.tasks import add_line_to_errors, check_text, take_chunk
-from electra.resumable import ResumableFile, content_checksum, open_resumable
-from electra.runfolder import PARTIAL, join_first_names
+from electra.resumable import ResumableFile, check_output_file, content_checksum, open_resumable
+from electra.runfolder import join_first_names
 from electra.serve.config import EmbedConfig
 from electra.serve.embedder import Embedder
 from electra.serve.inference import TextResults, read_lines, truncation_note
@@ -176,7 +176,7 @@ def write_parquet(output: ResumableFile, config: EmbedConfig, rows: int, dimensi
     vector_type = pyarrow.list_(pyarrow.float32(), dimensions)
     schema = pyarrow.schema([(config.column, pyarrow.string()), ("embedding", vector_type)])
     output.file.seek(len(npy_header(rows, dimensions)))
-    output.complete = output.path.with_name(f".{output.path.name}.table{PARTIAL}")
+    output.complete = output.table
     with pyarrow.parquet.ParquetWriter(output.complete, schema) as writer:
         for texts in read_texts(config.input.input, config.column):
             values = np.frombuffer(output.file.read(4 * dimensions * len(texts)), "<f4")

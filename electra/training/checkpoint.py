@@ -24,12 +24,14 @@ from electra.runfolder import (
     CONFIG,
     checkpoint_folders,
     create_folder_atomically,
+    read_bounded,
     read_stored,
     remove_written_folder,
     repair_advice,
     write_checksums,
     write_json,
 )
+from electra.training.logging import METRICS
 
 try:
     import fcntl
@@ -60,7 +62,7 @@ def find_model_folder(run_or_model: Path) -> Path:
     while checkpoints := checkpoint_folders(run_or_model):
         if keep_checkpoint(checkpoints[-1]):
             return checkpoints[-1]
-    if (run_or_model / "metrics.jsonl").exists():
+    if (run_or_model / METRICS).exists():
         raise DataError(
             f"the run in {run_or_model} has no checkpoint yet; wait for the first, or continue it with --resume"
         )
@@ -118,8 +120,10 @@ class TrainState:
     best_loss: float | None = None
     start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
     start_seconds: float = 0.0
+    loss_scale: float | None = None  # in fp16
 
     def __post_init__(self) -> None:
+        check_range(self, "loss_scale", at_least=1, at_most=2.0**30)
         check_range(self, "step", "tokens", "nonfinite_steps", "start_step", at_least=0, at_most=2**62)
         check_range(self, "start_step", at_most=self.step)
         check_range(self, "start_seconds", at_least=0, at_most=self.seconds)
@@ -142,7 +146,7 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint and return its folder."""
     folder = run / CHECKPOINTS / checkpoint_name(state.trainer.step)
-    if not folder.exists():  # a resumed run may save a step again, with equal content
+    if not (folder / STATE).is_file():  # a resumed run may save a step again, with equal content
         with create_folder_atomically(folder) as draft:
             write_model(draft)
             write_tensors(draft / TRAINING, optimizer_state_tensors(model, optimizers))
@@ -204,6 +208,17 @@ def load_optimizer_states(
         optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})
     if states:
         raise DataError(f"{folder / TRAINING} has the state of {next(iter(states))}, unknown to this optimizer")
+
+
+def check_own_folder(folder: Path, model: str) -> None:
+    """Raise a DataError if a training's folder has files and neither a checkpoint nor its `model`: they are others'."""
+    if not folder.exists() or checkpoint_folders(folder) or (folder / model / CHECKSUMS).exists():
+        return
+    metrics = folder / METRICS
+    is_log = metrics.is_file() and read_bounded(metrics)[:5] in (b"", b'{"kin')  # killed before its first checkpoint
+    others = {path.name for path in folder.iterdir()} - {CHECKPOINTS, METRICS if is_log else CHECKPOINTS}
+    if others:
+        raise DataError(f"{folder} has files of others ({min(others)}); move them away or choose another --output")
 
 
 def prune_checkpoints(run: Path, keep_last: int, best_name: str | None) -> None:

@@ -11,7 +11,7 @@ from electra.errors import ConfigError, check_range
 OptimizerName = Literal["adam", "adamw", "muon"]
 ScheduleName = Literal["linear", "released", "cosine", "wsd", "decay"]
 Device = Literal["auto", "cpu", "cuda"]
-Precision = Literal["auto", "fp32", "bf16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
 
@@ -106,12 +106,12 @@ class HardwareConfig:
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     precision: Precision = "auto"
-    """auto: bf16 on a GPU that supports it, else fp32."""
+    """auto: bf16 on a GPU that supports it, fp16 with loss scaling on one that does not, fp32 on a CPU."""
     compile: Compile = "auto"
     """Compile the training step with torch.compile and, on a GPU, capture it as a CUDA graph: the first steps take
     about a minute, later ones less time. auto: on a GPU; on: also on a CPU; off: run eagerly."""
     kernels: Kernels = "auto"
-    """auto: use our Triton kernels on a GPU in bf16; off: use PyTorch's operations only."""
+    """auto: use our Triton kernels on a GPU in bf16 or fp16; off: use PyTorch's operations only."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 

@@ -15,6 +15,7 @@ from electra.errors import ConfigError
 from electra.kernels.dispatch import HAS_TRITON
 from electra.training.config import Device, HardwareConfig, Precision
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = {"cpu": "a C++ compiler (g++)", "cuda": "Triton and a C compiler (gcc)"}  # that torch.compile needs
 PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
     "H200": 989e12,
@@ -36,14 +37,26 @@ def choose_device(device: Device) -> torch.device:
 
 
 def choose_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """The dtype of a `--precision` setting; auto avoids bf16 where it is emulated, which is many times slower."""
+    """The dtype of a `--precision` setting; auto avoids bf16 where it is emulated, which is many times slower, and fp16
+    where there are no tensor cores."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if precision == "auto":
-        precision = "bf16" if has_bf16 else "fp32"
+        has_fp16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+        precision = "bf16" if has_bf16 else "fp16" if has_fp16 else "fp32"
     if precision == "bf16" and device.type == "cuda" and not has_bf16:
         name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"bf16 needs a GPU of compute capability 8.0 or above, unlike {name}; use --precision fp32")
-    return torch.bfloat16 if precision == "bf16" else torch.float32
+        raise ConfigError(f"bf16 needs a GPU of compute capability 8.0 or above, unlike {name}; use --precision fp16")
+    return DTYPES[precision]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether torch ran out of memory: CUDA has an exception class for it, the CPU only a message."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
+def is_out_of_shared_memory(error: Exception) -> bool:
+    """Whether a Triton kernel needs more shared memory or registers than the GPU has; Triton may not be installed."""
+    return type(error).__name__ == "OutOfResources"
 
 
 def can_compile(device: torch.device) -> bool:

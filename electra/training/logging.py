@@ -2,8 +2,10 @@
 
 import json
 import math
+import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -149,3 +151,39 @@ def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advic
         raise TrainingError(
             f"training diverged: {name} is {value}; {advice}; try a lower --learning-rate or a longer --warmup"
         )
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Result of a training."""
+
+    run: str
+    checkpoint: str
+    step: int
+    tokens: int
+    seconds: float
+    nonfinite_steps: int
+    metrics: dict[str, float]  # of the last evaluation
+    signal: int = 0  # that stopped it; 0: the budget is used up
+    was_finished: bool = False  # already before it was resumed
+    assessment: dict[str, str] = field(default_factory=dict)  # what was learnt, in words by topic
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal if self.signal else 0
+
+    def __str__(self) -> str:
+        used = f"{self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
+        lines = [f"{self.describe_status()}: {used}"]
+        if self.nonfinite_steps:
+            lines.append(f"{self.nonfinite_steps} steps skipped because of a non-finite loss or gradient")
+        lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
+        lines += [f"checkpoint: {self.checkpoint}", *self.assessment.values()]
+        if self.was_finished:
+            lines.append(f"to train longer: --resume with a larger budget, or a new --output with --init {self.run}")
+        return "\n".join(lines)
+
+    def describe_status(self) -> str:
+        if self.signal:
+            return f"stopped by {signal.Signals(self.signal).name}, continue with --resume"
+        return "already finished, its budget is used up" if self.was_finished else "finished"

@@ -6,7 +6,7 @@ size, and slow on a CPU. The updates here are equal except for rounding.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -107,12 +107,18 @@ def has_rate_per_matrix(rates: Any) -> bool:
     return isinstance(rates, Tensor) and rates.dim() > 0
 
 
+@cache
+def has_bf16() -> bool:
+    """Whether the GPU has matrix products in bf16; emulated they are slower than in fp32."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Move the singular values of matrices [N, rows, columns] close to 1 (0.7 to 1.2) by Newton-Schulz iterations."""
     first, third, fifth = NEWTON_SCHULZ_COEFFICIENTS
     is_tall = matrices.shape[1] > matrices.shape[2]
     wide = matrices.mT if is_tall else matrices
-    wide = wide.bfloat16() if wide.is_cuda else wide
+    wide = wide.bfloat16() if wide.is_cuda and has_bf16() else wide
     wide = wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT  # [N, shorter, shorter]

@@ -13,6 +13,27 @@ from electra.training.muon import Muon
 NamedParameter = tuple[str, Tensor]
 
 
+INITIAL_LOSS_SCALE, MAX_LOSS_SCALE = 2.0**12, 2.0**24
+GROWTH_STEPS = 1000  # without an overflow, after which the scale doubles
+
+
+class LossScaler:
+    """Dynamic loss scaling for fp16, whose small gradients would be zero: it halves after a non-finite step.
+
+    Its numbers stay on the device, so that CUDA graphs contain it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.tensor(INITIAL_LOSS_SCALE, device=device)
+        self.finite_steps = torch.zeros((), device=device)  # since the scale changed
+
+    def update(self, is_finite: Tensor) -> None:
+        """Adapt the scale after a step."""
+        self.finite_steps.add_(1).mul_(is_finite)
+        is_stable = self.finite_steps >= GROWTH_STEPS
+        self.scale.mul_(is_finite * 0.5 + 0.5).mul_(is_stable + 1.0).clamp_(1, MAX_LOSS_SCALE)
+        self.finite_steps.mul_(~is_stable)
+
+
 def build_optimizers(
     model: nn.Module, config: OptimizerConfig, lr_scale: Callable[[str], float] = lambda name: 1.0
 ) -> list[torch.optim.Optimizer]:
@@ -35,6 +56,8 @@ def split_matrices_tables_vectors(
     tables: list[NamedParameter] = []
     vectors: list[NamedParameter] = []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if parameter.dim() < 2:
             vectors.append((name, parameter))
         elif ".layers." in name:

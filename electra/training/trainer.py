@@ -1,10 +1,9 @@
 """The training loop: knows batches, losses and metrics, but nothing about masking, tasks or vocabularies."""
 
 import math
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
-from electra.kernels.cuda_graph import GraphedStep
+from electra.kernels.cuda_graph import CaptureError, GraphedStep
+from electra.kernels.dispatch import disable_largest_kernel
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import CHECKPOINTS, checkpoint_folders
 from electra.signals import collect_stop_signals
@@ -27,8 +27,9 @@ from electra.training.checkpoint import (
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.distributed import DistributedStep, GradientBuffer, World
-from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, format_duration
-from electra.training.optimizer import SCHEDULES, build_optimizers
+from electra.training.hardware import is_out_of_memory, is_out_of_shared_memory
+from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, TrainResult, format_duration
+from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
@@ -53,6 +54,7 @@ class TrainingTask(Protocol):
     def losses(self, batch: Any) -> Losses: ...
     def loss_counts(self, batch: Any) -> Counts: ...  # the denominators of the losses, computed without the model
     def backward(self, loss: Tensor) -> None: ...  # accumulates gradients in the model's parameters
+    def discard_gradients(self) -> None: ...  # also those of a backward pass that failed halfway
     def lr_scale(self, parameter_name: str) -> float: ...  # multiplies the learning rate of that parameter
     def evaluate(self) -> dict[str, float]: ...  # "loss" selects the best checkpoint
     def should_stop(self) -> bool: ...  # before the budget is used up
@@ -61,42 +63,6 @@ class TrainingTask(Protocol):
     def write_model(self, folder: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...  # JSON, such as the position in the data
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Result of a training."""
-
-    run: str
-    checkpoint: str
-    step: int
-    tokens: int
-    seconds: float
-    nonfinite_steps: int
-    metrics: dict[str, float]  # of the last evaluation
-    signal: int = 0  # that stopped it; 0: the budget is used up
-    was_finished: bool = False  # already before it was resumed
-    assessment: dict[str, str] = field(default_factory=dict)  # what was learnt, in words by topic
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal if self.signal else 0
-
-    def __str__(self) -> str:
-        used = f"{self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
-        lines = [f"{self.describe_status()}: {used}"]
-        if self.nonfinite_steps:
-            lines.append(f"{self.nonfinite_steps} steps skipped because of a non-finite loss or gradient")
-        lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
-        lines += [f"checkpoint: {self.checkpoint}", *self.assessment.values()]
-        if self.was_finished:
-            lines.append(f"to train longer: --resume with a larger budget, or a new --output with --init {self.run}")
-        return "\n".join(lines)
-
-    def describe_status(self) -> str:
-        if self.signal:
-            return f"stopped by {signal.Signals(self.signal).name}, continue with --resume"
-        return "already finished, its budget is used up" if self.was_finished else "finished"
 
 
 class Trainer:
@@ -112,6 +78,7 @@ class Trainer:
         *,
         seed: int = 0,
         cuda_graphs: bool = False,  # for batches of few different shapes
+        loss_scaling: bool = False,  # for fp16
         quiet: bool = False,
         stop_at: Budget | None = None,  # stop before the end of the budget, which the schedule covers
         world: World | None = None,  # the ranks, which share the rows of each batch
@@ -130,6 +97,8 @@ class Trainer:
         self.world = world or World(device)
         self.gradients = gradients
         self.optimizers = build_optimizers(task.model, optimizer_config, task.lr_scale)
+        self.micro_batches = config.micro_batches  # more if they do not fit into memory
+        self.loss_scaler = LossScaler(device) if loss_scaling else None
         self.state = TrainState()
         self.metrics: dict[str, float] = {}  # of the last evaluation
         self.evaluated_step = -1
@@ -144,6 +113,8 @@ class Trainer:
         state = load_checkpoint(checkpoint, self.task.model, self.optimizers)
         self.task.load_state_dict(state.task)
         self.state = state.trainer
+        if self.loss_scaler is not None and self.state.loss_scale is not None:
+            self.loss_scaler.scale.fill_(self.state.loss_scale)
 
     def start_branch(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of another run with a budget that starts there."""
@@ -223,7 +194,7 @@ class Trainer:
         batch = self.task.next_batch()
         seed_dropout(self.seed, self.state.step, self.world.rank)
         self.set_learning_rate()
-        metrics = self.run_step(batch)
+        metrics = self.run_and_divide(batch)
         tokens = batch.num_tokens * self.world.size
         self.state.step += 1
         self.state.tokens += tokens
@@ -236,6 +207,25 @@ class Trainer:
             self.check_nonfinite_steps()
         if self.world.is_distributed:
             self.agree_with_ranks()
+
+    def run_and_divide(self, batch: TrainingBatch) -> dict[str, Tensor]:
+        """Run a step, in more micro-batches if it does not fit into memory, which is reported once."""
+        micro_batches = self.micro_batches
+        try:
+            metrics = self.run_step(batch)
+        except CaptureError:
+            if self.gradients is not None:  # the other ranks do not repeat the step
+                raise ConfigError(f"not enough memory; use --micro-batches {2 * self.micro_batches}") from None
+            self.divide_batches(batch.num_rows)
+            self.task.discard_gradients()
+            self.run_step = self.build_step()
+            metrics = self.run_step(batch)
+        if self.micro_batches > micro_batches:
+            self.bar.print_line(
+                f"a batch of {batch.num_rows} rows does not fit into the device's memory: divided into "
+                f"{self.micro_batches} micro-batches, with equal results (--micro-batches {self.micro_batches})"
+            )
+        return metrics
 
     def agree_with_ranks(self) -> None:
         """Stop if any rank received a signal; budgets, schedules and intervals follow the clock of rank 0."""
@@ -283,63 +273,76 @@ class Trainer:
         return self.update_weights(self.forward_backward(batch))
 
     def forward_backward(self, batch: TrainingBatch) -> dict[str, Tensor]:
-        """Compute gradients and return the losses; suggests micro-batches if the batch does not fit into memory."""
-        try:
-            return self.accumulate_gradients(batch, self.config.micro_batches)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        count = self.find_fitting_micro_batches(batch)
-        advice = f"try --micro-batches {count}" if count else "not even single rows fit, use a smaller model"
-        raise ConfigError(f"a batch of {batch.num_rows} rows does not fit into the device's memory; {advice}")
+        """Compute gradients and return the losses; a batch that does not fit into memory is divided further, and
+        kernels that need more shared memory than the GPU has are switched off."""
+        while True:
+            try:
+                return self.accumulate_gradients(batch)
+            except Exception as error:
+                is_capturing = self.cuda_graphs and torch.cuda.is_current_stream_capturing()
+                is_memory = is_out_of_memory(error)
+                if is_capturing or not (is_memory or is_out_of_shared_memory(error)):
+                    raise
+                kernel = None if is_memory else disable_largest_kernel()
+                if not is_memory and kernel is None:
+                    raise
+            if is_memory:  # outside of `except`, which keeps the tensors of the failed attempt
+                self.divide_batches(batch.num_rows)
+            else:
+                self.bar.print_line(f"kernel {kernel}: this GPU has too little shared memory, PyTorch's is used")
+            self.task.discard_gradients()
+            seed_dropout(self.seed, self.state.step, self.world.rank)
 
-    def accumulate_gradients(self, batch: TrainingBatch, micro_batches: int) -> dict[str, Tensor]:
+    def divide_batches(self, rows: int) -> None:
+        """Divide batches into at least twice as many micro-batches."""
+        count = next((each for each in range(2 * self.micro_batches, rows + 1) if rows % each == 0), None)
+        if count is None:
+            raise ConfigError(
+                f"not even {self.micro_batches} micro-batches of a batch of {rows} rows fit into the device's memory; "
+                "use a smaller model, shorter rows or --activation-checkpointing"
+            )
+        self.micro_batches = count
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def accumulate_gradients(self, batch: TrainingBatch) -> dict[str, Tensor]:
         """Accumulate the gradients of micro-batches, normalized by the counts of the whole batch."""
-        counts = self.task.loss_counts(batch) if micro_batches > 1 else None
+        counts = self.task.loss_counts(batch) if self.micro_batches > 1 else None
         if self.gradients is not None:
             counts = self.gradients.counts()  # of all ranks
         means: dict[str, Tensor] = {}
-        for micro_batch in batch.micro_batches(micro_batches):
+        for micro_batch in batch.micro_batches(self.micro_batches):
             losses = self.task.losses(micro_batch)
-            self.task.backward(total_loss(losses, counts))
+            total = total_loss(losses, counts)
+            self.task.backward(total if self.loss_scaler is None else total * self.loss_scaler.scale)
             for name, loss in losses.items():
                 mean = loss.sum.detach() / (loss.count if counts is None else counts[name]).clamp(min=1)
                 means[name] = means[name] + mean if name in means else mean
         return means
 
-    def find_fitting_micro_batches(self, batch: TrainingBatch) -> int | None:
-        """The smallest number of micro-batches, by doubling, that fits into memory."""
-        count = 2 * self.config.micro_batches
-        while count <= batch.num_rows:
-            self.task.model.zero_grad()
-            torch.cuda.empty_cache()
-            try:
-                self.accumulate_gradients(batch, count)
-                return count
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-            count *= 2
-        return None
-
     def update_weights(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clip gradients and update the weights, unless a loss or the gradient is not finite."""
         gradients = [parameter.grad for parameter in self.task.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        loss_scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+        norm = nn.utils.get_total_norm(gradients) / loss_scale
         metrics = losses | {"gradient_norm": norm}
         is_finite = torch.isfinite(torch.stack(list(metrics.values()))).all()
         max_norm = self.optimizer_config.max_grad_norm or math.inf
         if self.cuda_graphs:
-            scale = (norm / max_norm).clamp(min=1)
+            scale = (norm / max_norm).clamp(min=1) * loss_scale
             for optimizer in self.optimizers:  # fused optimizers divide by the scale, and skip the step on the device
                 optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # missing in torch's types
                 optimizer.grad_scale = scale  # type: ignore[attr-defined]  # likewise
                 optimizer.step()
         elif is_finite:
+            if self.loss_scaler is not None:
+                torch._foreach_div_(gradients, loss_scale)
             nn.utils.clip_grads_with_norm_(self.task.model.parameters(), max_norm, norm)
             for optimizer in self.optimizers:
                 optimizer.step()
         self.task.model.zero_grad()
+        if self.loss_scaler is not None:
+            self.loss_scaler.update(is_finite)
         self.nonfinite_run[0].add_(1).mul_(~is_finite)
         self.nonfinite_run[1].copy_(self.nonfinite_run.max())
         metrics = {name: value.where(is_finite, 0.0) for name, value in metrics.items()}
@@ -414,7 +417,8 @@ class Trainer:
             state.best_loss = self.metrics["loss"]
         if not self.world.is_main:
             return self.folder / CHECKPOINTS / checkpoint_name(state.step)
-        trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps())
+        loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale.item()
+        trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps(), loss_scale=loss_scale)
         content = CheckpointState(trainer_state, self.task.state_dict())
         folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)
@@ -437,8 +441,3 @@ class Trainer:
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seed torch's generator for a step; on a CPU it uses 32 bits of the seed."""
     torch.manual_seed(seed * 1_000_003 + step + rank * 2_654_435_761)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch ran out of memory: CUDA has an exception class for it, the CPU only a message."""
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
