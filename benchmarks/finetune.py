@@ -2,6 +2,7 @@
 
     python benchmarks/finetune.py --data glue/ --vocab vocab.txt [--model hf-folder] [--tasks cola rte] [--json]
     python benchmarks/finetune.py --data glue/ --model hf-folder --scores --seeds 5 [--tasks cola rte] [--json]
+    python benchmarks/finetune.py --data conll/ --model hf-folder --tasks ner chunking pos [--scores --seeds 5]
 
 Both have the same weights, rows, batch size, epochs, precision and dropout. electra is `electra finetune`. The peer is
 the usual loop: rows tokenized beforehand, a DataLoader that shuffles and pads to the longest row of the batch,
@@ -12,7 +13,8 @@ steps of electra. Loading and tokenizing do not count. Without --model both star
 because speed does not depend on the weights.
 
 Scores: median and standard deviation over seeds of the task's first metric on its dev rows. The peer uses electra's
-learning rate, layer-wise decay, warm-up and epochs, and transformers' own classification head (with one more layer).
+learning rate, layer-wise decay, warm-up and epochs, and transformers' own classification head (of texts: with one more
+layer). In tagging its loss is at the first token of each word, and words after the maximum length are tagged O.
 """
 
 import argparse
@@ -21,10 +23,12 @@ import re
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from timing import synchronize
 
 from electra.config import build_config
@@ -33,12 +37,13 @@ from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.features import Outputs
+from electra.finetuning.features import IGNORED, Outputs
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
-from electra.finetuning.kinds import KINDS, read_examples, with_targets
-from electra.finetuning.metrics import METRICS, median, standard_deviation
-from electra.finetuning.tasks import Examples, Task, get_glue_task
+from electra.finetuning.kinds import KINDS, define_task, read_examples, with_targets
+from electra.finetuning.metrics import median, standard_deviation
+from electra.finetuning.tags import split_sentences
+from electra.finetuning.tasks import Examples, Task, stack_labels
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
@@ -66,12 +71,15 @@ def finetune_config(model: Path, task: str, data: str, folder: Path, device: str
 class Peer:
     """Transformers' model with a new head, in a plain training loop."""
 
+    class_name = "ElectraForSequenceClassification"
+
     def __init__(self, config: FinetuneConfig, task: Task) -> None:
-        from transformers import AutoTokenizer, ElectraForSequenceClassification
+        import transformers
 
         self.config, self.task, self.device = config, task, torch.device(config.hardware.device)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = ElectraForSequenceClassification.from_pretrained(config.model, num_labels=task.num_labels)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
+        model_class = getattr(transformers, self.class_name)
+        model = model_class.from_pretrained(config.model, num_labels=task.num_labels)
         self.model = model.to(self.device).train()
 
     def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
@@ -96,6 +104,48 @@ class Peer:
         schedule.step()
         optimizer.zero_grad()
 
+    @torch.no_grad()
+    def predict(self, examples: Examples) -> NDArray:
+        self.model.eval()
+        loader = self.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
+        logits = torch.cat([self.forward(batch).logits.float().cpu() for batch in loader]).numpy()
+        return KINDS[self.task.kind].predict(Outputs(logits), self.task)
+
+
+class TagPeer(Peer):
+    """The same for tags of words."""
+
+    class_name = "ElectraForTokenClassification"
+
+    def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
+        from transformers import DataCollatorForTokenClassification
+
+        sentences = split_sentences(examples.texts, examples.text_counts)
+        length = self.config.tuning.length
+        encoded = self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=length)
+        rows = []
+        for number, tags in enumerate(examples.labels):
+            words = encoded.word_ids(number)
+            is_first = [word is not None and word != before for before, word in pairwise([None, *words])]
+            labels = [tags[word] if first else IGNORED for word, first in zip(words, is_first, strict=True)]
+            rows.append({name: cells[number] for name, cells in encoded.items()} | {"labels": labels})
+        collate = DataCollatorForTokenClassification(self.tokenizer)
+        return torch.utils.data.DataLoader(rows, collate_fn=collate, **settings)
+
+    @torch.no_grad()
+    def predict(self, examples: Examples) -> NDArray:
+        self.model.eval()
+        predicted: list[list[int]] = []
+        for batch in self.loader(examples, batch_size=EVALUATION_BATCH_SIZE):
+            tags, is_word = self.forward(batch).logits.argmax(2).cpu(), (batch["labels"] != IGNORED).cpu()
+            predicted += [row[mask].tolist() for row, mask in zip(tags, is_word, strict=True)]
+        padded = zip(predicted, examples.text_counts, strict=True)
+        return stack_labels([tags + [0] * (count - len(tags)) for tags, count in padded])
+
+
+def create_peer(config: FinetuneConfig, task: Task) -> Peer:
+    return (TagPeer if task.kind == "tags" else Peer)(config, task)
+
 
 def electra_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
     """Seconds of training, total seconds, and steps of one seed."""
@@ -107,7 +157,7 @@ def electra_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
 
 def peer_step_seconds(config: FinetuneConfig, task: Task, steps: int) -> float:
     """Seconds per step of the peer, after ten warm-up steps."""
-    peer, examples = Peer(config, task), read_examples(task, "train")
+    peer, examples = create_peer(config, task), read_examples(task, "train")
     rows = range(min(len(examples), config.tuning.batch_size * (steps + 20)))
     loader = peer.loader(examples.select(rows), batch_size=config.tuning.batch_size, shuffle=True, drop_last=True)
     optimizer = torch.optim.AdamW(peer.model.parameters(), lr=3e-4, fused=True)
@@ -142,7 +192,7 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     from transformers import get_linear_schedule_with_warmup
 
     torch.manual_seed(seed)
-    peer, train = Peer(config, task), read_examples(task, "train")
+    peer, train = create_peer(config, task), read_examples(task, "train")
     loader = peer.loader(
         train.with_swapped_pairs() if task.double_unordered else train,
         batch_size=config.tuning.batch_size,
@@ -157,7 +207,8 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     for _ in range(epochs):
         for batch in loader:
             peer.step(batch, optimizer, schedule)
-    return evaluate(peer, read_examples(task, "dev"))
+    dev = read_examples(task, "dev")
+    return KINDS[task.kind].compute_metrics(peer.predict(dev), dev.labels, task)[task.metrics[0]]
 
 
 def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict[str, Any]]:
@@ -168,16 +219,6 @@ def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict
         below = layers - int(layer[1]) if layer else 0 if name.startswith("classifier.") else layers + 1
         groups.setdefault(below, []).append(parameter)
     return [{"params": parameters, "lr": rate * decay**below} for below, parameters in groups.items()]
-
-
-@torch.no_grad()
-def evaluate(peer: Peer, examples: Examples) -> float:
-    """The task's first metric."""
-    peer.model.eval()
-    loader = peer.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
-    logits = torch.cat([peer.forward(batch).logits.float().cpu() for batch in loader]).numpy()
-    predictions = KINDS[peer.task.kind].predict(Outputs(logits), peer.task)
-    return METRICS[peer.task.metrics[0]](predictions, examples.labels)
 
 
 def compare_scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
@@ -202,7 +243,7 @@ def format_scores(scores: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="folder of GLUE")
+    parser.add_argument("--data", required=True, help="folder of GLUE, or of CoNLL-2003 and CoNLL-2000")
     parser.add_argument("--vocab", type=Path, help="vocabulary of the random model")
     parser.add_argument("--model", type=Path, help="Hugging Face folder of ELECTRA (default: a random model)")
     parser.add_argument("--size", default="small", help="size of the random model")
@@ -221,10 +262,8 @@ def main() -> None:
         model = arguments.model or random_model(arguments.vocab, folder, arguments.size)
         for name in arguments.tasks:
             seeds = arguments.seeds if arguments.scores else 1
-            config, task = (
-                finetune_config(model, name, arguments.data, folder, device, seeds),
-                get_glue_task(name, arguments.data),
-            )
+            config = finetune_config(model, name, arguments.data, folder, device, seeds)
+            task = define_task(config.task)
             if arguments.scores:
                 results[name] = compare_scores(config, task)
                 line = format_scores(results[name])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import random_layer, reference_layer
 from safetensors.torch import load_file
-from synthetic import write_choices, write_rows
+from synthetic import write_choices, write_rows, write_tags
 from torch import Tensor
 from torch.nn import functional
 
@@ -449,15 +449,21 @@ def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
     assert min(difference(run, runs[3]) for run in runs[:3]) <= max(uninterrupted, 1e-7)
 
 
-@pytest.mark.parametrize(("kind", "dropout"), [("classification", 0.0), ("classification", 0.1), ("choice", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "dropout"),
+    [("classification", 0.0), ("classification", 0.1), ("choice", 0.0), ("tags", 0.0), ("tags with a CRF", 0.0)],
+)
 def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, kind, dropout):
-    train = tmp_path / "rows.jsonl"
-    if kind == "choice":
+    kind, _, crf = kind.partition(" with a ")
+    train = tmp_path / ("rows.conll" if kind == "tags" else "rows.jsonl")
+    if kind == "tags":
+        write_tags(train, 200, seed=0, max_sentences=3)
+    elif kind == "choice":
         write_choices(train, 200, seed=0)
     else:
         write_rows(train, kind, 200, seed=0)
     settings = {"precision": "fp32", "dropout": dropout, "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
-    settings["kind"] = kind
+    settings |= {"kind": kind, "crf": bool(crf)}
     weights = []
     for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name
