@@ -8,11 +8,12 @@ from seqeval.metrics import accuracy_score, classification_report, f1_score, pre
 from seqeval.metrics.sequence_labeling import get_entities
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.conll import find_entities, read_rows, recognize_scheme, write_tags
+from electra.finetuning.conll import find_entities, recognize_scheme, write_tags
 from electra.finetuning.tags import (
     compute_tag_metrics,
     decode_tags,
     encode_tags,
+    read_rows,
     score_tag_classes,
     split_into_windows,
     tag_warnings,

@@ -16,15 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from electra.data.files import format_and_compression
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
+from electra.finetuning import readers
 from electra.finetuning.conll import (
+    CONLLU,
     OUTSIDE,
     SCHEMES_IN_WORDS,
     count_violations,
     find_entities,
     has_prefix,
+    read_conll,
     recognize_scheme,
     split_tag,
     write_tags,
@@ -44,6 +48,7 @@ from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 OF_ENTITIES = ENTITY_METRICS[:3]
+TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
 UNKNOWN = -1  # target of words whose tags are not known
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
 TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
@@ -58,6 +63,21 @@ SPLIT_FILES = {
 # Words and tags of a row.
 
 
+def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
+    """Stream the sentences of a file: a table with lists, or CoNLL columns; raises if there are none."""
+    format, _ = format_and_compression(path)
+    if format in TABLES:
+        return readers.read_rows(path, columns=columns, skip_malformed=skip_malformed)
+    if format in (".csv", ".json"):
+        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
+    return read_conll(path)
+
+
+def is_conll_file(path: Path) -> bool:
+    """Whether a file must have CoNLL columns, as its name tells."""
+    return format_and_compression(path)[0] in (".conll", CONLLU)
+
+
 def find_columns(task: Task, row: Row) -> Task:
     """The task with the columns of the training file: those that are set, else words and tags, else the first and the
     last; files with other columns may have the same under other names."""
@@ -67,6 +87,8 @@ def find_columns(task: Task, row: Row) -> Task:
         text = next((name for name in WORDS if name in row.values), text)
     if label == TAGS[0]:
         label = next((name for name in (*TAGS, *numbers[:0:-1]) if name in row.values), label)
+    if text == label:
+        raise ConfigError(f"--text and --label are {text}; they must be different columns")
     aliases = dict.fromkeys(WORDS, text) | dict.fromkeys(TAGS if numbers else (*TAGS, "2"), label)
     return replace(
         task, text=text, label=label, aliases={name: aliases[name] for name in aliases.keys() - {text, label}}
