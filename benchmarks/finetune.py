@@ -87,7 +87,7 @@ class Peer:
         from transformers import DataCollatorWithPadding
 
         encoded = self.tokenizer(
-            examples.texts, examples.texts_b, truncation=True, max_length=self.config.tuning.length
+            examples.texts, examples.texts_b, truncation=True, max_length=self.config.tuning.length_for(self.task)
         )
         columns = dict(encoded) | {"labels": with_targets(self.task, examples).labels.tolist()}
         rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]

@@ -42,7 +42,7 @@ def import_object(reference: str) -> Any:
 
 
 COMMANDS = {
-    "demo": Command("demo:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
+    "demo": Command("serve.config:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
     "tokenizer": Command(
         "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
     ),
@@ -77,7 +77,7 @@ COMMANDS = {
     "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
-    "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face"),
+    "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face or ONNX"),
     "import": Command("export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"),
 }
 

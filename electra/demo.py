@@ -25,6 +25,7 @@ from electra.data.tokenizer import TextTokenizer
 from electra.model.config import PACKAGED_MODEL
 from electra.plotting import plot_demo
 from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
+from electra.serve.config import DemoConfig
 from electra.serve.inference import Model, load_model
 from electra.serve.planted import (
     PlantedSentence,
@@ -46,22 +47,6 @@ PACKAGED = {"init": PACKAGED_MODEL, "length": 64, "batch_size": 16, "learning_ra
 # Without a packaged model: a CPU processes few tokens in minutes; a narrow model over a small vocabulary learns most.
 NEW = {"size": "tiny", "layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64}
 NEW |= {"generator_width": 64, "length": 32, "batch_size": 64, "mask_fraction": 0.3, "learning_rate": 6e-3}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoConfig:
-    """Show the packaged model on sentences with a planted word, train it further on text found on this computer (or,
-    where there is none, a tiny model from scratch), compare it with simple baselines and export it: at most three
-    minutes on a CPU, without a network."""
-
-    output: Path = Path("electra-demo")
-    """The folder to write; a number is appended if it exists."""
-    quick: bool = False
-    """Less text and fewer steps."""
-    steps: int | None = None
-    """Steps of pre-training; by default 40 of the packaged model or 1,000 of a new one, with --quick a fifth of it."""
-    json: bool = False
-    """Print the result as JSON."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "TensorBoard"),
     "yaml": ("pyyaml", "--config files in YAML"),
     "sklearn": ("scikit-learn", "estimators for scikit-learn"),
+    "onnx": ("onnxruntime", "export to ONNX, with onnx and onnxscript"),
 }
 
 
@@ -41,7 +42,9 @@ class Diagnosis:
 def diagnose(config: DoctorConfig) -> Diagnosis:
     import torch
 
+    from electra.model.config import PACKAGED_MODEL
     from electra.training import hardware
+    from electra.training.checkpoint import has_packaged_model
 
     device = hardware.choose_device("auto")
     precision = hardware.choose_dtype("auto", device)
@@ -53,6 +56,7 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
         "threads": f"{torch.get_num_threads()}, {WAIT_POLICY} {os.environ.get(WAIT_POLICY, 'not set')}",
+        "packaged model": str(PACKAGED_MODEL) if has_packaged_model() else "none, so that commands need --model",
         "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",
     }
     extras = {name: describe_extra(*row) for name, row in EXTRAS.items()}

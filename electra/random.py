@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     MASK_REPLACEMENTS = 1
     SAMPLE_BLOCK = 2
     SAMPLE_TOKEN = 3
+    SPLITS = 4
 
 
 def hash_uint32(value: Number) -> Number:

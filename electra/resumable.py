@@ -1,5 +1,6 @@
 """Output files of any length that are written in parts: a command that was stopped continues where it was."""
 
+import hashlib
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ class OutputProgress:
 
     settings: dict[str, Any]
     size: int  # bytes
+    sha256: str  # of these bytes
     state: dict[str, Any]  # of the command, such as the number of rows
 
 
@@ -43,6 +45,7 @@ class ResumableFile:
         self.complete = self.partial  # the file that gets the name in the end
         self.state: dict[str, Any] = {}  # of the last saved part
         self.saved_at = time.monotonic()
+        self.digest, self.digested = hashlib.sha256(), 0  # of the first bytes of the partial file, and their number
         size = self.restore_progress()
         self.file: BinaryIO = self.partial.open("r+b" if size else "w+b")
         self.file.truncate(size)
@@ -58,7 +61,8 @@ class ResumableFile:
         if changes := describe_changed_settings(progress.settings, self.settings):
             print(f"{self.path} is started over: {'; '.join(changes)}", file=sys.stderr)
             return 0
-        if written < progress.size:
+        if written < progress.size or self.digest_up_to(progress.size) != progress.sha256:
+            self.digest, self.digested = hashlib.sha256(), 0
             return 0
         self.state = progress.state
         return progress.size
@@ -67,8 +71,19 @@ class ResumableFile:
         """Let a stopped process continue from here; at most every few seconds, because disks are slow."""
         if time.monotonic() - self.saved_at >= SAVE_SECONDS:
             self.sync()
-            write_stored(self.progress_file, asdict(OutputProgress(self.settings, self.file.tell(), state)))
+            size = self.file.tell()
+            progress = OutputProgress(self.settings, size, self.digest_up_to(size), state)
+            write_stored(self.progress_file, asdict(progress))
             self.saved_at = time.monotonic()
+
+    def digest_up_to(self, size: int) -> str:
+        """The SHA-256 of the first `size` bytes of the partial file; each is read once."""
+        with self.partial.open("rb") as file:
+            file.seek(self.digested)
+            while self.digested < size and (part := file.read(min(1 << 20, size - self.digested))):
+                self.digest.update(part)
+                self.digested += len(part)
+        return self.digest.hexdigest()
 
     def sync(self) -> None:
         self.file.flush()

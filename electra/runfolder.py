@@ -39,6 +39,7 @@ CHECKPOINTS = "checkpoints"
 CHECKPOINT_NAME = re.compile(r"step-\d{9,}")
 CHECKSUMS = "checksums.json"  # of the other files in its folder
 MAX_JSON_BYTES = 2**27
+ANOTHER_VERSION = "use the version of electra that wrote it"
 
 Stored = TypeVar("Stored")
 
@@ -96,7 +97,7 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
         try:  # an interrupt may come at any moment after this
             draft.mkdir()
             yield draft
-            for file in draft.iterdir():
+            for file in [path for path in draft.rglob("*") if path.is_file()]:
                 with file.open("rb") as content:
                     os.fsync(content.fileno())  # the rename may reach the disk before the content
             os.replace(draft, folder)
@@ -243,10 +244,11 @@ def read_stored(path: Path, kind: type[Stored]) -> Stored:
 def convert_stored(value: Any, kind: type[Stored], path: Path) -> Stored:
     """A dataclass from the JSON `value`, which was read from `path`; no field may be missing, even one with a default,
     which may not be what was stored."""
-    with report_damage(path):
+    is_verified = path.with_name(CHECKSUMS).exists()  # then it is as it was written, and nothing should be removed
+    with report_damage(path, ANOTHER_VERSION if is_verified else None):
         stored: Any = msgspec.convert(value, kind)
-        if is_dataclass(kind) and (field := find_other_field(value, asdict(stored))):
-            raise msgspec.ValidationError(f"Missing or unknown field - at `${field}`, perhaps of another version")
+    if is_dataclass(kind) and (field := find_other_field(value, asdict(stored))):
+        raise damaged_file_error(path, f"Missing or unknown field - at `{field[1:]}`", ANOTHER_VERSION)
     return stored
 
 

@@ -49,6 +49,7 @@ FOREIGN = ("notes.partial", ".hidden", "lock", "run.tmp")  # names of files that
 SIZE = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --generator-width 32"
 STEPS = "--steps 8 --save-every 2 --evaluate-every 4 --log-every 2 --evaluation-rows 16 --length 16 --batch-size 8"
 TUNING = "--epochs 1 --length 16 --batch-size 8 --device cpu"
+EMBED = "embed --model model --input rows/dev.jsonl --device cpu"
 WRITERS = {  # commands that write: output, inputs, command
     "vocab": (["texts"], "tokenizer --corpus texts --output vocab --vocab-size 120"),
     "shards": (
@@ -69,6 +70,21 @@ WRITERS = {  # commands that write: output, inputs, command
         "predict --model tuned --input rows/dev.jsonl --output predictions/rows.csv --device cpu",
     ),
     "report": (["run"], "report run --output report"),
+    "package": (["run"], "export --model run --output package --to package --training-data none"),
+    "corrupted": (
+        ["run", "shards"],
+        "corrupt --model run --data shards --output corrupted/rows.safetensors --rows 32 --device cpu",
+    ),
+    "vectors": (["model", "rows"], f"{EMBED} --output vectors/rows.npy"),
+    "table": (["model", "rows"], f"{EMBED} --output table/rows.parquet"),
+    "tagged": (
+        ["model", "tags"],
+        f"finetune --model model --train tags/train.conll --dev tags/dev.conll --kind tags --output tagged {TUNING}",
+    ),
+    "tag-predictions": (
+        ["tagged", "tags"],
+        "predict --model tagged --input tags/dev.conll --output tag-predictions/rows.conll --device cpu",
+    ),
 }
 DETECT = "detect --device cpu --json --model"
 EVALUATE = "evaluate --input rows/dev.jsonl --device cpu --json --model"
@@ -90,6 +106,10 @@ READERS = {  # commands that read each kind of folder: other inputs, commands
     "huggingface": ([], [f"{DETECT} huggingface words", WRITERS["model"][1]]),
     "tuned": (["model", "rows"], [WRITERS["tuned"][1], f"{EVALUATE} tuned", "export --model tuned --output new"]),
     "glued": (["model", "glue"], [WRITERS["glued"][1]]),
+    "package": ([], [f"{DETECT} package words"]),
+    "corrupted": (["shards"], [f"{WRITERS['run'][1]} --corrupted-rows corrupted/rows.safetensors"]),
+    "tags": (["model"], [WRITERS["tagged"][1]]),
+    "tagged": (["model", "tags"], ["evaluate --input tags/dev.conll --device cpu --json --model tagged"]),
 }
 PLAIN = ("model", "tuned")  # kinds that are also tried without checksums, as a stranger may send
 READERS |= {
@@ -97,7 +117,16 @@ READERS |= {
     for kind in PLAIN
     for inputs, commands in [READERS[kind]]
 }
-CHECKED = ("shards", "stopped", "run", "model", "tuned", "glued")  # kinds whose files are covered by checksums
+CHECKED = (
+    "shards",
+    "stopped",
+    "run",
+    "model",
+    "tuned",
+    "glued",
+    "corrupted",
+    "tagged",
+)  # kinds whose files are covered by checksums
 UNCHECKED_FILES = ("metrics.jsonl", "samples.md", "curves.png")  # of these, for people to read
 
 
@@ -231,6 +260,11 @@ def output_of(command: str) -> str | None:
     return words[words.index("--output") + 1] if "--output" in words else None
 
 
+def make_parent(command: str, folder: Path) -> None:
+    """Make the folder of the file that a command writes."""
+    (folder / (output_of(command) or "")).parent.mkdir(exist_ok=True)
+
+
 def result_of(command: str, folder: Path, outcome: Outcome) -> dict[str, str | None]:
     """What a command computed: the files it wrote that do not depend on time and place, or what it printed."""
     output = output_of(command)
@@ -241,7 +275,7 @@ def result_of(command: str, folder: Path, outcome: Outcome) -> dict[str, str | N
         last = max((name.split("/")[2] for name in files if name.startswith(f"{output}/checkpoints/")), default="none")
         names = [f"{output}/checkpoints/{last}/{name}.safetensors" for name in ("model", "training")]
     else:
-        suffixes = (".safetensors", ".txt", ".csv", ".md")
+        suffixes = (".safetensors", ".txt", ".csv", ".md", ".npy", ".parquet", ".conll", ".gz")
         names = sorted(name for name in files if name.startswith(output) and name.endswith(suffixes))
     return {name: files.get(name) for name in names}
 
@@ -256,9 +290,8 @@ class Trial:
         self.seconds: dict[str, float] = {}  # their time,
         self.files: dict[str, set[str]] = {}  # and the files there are after them
         write_inputs(self.good)
-        for output, (_, command) in WRITERS.items():
-            if output == "predictions":
-                (self.good / output).mkdir()
+        for _, command in WRITERS.values():
+            make_parent(command, self.good)
             self.require_success(run_electra(command, self.good), command)
         shutil.copytree(self.good / "run", self.good / "stopped")
         shutil.rmtree(self.good / "stopped/checkpoints/step-000000008")
@@ -277,8 +310,7 @@ class Trial:
             shutil.copytree(self.good / name, folder / name)
             for foreign in FOREIGN:
                 (folder / name / foreign).write_text("not ours")
-        if case.command.startswith("predict"):
-            (folder / "predictions").mkdir()
+        make_parent(case.command, folder)
         for foreign in FOREIGN:
             (folder / foreign).write_text("not ours")
         return folder

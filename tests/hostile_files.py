@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from synthetic import sentence, write_glue, write_rows
+from synthetic import sentence, write_glue, write_rows, write_tags
 
 from electra import runfolder
 
@@ -41,6 +41,9 @@ def write_inputs(folder: Path) -> None:
     write_rows(rows / "train.jsonl", "classification", 48, seed=0)
     write_rows(rows / "dev.jsonl", "classification", 16, seed=1)
     write_glue(folder / "glue", rows=24)
+    (folder / "tags").mkdir()
+    write_tags(folder / "tags/train.conll", 24, seed=0)
+    write_tags(folder / "tags/dev.conll", 8, seed=1)
 
 
 def remove_checksums(folder: Path) -> None:

@@ -3,16 +3,22 @@
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
+import electra
+from electra.config import flat_values
 from electra.model.storage import WEIGHTS
-from electra.runfolder import checkpoint_folders
+from electra.runfolder import checkpoint_folders, dump_json
 from electra.training.logging import METRICS, read_metrics
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -62,7 +68,8 @@ def finish_ranks(ranks: list[tuple[ForkProcess, Connection]]) -> list[Any]:
         process.join(SECONDS)
         if process.exitcode is None:
             process.kill()
-            raise TimeoutError("a rank did not end")
+            results.append(TimeoutError())
+    assert not any(isinstance(result, TimeoutError) for result in results), "a rank did not end"
     return results
 
 
@@ -77,8 +84,6 @@ def run_ranks(size: int, function: Callable[[int], Any]) -> list[Any]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """The weights of the last checkpoint of a run."""
-    from safetensors.torch import load_file
-
     return load_file(checkpoint_folders(run)[-1] / WEIGHTS)
 
 
@@ -99,3 +104,27 @@ def losses(run: Path, kinds: Collection[str]) -> list[float]:
 
 def largest_loss_difference(run: Path, other: Path, kinds: Collection[str] = ("train", "validation")) -> float:
     return max(abs(ours - theirs) for ours, theirs in zip(losses(run, kinds), losses(other, kinds), strict=True))
+
+
+def torchrun(size: int, config: Any, restarts: int) -> subprocess.Popen[str]:
+    """Start `electra pretrain` with a config on several ranks by torchrun, which repeats it after failures."""
+    settings = {name: value for name, value in flat_values(config).items() if value is not None}
+    file = config.output.with_suffix(".json")
+    file.write_text(dump_json(settings))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--standalone"]
+    command = ["--max-restarts", str(restarts), "-m", "electra", "pretrain", "--config", str(file)]
+    paths = os.pathsep.join((str(Path(electra.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*launcher, *command], env=environment, **pipes)
+
+
+def child_processes(parent: int) -> list[int]:
+    """The processes that a process has started and that still run (Linux)."""
+    children = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it may just have ended
+            state, started_by = path.read_text().rpartition(")")[2].split()[:2]
+            if int(started_by) == parent and state != "Z":
+                children.append(int(path.parent.name))
+    return sorted(children)

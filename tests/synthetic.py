@@ -91,3 +91,22 @@ def write_glue(folder: Path, rows: int = 60) -> Path:
 def write_lines(path: Path, lines: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def write_questions(
+    path: Path, count: int, seed: int, has_unanswerable: bool = False, sentences: int = 1
+) -> list[dict]:
+    """Write a .jsonl file of questions, whose answer is the animal in the context, if there is one; returns them."""
+    generator, rows = random.Random(seed), []
+    for number in range(count):
+        animal = "" if has_unanswerable and number % 3 == 0 else generator.choice(ANIMALS)
+        parts = [
+            f"the {generator.choice(SIZES)} mat sat on the {generator.choice(SIZES)} tree ." for _ in range(sentences)
+        ]
+        place = generator.randrange(sentences)
+        parts[place] = f"the {generator.choice(SIZES)} {animal} sat in the house ." if animal else parts[place]
+        context = " ".join(parts)
+        answers = [{"text": animal, "answer_start": context.index(animal)}] if animal else []
+        rows.append({"id": f"q{number}", "context": context, "question": "on the mat", "answers": answers})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows

@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +125,15 @@ def test_both_implementations_of_the_peer_have_the_same_loss(pretrain, make_pair
 def test_losses_of_a_mode_equal_themselves(run):
     [report] = run("--shapes tiny:4x16 --dropout 0 --compare-losses 3 --modes eager")["losses"]
     assert report["generator_difference"] == report["discriminator_difference"] == 0
+
+
+@pytest.mark.slow
+def test_two_ranks_are_compared_with_two_micro_batches(shards):
+    """In fp32 on a CPU both have the same bits, and a world of one has those of none."""
+    flags = f"--data {shards} --size tiny --batch-size 8 --length 16 --steps 3 --device cpu --json"
+    script = Path(__file__).parents[1] / "benchmarks" / "data_parallel.py"
+    paths = {"PYTHONPATH": str(script.parents[1])}
+    ended = subprocess.run([sys.executable, script, *flags.split()], env=os.environ | paths, capture_output=True)
+    report = json.loads(ended.stdout)
+    assert report["differences"]["two ranks"] == report["differences"]["micro-batches"]
+    assert set(report["differences"]["world of one"].values()) == {0.0}

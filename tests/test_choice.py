@@ -60,7 +60,7 @@ def test_choices_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     loaded = electra.load(tmp_path / "out", device="cpu")
     for row, expected in zip(rows[:5], written, strict=False):
         assert row | loaded.predict([row])[0] == expected
-    with pytest.raises(ConfigError, match="give each row as a dictionary"):
+    with pytest.raises(ConfigError, match="needs each row as a dictionary"):
         loaded.predict(["the cat"])
 
     run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)

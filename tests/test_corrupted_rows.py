@@ -41,12 +41,19 @@ def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_c
     assert result.replaced_fraction == pytest.approx(is_replaced.float().mean().item())
 
 
-def test_metrics_equal_those_of_an_evaluation_with_the_same_generator(corrupt_config, finished_run, run_config, shards):
+@pytest.mark.parametrize("packing", ["packed", "examples"])
+def test_metrics_equal_those_of_an_evaluation_with_the_same_generator(
+    corrupt_config, finished_run, run_config, shards, packing
+):
     opened, cpu = open_shards(shards), torch.device("cpu")
     electra = load_model(find_model_folder(finished_run)).eval()
-    batches = held_out_batches(run_config(evaluation_rows=32), opened, cpu)
+    batches = held_out_batches(run_config(evaluation_rows=32, packing=packing), opened, cpu)
     expected = evaluate(electra, batches, unigram_frequencies(opened, cpu), opened.tokenizer.vocabulary)
-    actual = write_corrupted_rows(corrupt_config(rows=32)).metrics
+    result = write_corrupted_rows(corrupt_config(rows=32, packing=packing))
+    rows = read_corrupted_rows(result.output, opened.tokenizer, positions=16)
+    with torch.no_grad():
+        assert rows.evaluate(electra, opened.tokenizer, World(cpu)) == pytest.approx(result.metrics)
+    actual = result.metrics
     assert actual["fixed_rtd_loss"] == pytest.approx(expected["rtd_loss"], rel=1e-5)
     assert actual["fixed_rtd_auc"] == pytest.approx(expected["rtd_auc"], rel=1e-5)
 

@@ -1,12 +1,24 @@
 """Ranks: the same training on any number of them, one writer, signals and failures; on the CPU with gloo."""
 
+import itertools
 import os
+import random
 import signal
 import sys
+import time
+from contextlib import suppress
 
 import pytest
 import torch
-from ranks import finish_ranks, largest_difference, largest_loss_difference, run_ranks, start_ranks
+from ranks import (
+    child_processes,
+    finish_ranks,
+    largest_difference,
+    largest_loss_difference,
+    run_ranks,
+    start_ranks,
+    torchrun,
+)
 
 from electra.cli import main
 from electra.errors import ConfigError, DataError, TrainingError
@@ -229,3 +241,59 @@ def test_restarts_need_a_command_that_resumes(dataset_config, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     [error] = finish_ranks(start_ranks(1, lambda rank: pretrain(dataset_config())))
     assert "add --resume" in str(error)
+
+
+MATRIX = list(itertools.product(("rtd", "mlm"), ("classic", "modern"), ("adamw", "muon")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("objective", "style", "optimizer"), MATRIX)
+def test_ranks_differ_as_little_as_micro_batches(dataset_config, objective, style, optimizer, capsys):
+    """Over 50 steps in fp32. The sum of two gradients does not depend on their order, that of three does."""
+    settings = {"objective": objective, "style": style, "optimizer": optimizer, "steps": 50, "precision": "fp32"}
+    settings |= {"evaluate_every": 25, "save_every": 50, "sinusoidal_positions": style == "classic"}
+    runs = {}
+    for count in (1, 2, 3):
+        for kind in ("micro-batches", "ranks"):
+            is_split = kind == "micro-batches"
+            config = dataset_config(f"{count}-{kind}", micro_batches=count if is_split else 1, **settings)
+            run_ranks(1 if is_split else count, lambda rank, config=config: pretrain(config))
+            runs[count, kind] = config.output
+    whole = runs[1, "micro-batches"]
+    with capsys.disabled():
+        for (count, kind), run in runs.items():
+            weights, loss = largest_difference(whole, run), largest_loss_difference(whole, run)
+            print(
+                f"\n{objective} {style} {optimizer}, {count} {kind}: weights {weights:.1e}, losses {loss:.1e}", end=""
+            )
+            assert weights < WEIGHTS_BOUND
+            assert loss < LOSS_BOUND
+    for count in (1, 2):
+        assert largest_difference(runs[count, "micro-batches"], runs[count, "ranks"]) == 0
+
+
+@pytest.mark.slow
+def test_runs_that_are_killed_and_restarted_end_as_an_undisturbed_one(dataset_config):
+    """Twenty kills of random ranks at random moments, also while they start; torchrun repeats the command."""
+    settings = {"steps": 400, "save_every": 20, "evaluate_every": 100, "log_every": 20, "keep_checkpoints": 2}
+    undisturbed = dataset_config("undisturbed", micro_batches=2, **settings)  # the same bits as two ranks
+    pretrain(undisturbed)
+    draw, kills = random.Random(0), 0
+    while kills < 20:
+        config = dataset_config(f"killed-{kills}", resume=True, **settings)
+        agent = torchrun(2, config, restarts=20)
+        while kills < 20 and agent.poll() is None:
+            time.sleep(draw.uniform(0, 20))
+            ranks = child_processes(agent.pid)
+            with suppress(ProcessLookupError, IndexError):  # they have just ended
+                os.kill(draw.choice(ranks), signal.SIGKILL)
+                kills += 1
+        output, _ = agent.communicate(timeout=300)
+        print(output)
+        assert agent.returncode == 0, output[-3000:]
+        assert largest_difference(undisturbed.output, config.output) == 0
+        assert largest_loss_difference(undisturbed.output, config.output) == 0
+        assert sorted(path.name for path in config.output.iterdir()) == sorted(
+            path.name for path in undisturbed.output.iterdir()
+        )
+        assert not list(config.output.rglob("*.electra-partial"))

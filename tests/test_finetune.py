@@ -131,8 +131,8 @@ def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, ca
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "give either --task with --data (GLUE) or --train"),
-        ("--task rte --data glue --train x.csv", "give either --task with --data (GLUE) or --train"),
+        ("", "give either --task with --data (GLUE, SQuAD, tagging) or --train"),
+        ("--task rte --data glue --train x.csv", "give either --task with --data (GLUE, SQuAD, tagging) or --train"),
         ("--task rte", "--task needs --data"),
         ("--task rte --data nowhere", "found none of nowhere/RTE/train.tsv"),
         ("--task rtf --data .", "unknown task 'rtf'; choose from cola"),

@@ -1,13 +1,14 @@
 """The fine-tuning benchmarks run on synthetic tasks."""
 
 import json
+import random
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import write_glue, write_tags
+from synthetic import sentence, write_glue, write_tags
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -64,3 +65,16 @@ def test_the_peer_has_layer_wise_learning_rates():
     assert by_name["electra.encoder.layer.0.output.dense.weight"] == pytest.approx(0.8**3)
     assert by_name["electra.embeddings.word_embeddings.weight"] == pytest.approx(0.8**4)
     assert by_name["electra.embeddings_project.weight"] == pytest.approx(0.8**4)
+
+
+@pytest.mark.slow
+def test_predictions_and_embeddings_equal_those_of_a_plain_loop(run_benchmark, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
+    generator = random.Random(0)
+    rows = ["sentence", *(sentence(generator) for _ in range(100))]
+    (tmp_path / "rows.tsv").write_text("".join(f"{row}\n" for row in rows))
+    vocabulary = shards / "tokenizer" / "vocab.txt"
+    flags = ["--vocab", vocabulary, "--size", "tiny", "--sst2", tmp_path / "rows.tsv", "--rounds", 1]
+    for command in run_benchmark("inference", *flags)["SST-2"].values():
+        assert command["difference"] < 2e-4  # probabilities are rounded to four digits
+        assert command["speedup"] > 0

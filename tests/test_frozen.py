@@ -48,13 +48,21 @@ def test_a_linear_head_gets_the_mean_of_the_concatenated_states_of_its_layers(fo
     pretrained = load_pretrained(folder)
     model = build_task_model(pretrained, 3, seed=1, frozen=FrozenConfig(layers=(0, -1), bilstm=False))
     input_ids, attention_mask, segment_ids = rows_with_padding()
-    model.train()
     model.head.eval()
     logits = model(input_ids, attention_mask, segment_ids)
     states = pretrained.encoder.eval().hidden_states(input_ids, attention_mask, segment_ids)
     hidden = torch.cat([states[0], states[-1]], dim=-1)
     means = torch.stack([row[mask].mean(0) for row, mask in zip(hidden, attention_mask, strict=True)])
     torch.testing.assert_close(logits, torch.nn.functional.linear(means, model.head.weight, model.head.bias))
+
+
+def test_a_frozen_encoder_has_no_dropout_in_training(encoder_folder):
+    model = build_task_model(load_pretrained(encoder_folder), 3, seed=1, frozen=FrozenConfig(layers=(), bilstm=True))
+    for _ in range(2):
+        training = {name.split(".")[1] for name, module in model.named_modules() if module.training and "." in name}
+        assert training == {"bilstm", "dropout"}  # the last one is the head's
+        model.train()
+    assert not any(module.training for module in model.eval().modules())
 
 
 @pytest.mark.parametrize("bilstm", [False, True])

@@ -20,6 +20,7 @@ PACKAGES = [
     "pretraining",
     "finetuning",
     "report",
+    "onnx",
     "export",
     "serve",
 ]

@@ -1,6 +1,7 @@
 """BatchLoader: every token once per epoch; the same rows for any number of ranks and after any resume."""
 
 import json
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -15,8 +16,10 @@ from electra.data.loader import BatchLoader, LoaderPosition, compute_cu_seqlens,
 from electra.data.packing import LoaderConfig, Permutation, count_documents_in_spans, split_documents_into_rows
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
+from electra.data.tokenizer import Vocabulary
 from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.errors import ConfigError, DataError
+from electra.random import Purpose, row_keys
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 WORDS = [f"w{number}" for number in range(997)]
@@ -187,11 +190,57 @@ def test_epochs_and_seeds_have_different_orders():
     assert len(orders) == 9
 
 
+def example_rows(token_ids, sentence_end_ids):
+    """Of each row the examples, and of each example its ids and segments."""
+    special = {"pad_id": PAD, "unk_id": UNK, "cls_id": CLS, "sep_id": SEP, "mask_id": MASK}
+    vocabulary = Vocabulary(size=60, sentence_end_ids=sentence_end_ids, **special)
+    keys = row_keys(0, torch.zeros(len(token_ids), dtype=torch.long), torch.arange(len(token_ids)), Purpose.SPLITS)
+    rows = loader.build_example_rows(token_ids, keys, vocabulary)
+    counts = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in rows["document_ids"]]
+    ids, segments = (
+        [row.split(sizes) for row, sizes in zip(rows[name], counts, strict=True)]
+        for name in ("input_ids", "segment_ids")
+    )
+    return [
+        [(one.tolist(), other.tolist()) for one, other in zip(*row, strict=True)]
+        for row in zip(ids, segments, strict=True)
+    ]
+
+
+def test_rows_of_examples_split_text_at_sentence_ends(shards):
+    random, stop = np.random.default_rng(0), 7
+    tokens = torch.from_numpy(random.choice([SEP, stop, *range(10, 60)], size=(300, 31), p=[0.02, 0.18, *[0.016] * 50]))
+    kinds = Counter()
+    for row, examples in zip(tokens.tolist(), example_rows(tokens, (stop,)), strict=True):
+        words = [token for ids, _ in examples for token in ids if token > MASK]
+        assert words == [token for token in row if token > MASK][: len(words)]
+        assert sum(len(ids) for ids, _ in examples) == 32
+        for number, (ids, segments) in enumerate(examples):
+            if len(ids) == 1:  # nothing but the row's last [SEP]
+                continue
+            assert (ids[0], ids[-1], ids[1:].count(CLS)) == (CLS, SEP, 0)
+            first = ids.index(SEP)
+            assert segments == [0] * (first + 1) + [1] * (len(ids) - first - 1)
+            assert ids[first:].count(SEP) == (1 if first == len(ids) - 1 else 2)
+            if first < len(ids) - 1:
+                assert ids[first - 1] == stop
+            kinds[len(examples) == 1, first < len(ids) - 1] += 1
+            kinds["whole sentence"] += number > 0 and ids[-2] == stop
+    assert min(kinds.values()) > 20
+    assert len(kinds) == 5
+
+
+def test_rows_without_sentence_ends_are_one_example_per_document(shards):
+    tokens = torch.tensor([[10, 11, SEP, 12, 13, 14], [20, 21, 22, 23, 24, 25]])
+    ids = [[ids for ids, _ in row] for row in example_rows(tokens, ())]
+    assert ids == [[[CLS, 10, 11, SEP], [CLS, 12, SEP]], [[CLS, 20, 21, 22, 23, 24, SEP]]]
+
+
 def test_row_order_of_seed_0_is_fixed():
     assert Permutation.for_epoch(10, seed=0, epoch=0)(np.arange(10)).tolist() == [9, 3, 4, 7, 2, 5, 8, 0, 6, 1]
 
 
-@pytest.mark.parametrize("packing", ["packed", "segment-pairs"])
+@pytest.mark.parametrize("packing", ["packed", "segment-pairs", "examples"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_ranks_batches_make_up_the_global_batch(shards, packing, world_size):
     config = LoaderConfig(length=24, batch_size=6, packing=packing)
@@ -203,7 +252,7 @@ def test_the_ranks_batches_make_up_the_global_batch(shards, packing, world_size)
         assert {int(part.step) for part in parts} == {int(whole.step)}
 
 
-@pytest.mark.parametrize("packing", ["packed", "segment-pairs"])
+@pytest.mark.parametrize("packing", ["packed", "segment-pairs", "examples"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_resumed_loader_continues_as_an_unbroken_one(shards, packing, world_size, monkeypatch):
     config = LoaderConfig(length=24, batch_size=6, packing=packing)
@@ -248,7 +297,7 @@ def test_the_same_shards_serve_any_length(shards, length):
     assert batch.input_ids.shape == (2, length)
 
 
-@pytest.mark.parametrize("packing", ["packed", "segment-pairs"])
+@pytest.mark.parametrize("packing", ["packed", "segment-pairs", "examples"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def test_tokens_on_the_device_give_equal_rows(shards, device, packing):
     config = {"length": 24, "batch_size": 6, "packing": packing}

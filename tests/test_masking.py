@@ -13,7 +13,7 @@ from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
 from electra.objectives.config import MaskingConfig
-from electra.objectives.masking import mask, max_masked, num_masked
+from electra.objectives.masking import count_masked, mask, max_masked, num_masked
 
 V = Vocabulary(size=60, pad_id=0, unk_id=1, cls_id=2, sep_id=3, mask_id=4)
 
@@ -194,3 +194,17 @@ def test_a_mask_fraction_outside_0_and_1_is_an_error(fraction):
 def test_probabilities_above_1_together_are_an_error():
     with pytest.raises(ConfigError, match="sum at most 1"):
         MaskingConfig(mask_token_probability=0.9, random_token_probability=0.2)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 12), min_size=8, max_size=8), min_size=1, max_size=4),
+    fraction=st.sampled_from([0.05, 0.15, 0.5, 0.9]),
+    mask_count=st.sampled_from(["paper", "released"]),
+    whole_words=st.booleans(),
+)
+def test_masked_positions_are_counted_without_choosing_them(rows, fraction, mask_count, whole_words):
+    """Also in rows with fewer maskable tokens than are to be masked."""
+    config = MaskingConfig(mask_fraction=fraction, mask_count=mask_count, whole_word_masking=whole_words)
+    ids = torch.tensor(rows)
+    batch = batch_of(rows, attention_mask=ids != V.pad_id, is_continuation=ids > 9)
+    assert count_masked(batch, config, V, seed=5) == mask(batch, config, V, seed=5).weights.sum()

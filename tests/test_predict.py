@@ -156,6 +156,17 @@ def test_a_stopped_prediction_continues_after_its_last_chunk(finetuned, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {f"whole{name}", f"out{name}"}
 
 
+def test_a_stopped_prediction_with_damaged_rows_starts_over(finetuned, stopped_prediction):
+    output, whole, computed = stopped_prediction(".csv")
+    partial = output.with_name(f"{output.name}.electra-partial")
+    content = bytearray(partial.read_bytes())
+    content[100] ^= 1
+    partial.write_bytes(content)
+    predict_file(finetuned.output, finetuned.dev, output)
+    assert sum(computed[5:]) == 60
+    assert output.read_text() == whole
+
+
 def test_a_stopped_prediction_with_other_settings_starts_over(finetuned, stopped_prediction, capsys):
     output, whole, computed = stopped_prediction(".csv")
     predict_file(finetuned.output, finetuned.dev, output, length=31)

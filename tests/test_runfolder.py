@@ -31,6 +31,7 @@ from electra.runfolder import (
     read_json,
     read_stored,
     remove_partial_files,
+    write_checksums,
     write_file,
     write_json,
 )
@@ -201,8 +202,23 @@ def test_a_dataclass_is_read_as_it_was_stored(tmp_path):
 )
 def test_a_file_of_another_form_is_one_error_that_names_it(tmp_path, content, reason):
     (tmp_path / "value.json").write_bytes(content)
-    with pytest.raises(DataError, match=rf"value.json is damaged or of another kind \(.*{reason}.*\); copy or create"):
+    with pytest.raises(
+        DataError, match=rf"value.json is damaged or of another kind \(.*{reason}.*\); (copy or create|use the v)"
+    ):
         read_stored(tmp_path / "value.json", Outer)
+
+
+def test_a_file_of_another_version_is_not_to_be_removed(tmp_path):
+    folder = tmp_path / "checkpoints" / "step-000000001"
+    folder.mkdir(parents=True)
+    (folder / "value.json").write_text('{"inner": {"count": 1}, "rest": {}, "score": null}')
+    write_checksums(folder)
+    with pytest.raises(DataError, match=r"at `inner.names`\); use the version of electra that wrote it$"):
+        read_stored(folder / "value.json", Outer)
+    (folder / "value.json").write_text('{"inner": 1, "rest": {}, "score": null}')
+    write_checksums(folder)
+    with pytest.raises(DataError, match=r"Expected `object`.*use the version of electra that wrote it$"):
+        read_stored(folder / "value.json", Outer)
 
 
 def test_endless_and_huge_files_are_not_read(tmp_path):

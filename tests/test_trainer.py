@@ -337,13 +337,10 @@ def test_loss_scaling_does_not_change_weights(make_trainer):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_loss_scale_is_halved_after_a_non_finite_step_and_stored(make_trainer):
+def test_the_loss_scale_is_halved_after_a_non_finite_step(make_trainer):
     trainer = make_trainer(ToyTask(nonfinite=(2, 3)), loss_scaling=True)
-    checkpoint = Path(trainer.train().checkpoint)
+    trainer.train()
     assert trainer.loss_scaler.scale == INITIAL_LOSS_SCALE / 4
-    again = make_trainer(ToyTask(), folder="again", loss_scaling=True)
-    again.resume(checkpoint)
-    assert again.loss_scaler.scale == INITIAL_LOSS_SCALE / 4
 
 
 def test_the_loss_scale_doubles_after_many_finite_steps():

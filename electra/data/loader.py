@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.data.packing import (
+    LONG_ROW_FRACTION,
+    MAX_SPLITS,
     ROW_ORDER,
+    SINGLE_SEGMENT_FRACTION,
     LoaderConfig,
     PackedRows,
     RowSpans,
@@ -26,6 +29,7 @@ from electra.data.packing import (
 from electra.data.shards import Shards, Split, TokenRing
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
+from electra.random import Purpose, random_uniform, row_keys
 
 TOKENS_PER_READ = 1 << 20
 """Tokens that are read and packed together; many small gathers would be slower."""
@@ -156,9 +160,9 @@ def create_epoch_rows(
     config: LoaderConfig, seed: int, shuffle: bool, num_tokens: int, document_starts: NDArray, epoch: int
 ) -> PackedRows | SegmentPairRows:
     """The rows of an epoch; without `shuffle` in the order of the text."""
-    if config.packing == "packed":
-        return PackedRows(num_tokens, config.length, seed, epoch, shuffle)
-    return SegmentPairRows(document_starts, config.length, seed, epoch, shuffle)
+    if config.packing == "segment-pairs":
+        return SegmentPairRows(document_starts, config.length, seed, epoch, shuffle)
+    return PackedRows(num_tokens, config.length, seed, epoch, shuffle)
 
 
 class BatchLoader:
@@ -189,9 +193,9 @@ class BatchLoader:
         ring = TokenRing(shards, split)
         tokens_class = DeviceTokens if config.data_on_gpu else MemoryMappedTokens
         self.tokens: MemoryMappedTokens | DeviceTokens = tokens_class(ring, self.device)
-        is_packed = config.packing == "packed"
-        self.with_cu_seqlens = with_cu_seqlens and is_packed and not config.cross_document_attention
-        needs_documents = self.with_cu_seqlens or not is_packed
+        is_padded = config.packing == "segment-pairs"
+        self.with_cu_seqlens = with_cu_seqlens and not is_padded and not config.cross_document_attention
+        needs_documents = self.with_cu_seqlens or is_padded
         self.document_starts = compute_document_starts(shards, split) if needs_documents else np.zeros(0, np.int64)
         continuations = self.vocabulary.is_continuation if whole_word_masking else None
         self.is_continuation = None if continuations is None else torch.tensor(continuations, device=self.device)
@@ -265,16 +269,20 @@ class BatchLoader:
     def build_batches(self, position: LoaderPosition, tokens: Tensor, spans: RowSpans) -> Iterator[Batch]:
         """The batch of each step of a chunk, on the device."""
         text = to_int64_ids(tokens.to(self.device, non_blocking=True))  # [steps * B, width]
+        row_ids = torch.arange(self.rows_per_rank, device=self.device) + self.rank * self.rows_per_rank
+        steps = torch.arange(len(text) // self.rows_per_rank, device=self.device) + position.step
         if self.config.packing == "packed":
             chunk = build_packed_rows(text, self.vocabulary)
+        elif self.config.packing == "examples":
+            step_of_row = steps.repeat_interleave(self.rows_per_rank)
+            keys = row_keys(self.seed, step_of_row, row_ids.repeat(len(steps)), Purpose.SPLITS)
+            chunk = build_example_rows(text, keys, self.vocabulary)
         else:
             chunk = build_segment_pair_rows(text, spans, self.vocabulary)
         if self.config.cross_document_attention:
             chunk.pop("document_ids", None)
         if self.is_continuation is not None:
             chunk["is_continuation"] = self.is_continuation[chunk["input_ids"]]
-        row_ids = torch.arange(self.rows_per_rank, device=self.device) + self.rank * self.rows_per_rank
-        steps = torch.arange(len(text) // self.rows_per_rank, device=self.device) + position.step
         for index, step in enumerate(steps):
             rows = slice(index * self.rows_per_rank, (index + 1) * self.rows_per_rank)
             batch = Batch(step=step, row_ids=row_ids, **{name: tensor[rows] for name, tensor in chunk.items()})
@@ -283,7 +291,8 @@ class BatchLoader:
     def bound_num_documents(self, starts: NDArray) -> int:
         """An upper bound of the documents in these rows, rounded up so that `cu_seqlens` has few different shapes."""
         count = int(count_documents_in_spans(starts, self.config.length - 1, self.document_starts).sum())
-        return len(starts) * 2 ** max(0, (-(-count // len(starts)) - 1).bit_length())
+        documents_per_row = -(-count // len(starts)) + (MAX_SPLITS if self.config.packing == "examples" else 0)
+        return len(starts) * 2 ** max(0, (documents_per_row - 1).bit_length())
 
 
 def concatenate_spans(spans: list[RowSpans]) -> RowSpans:
@@ -298,6 +307,63 @@ def build_packed_rows(token_ids: Tensor, vocabulary: Vocabulary) -> dict[str, Te
     is_end = input_ids == vocabulary.sep_id
     document_ids = is_end.cumsum(1, dtype=torch.int32) - is_end.int()  # [SEP] belongs to the document it ends
     return {"input_ids": input_ids, "document_ids": document_ids}
+
+
+def build_example_rows(token_ids: Tensor, keys: Tensor, vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """`input_ids`, `document_ids` (of examples) and `segment_ids` of rows of examples, from `token_ids` [B, L - 1].
+
+    `keys` [B, 2] are the rows' random keys. An example is [CLS] A [SEP] or [CLS] A [SEP] B [SEP]; a row's last one ends
+    where the row ends."""
+    rows, length = len(token_ids), token_ids.shape[1] + 1
+    ends_document = token_ids == vocabulary.sep_id  # [B, W], as all masks of tokens
+    splits, starts_second = choose_splits(token_ids, keys, vocabulary)
+    ends_example = splits & ~starts_second
+    inserted = 2 * ends_example.long() + (starts_second | ends_document).long()  # special tokens after each token
+    position = 1 + torch.arange(length - 1, device=token_ids.device) + inserted.cumsum(1) - inserted
+    outside = torch.full_like(position, length)  # a column that is discarded
+
+    def place(target: Tensor, where: Tensor, offset: int, value: Tensor | int) -> Tensor:
+        index = torch.where(where, position + offset, outside).clamp(max=length)
+        return target.scatter(1, index, value)
+
+    is_token = torch.ones_like(splits)
+    input_ids = place(token_ids.new_full((rows, length + 1), vocabulary.sep_id), is_token, 0, token_ids)
+    input_ids = place(input_ids, splits, 1, vocabulary.sep_id)
+    is_start = torch.zeros_like(input_ids)
+    is_start = place(place(is_start, ends_example, 2, 1), ends_document, 1, 1)[:, :length]
+    is_start[:, 0] = 1
+    input_ids = torch.where(is_start.bool(), vocabulary.cls_id, input_ids[:, :length])
+    input_ids[:, -1] = vocabulary.sep_id
+    separators = (input_ids == vocabulary.sep_id).long()
+    before = separators.cumsum(1) - separators  # [SEP] before each token
+    segment_ids = (before - torch.where(is_start.bool(), before, 0).cummax(1).values).clamp(max=1)
+    document_ids = is_start.cumsum(1, dtype=torch.int32) - 1
+    return {"input_ids": input_ids, "document_ids": document_ids, "segment_ids": segment_ids}
+
+
+def choose_splits(token_ids: Tensor, keys: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The ends of sentences at which `token_ids` [B, W] are split, and those of them that a segment B follows: [B, W].
+
+    Of long rows one sentence end divides two segments. In the others each is a split with the row's own probability,
+    and either all separate examples, or they divide two segments and separate examples by turns."""
+    width = token_ids.shape[1]
+    uniform = random_uniform(keys, width + 3)
+    kind, probability, pairing = uniform[:, width:].split(1, dim=1)  # [B, 1]
+    uniform = uniform[:, :width]
+    sentence_ends = torch.tensor(vocabulary.sentence_end_ids, dtype=token_ids.dtype, device=token_ids.device)
+    ends_document = token_ids == vocabulary.sep_id
+    is_candidate = torch.isin(token_ids, sentence_ends) & ~ends_document.roll(-1, dims=1)
+    is_candidate[:, -1] = False
+    score = uniform * is_candidate
+    is_long = kind < LONG_ROW_FRACTION
+    has_second = pairing >= SINGLE_SEGMENT_FRACTION
+    one = is_candidate & has_second & (score == score.amax(1, keepdim=True))
+    splits = torch.where(is_long, one, is_candidate & (uniform < probability))
+    number = splits.cumsum(1)  # of the split, from 1
+    splits = splits & (number <= MAX_SPLITS)
+    number = number - torch.where(ends_document, number, 0).cummax(1).values  # within its document
+    starts_second = splits & (number % 2 == 1) & (is_long | (pairing >= 0.5))
+    return splits, starts_second
 
 
 def build_segment_pair_rows(token_ids: Tensor, spans: RowSpans, vocabulary: Vocabulary) -> dict[str, Tensor]:

@@ -6,6 +6,10 @@ the tokens the epoch started with. There is no padding and no segment B.
 
 *segment-pairs* (the ELECTRA paper): a row holds text of a single document, [CLS] A [SEP] B [SEP], where B continues A.
 One row in ten has segment A only, one in twenty is shortened, and rows are padded to `length`.
+
+*examples*: the rows of *packed*, split at ends of sentences into examples as fine-tuning has them, [CLS] A [SEP] or
+[CLS] A [SEP] B [SEP], of all lengths and without padding. The tokens that the added special tokens displace from the
+end of a row are left out; another epoch has other rows.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from numpy.typing import NDArray
 from electra.data.shards import Shards, Split
 from electra.errors import ConfigError, check_choice, check_range
 
-Packing = Literal["packed", "segment-pairs"]
+Packing = Literal["packed", "segment-pairs", "examples"]
 ROW_ORDER = ("seed", "length", "packing")
 """The settings that determine the row order; a saved position is only valid with the same ones."""
 SINGLE_SEGMENT_FRACTION = 0.1
 SHORT_ROW_FRACTION = 0.05
+LONG_ROW_FRACTION = 0.5  # of rows of examples: one example from one end to the other, if one document fills the row
+MAX_SPLITS = 15  # of a row into examples and segments; documents may add more
 FEISTEL_ROUNDS = 6
 
 PACKED_STREAM, SEGMENT_PAIRS_STREAM, PERMUTATION_STREAM = range(3)  # independent random streams
@@ -39,7 +45,8 @@ class LoaderConfig:
     """Rows per step, over all ranks and micro-batches."""
     packing: Packing = "packed"
     """packed: documents are concatenated, without padding; segment-pairs: two segments of one document per row, padded,
-    as in the ELECTRA paper."""
+    as in the ELECTRA paper; examples: like packed, but split at sentence ends into single and paired segments of all
+    lengths, each with [CLS] and [SEP], as in fine-tuning."""
     cross_document_attention: bool = False
     """Let tokens attend to all documents of a packed row instead of only to their own."""
     data_on_gpu: bool = False
@@ -50,6 +57,11 @@ class LoaderConfig:
             raise ConfigError(f"is {self.length}; it must be at least 5: [CLS] A [SEP] B [SEP]", field="length")
         check_range(self, "batch_size", at_least=1)
         check_choice(self, "packing", get_args(Packing))
+        if self.packing == "examples" and self.cross_document_attention:
+            raise ConfigError(
+                "examples of one row must not see each other; leave out this flag or choose --packing packed",
+                field="cross_document_attention",
+            )
 
 
 @dataclass(frozen=True)

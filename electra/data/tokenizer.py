@@ -29,6 +29,7 @@ TOKENIZER_JSON, VOCAB_TXT, SETTINGS, SPECIAL_TOKENS_MAP = TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
 )
+SENTENCE_ENDS = (".", "!", "?", "…", "。", "！", "？", "।", "۔", "؟")
 CONTINUATION_PREFIX = "##"
 MAX_LENGTH = 10**9  # transformers writes 1e30 for an unlimited model_max_length
 MAX_VOCABULARY = 1 << 22  # a larger id is damage, and would take much memory
@@ -46,6 +47,7 @@ class Vocabulary:
     sep_id: int = 102
     mask_id: int = 103
     is_continuation: tuple[bool, ...] = ()  # for each id, whether the token continues a word (##…)
+    sentence_end_ids: tuple[int, ...] = ()  # punctuation that ends a sentence
 
     def __post_init__(self) -> None:
         check_range(self, "pad_id", "unk_id", "cls_id", "sep_id", "mask_id", at_least=0, below=self.size)
@@ -78,7 +80,10 @@ class TextTokenizer:
         for token, number in ids.items():
             is_continuation[number] = token.startswith(CONTINUATION_PREFIX)
         special_ids = {f"{role}_id": ids[token] for role, token in self.special_tokens}
-        return Vocabulary(size=size, is_continuation=tuple(is_continuation), **special_ids)
+        sentence_ends = tuple(ids[token] for token in SENTENCE_ENDS if token in ids)
+        return Vocabulary(
+            size=size, is_continuation=tuple(is_continuation), sentence_end_ids=sentence_ends, **special_ids
+        )
 
     @property
     def component_settings(self) -> dict[str, Any]:

@@ -1,42 +1,36 @@
 """`electra export` and `electra import`."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
-from electra.errors import ConfigError, DataError
+from electra.data.corpus import create_progress_bar
+from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokenizer
+from electra.errors import ConfigError
+from electra.export.card import write_card
 from electra.export.config import ExportConfig, ImportConfig
 from electra.export.package import write_package
-from electra.finetuning.jobs import best_model_folder
-from electra.finetuning.kinds import KINDS
-from electra.finetuning.model import load_finetuned_model
-from electra.huggingface.convert import (
-    TASK_HEADS,
-    Tensors,
-    fold_projection,
-    label_settings,
-    merge_embedding_delta,
-    to_huggingface_config,
-    to_huggingface_tensors,
-)
-from electra.huggingface.folders import combine_into_pair, read_huggingface_model, select_part
-from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSES, Settings
-from electra.model.config import EncoderConfig
-from electra.model.electra import Discriminator, Electra
+from electra.export.source import ExportSource, load_export_source
+from electra.huggingface.convert import Tensors
+from electra.huggingface.folders import combine_into_pair, read_huggingface_model
 from electra.model.storage import (
-    TOKENIZER_FILES,
     WEIGHTS,
     check_tokenizer,
     copy_tokenizer_files,
-    has_rtd_head,
-    load_model,
-    read_tensor_names,
     write_model_files,
     write_tensors,
 )
-from electra.runfolder import CONFIG, create_folder_atomically, read_json, write_checksums, write_json
+from electra.onnx.export import FOLDER, FP32, INT8, ExportableModel, check_libraries, write_onnx
+from electra.onnx.quantize import write_int8
+from electra.onnx.verify import (
+    TIMED_LENGTH,
+    OnnxFile,
+    measure_torch_milliseconds,
+    verified_lengths,
+    verify_fp32,
+    verify_int8,
+)
+from electra.runfolder import CONFIG, create_folder_atomically, write_checksums, write_file, write_json
 from electra.training.checkpoint import find_model_folder
 
 
@@ -61,90 +55,102 @@ class ConversionResult:
         return f"{self.output}: {self.model}, {self.parameters:,} parameters; {tokenizer}{ignored}"
 
 
+@dataclass(frozen=True)
+class OnnxResult(ConversionResult):
+    """The same for ONNX, with the comparison of its files with PyTorch."""
+
+    files: list[OnnxFile] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # in tokens, that were compared
+    torch_milliseconds: float = 0.0  # for one text, as in `OnnxFile`
+
+    def __str__(self) -> str:
+        timed = f"one text of {min(TIMED_LENGTH, max(self.lengths))} tokens"
+        lines = [
+            super().__str__(),
+            f"compared with PyTorch at {', '.join(map(str, self.lengths))} tokens, with padding",
+        ]
+        lines += [
+            f"  {file.name:<28}{file.megabytes:7.1f} MB  largest difference {file.largest_difference:.1e}  "
+            f"lowest cosine {file.lowest_cosine:.4f}  {file.milliseconds:.1f} ms"
+            for file in self.files
+        ]
+        return "\n".join([*lines, f"  PyTorch takes {self.torch_milliseconds:.1f} ms for {timed}"])
+
+
 def export(config: ExportConfig) -> ConversionResult:
-    """Write one model of a pair, or a fine-tuned model, as a Hugging Face folder; or a pair as the packaged model."""
+    """Write one model of a pair, or a fine-tuned model, for Hugging Face or as ONNX; or a pair for the package."""
     if config.to == "package":
         description, parameters, files = write_package(config, find_model_folder(config.model))
         return ConversionResult(str(config.output), description, parameters, files)
-    if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
-        return export_finetuned(config)
-    folder = find_model_folder(config.model)
-    electra = load_model(folder)
-    if config.part == "discriminator":
-        check_exportable_discriminator(electra, folder)
-    part = select_part(electra, config.part)
-    encoder = part.encoder.config
-    name = EXPORT_CLASSES[encoder.style][config.part]
-    tensors = to_huggingface_tensors(
-        fold_projection(merge_embedding_delta(part.state_dict()), encoder), ARCHITECTURES[name]
+    if config.to == "onnx":
+        check_libraries()
+    source = load_export_source(config)
+    check_tokenizer(source.folder, source.encoder.config.vocab_size)
+    write = write_onnx_folder if config.to == "onnx" else write_huggingface_folder
+    return write(source, config)
+
+
+def write_huggingface_folder(source: ExportSource, config: ExportConfig) -> ConversionResult:
+    """Write a Hugging Face folder; that of an encoder is one of sentence-transformers, too."""
+    with create_folder_atomically(config.output) as draft:
+        write_tensors(draft / WEIGHTS, source.tensors)
+        write_json(draft / CONFIG, source.settings)
+        copied = copy_tokenizer_files(source.folder, draft, source.length)
+        if source.purpose == "encoder":
+            write_sentence_transformers_files(draft, source)
+        write_card(source, draft, config)
+    return ConversionResult(str(config.output), source.class_name, source.count_parameters(), copied)
+
+
+def write_sentence_transformers_files(folder: Path, source: ExportSource) -> None:
+    """Write the files with which sentence-transformers computes the mean of the hidden states, as electra embed."""
+    modules = {"": "Transformer", "1_Pooling": "Pooling"}
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for number, (path, name) in enumerate(modules.items())
+    ]
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": source.encoder.config.width, "pooling_mode_mean_tokens": True}
+    write_json(folder / "1_Pooling" / CONFIG, pooling)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": source.length, "do_lower_case": False})
+    write_file(folder / "modules.json", json.dumps(listed, indent=2) + "\n")
+
+
+def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
+    """Write a folder that transformers.js loads, after its ONNX files were compared with PyTorch."""
+    model = ExportableModel(source.model.float(), source.encoder, source.outputs, source.input_axes).eval()
+    lengths = verified_lengths(model)
+    with create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
+        bar = progress.add_task("tracing", total=1 + (1 + config.int8) * len(lengths))
+        write_json(draft / CONFIG, source.settings)
+        copied = copy_tokenizer_files_with_json(source, draft)
+        (draft / FOLDER).mkdir()
+        fp32, int8 = draft / FOLDER / FP32, draft / FOLDER / INT8
+        write_onnx(model, fp32)
+        progress.update(bar, advance=1, description="comparing with PyTorch")
+        files = [verify_fp32(model, fp32, lambda: progress.advance(bar))]
+        if config.int8:
+            write_int8(model, fp32, int8, keep_head=source.purpose != "generator")
+            files.append(verify_int8(model, int8, lambda: progress.advance(bar)))
+        write_card(source, draft, config)
+    return OnnxResult(
+        output=str(config.output),
+        model=source.class_name,
+        parameters=source.count_parameters(),
+        tokenizer=copied,
+        files=files,
+        lengths=lengths,
+        torch_milliseconds=measure_torch_milliseconds(model),
     )
-    dtype = next(iter(tensors.values())).dtype
-    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, encoder))
-    return write_huggingface_folder(
-        config.output,
-        tensors,
-        settings | label_settings(ARCHITECTURES[name].labels),
-        folder,
-        read_trained_length(folder) or encoder.positions,
-    )
 
 
-def check_exportable_discriminator(electra: Electra, folder: Path) -> None:
-    """Check that there is a discriminator and that its head was trained."""
-    if not isinstance(electra.discriminator, Discriminator):
-        part = "generator" if electra.discriminator is None else "encoder"
-        raise ConfigError(f"{folder} has no discriminator; export its {part} with --part {part}")
-    if not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
-        raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
-
-
-def export_finetuned(config: ExportConfig) -> ConversionResult:
-    """Write a fine-tuned model, or the best one of an output of electra finetune, as the class of its kind of task.
-
-    Its scores are in the unit of the training data."""
-    if config.part != ExportConfig.part:
-        raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
-    folder = best_model_folder(config.model)
-    model, finetuned = load_finetuned_model(folder)
-    if finetuned.frozen is not None:
-        raise ConfigError(
-            f"{folder} was fine-tuned with --frozen, and transformers has no class for its head; use electra predict, "
-            "or fine-tune without --frozen"
-        )
-    encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
-    class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
-    state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
-    head = {name: tensor.detach() for name, tensor in model.head.state_dict().items()}
-    head |= {"weight": head["weight"] * task.scale, "bias": head["bias"] * task.scale + task.offset}
-    architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
-    tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture)
-    tensors |= TASK_HEADS[class_name](head)
-    settings = to_huggingface_config(encoder, class_name, torch.float32, read_vocabulary_if_modern(folder, encoder))
-    settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
-    if encoder.is_modern():
-        settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
-    return write_huggingface_folder(config.output, tensors, settings, folder, finetuned.length)
-
-
-def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
-    """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
-    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    return load_tokenizer(folder).vocabulary if encoder.is_modern() and has_tokenizer else None
-
-
-def write_huggingface_folder(
-    output: Path, tensors: Tensors, settings: Settings, tokenizer_folder: Path, max_length: int
-) -> ConversionResult:
-    """Write a Hugging Face folder with the tokenizer of `tokenizer_folder`, which truncates to `max_length` tokens."""
-    for name, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise DataError(f"the weights in {tokenizer_folder} are not finite ({name}); train the model again")
-    check_tokenizer(tokenizer_folder, settings["vocab_size"])
-    with create_folder_atomically(output) as draft:
-        write_tensors(draft / WEIGHTS, tensors)
-        write_json(draft / CONFIG, settings)
-        copied = copy_tokenizer_files(tokenizer_folder, draft, max_length)
-    return ConversionResult(str(output), settings["architectures"][0], count_parameters(tensors), copied)
+def copy_tokenizer_files_with_json(source: ExportSource, folder: Path) -> list[str]:
+    """Copy the tokenizer files; transformers.js reads no vocab.txt, so tokenizer.json is written if it is missing."""
+    copied = copy_tokenizer_files(source.folder, folder, source.length)
+    if copied and TOKENIZER_JSON not in copied:
+        tokenizer = load_tokenizer(folder)
+        write_file(folder / TOKENIZER_JSON, tokenizer.library.to_str(pretty=True) + "\n")
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def import_model(config: ImportConfig) -> ConversionResult:

@@ -12,29 +12,33 @@ from electra.huggingface.names import Part
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write a model as a folder that `transformers` loads without custom code. A fine-tuned model is written as
+    """Write a model as a folder that `transformers` loads without custom code, or as ONNX. A fine-tuned model becomes
     ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
     ElectraForMultipleChoice or ModernBertForMultipleChoice, one of tags as ElectraForTokenClassification or
-    ModernBertForTokenClassification. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
+    ModernBertForTokenClassification, one of question answering as ElectraForQuestionAnswering or
+    ModernBertForQuestionAnswering. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
     package is stored."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""
     output: Path
     """Folder to write; it must not exist yet."""
-    to: Literal["huggingface", "package"] = "huggingface"
-    """Format: a Hugging Face folder; or the one of the model in the package, which only electra reads."""
+    to: Literal["huggingface", "onnx", "package"] = "huggingface"
+    """Format: a Hugging Face folder, of an encoder also for sentence-transformers; ONNX of the same inputs and outputs,
+    for ONNX Runtime and transformers.js; or the one of the model in the package, which only electra reads."""
     part: Part = "discriminator"
     """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
     training_data: str | None = None
-    """With --to package: the text that the model was trained on and its licences, for the model card."""
+    """The text that the model was trained on and its licences, for the model card; --to package needs it."""
+    int8: bool = False
+    """With --to onnx: also write a file with int8 weights, a quarter of the size and faster."""
     json: bool = False
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
-        if self.training_data is not None and self.to != "package":
-            raise ConfigError("--training-data needs --to package: other formats have no model card")
+        if self.int8 and self.to != "onnx":
+            raise ConfigError("needs --to onnx; other formats have no int8 file", field="int8")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,15 @@
 """`electra finetune`: fine-tune an encoder on one task."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from electra.data.tokenizer import read_trained_length
 from electra.finetuning.assess import assess_finetuning
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.jobs import (
     best_model_folder,
     ensemble_metrics,
+    find_model_to_finetune,
     lock_output,
     medians_and_deviations,
     prepare_jobs,
@@ -67,7 +70,14 @@ def finetune(config: FinetuneConfig) -> FinetuneResult:
         return finetune_task(task, config)
 
 
+def with_trained_length(task: Task, model: Path) -> Task:
+    """The task with a default length that is not beyond the rows that the model was pre-trained on."""
+    trained_length = read_trained_length(model) or task.length
+    return replace(task, length=min(task.length, max(Task.length, trained_length)))
+
+
 def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
+    task = with_trained_length(task, find_model_to_finetune(config.model))
     jobs = prepare_jobs(
         model=config.model,
         task=task,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from electra.errors import ConfigError, check_range
-from electra.finetuning.readers import TaskKind
+from electra.finetuning.readers import SpanHead, TaskKind
 from electra.finetuning.tasks import Task
 from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
@@ -18,48 +18,57 @@ SAVE_EVERY = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """A GLUE or tagging task (--task and --data), or your own files (--train)."""
+    """A task of GLUE, SQuAD or CoNLL (--task and --data), or your own files (--train)."""
 
     task: str | None = None
-    """A GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli), or a column of CoNLL-2003 or CoNLL-2000: ner,
-    chunking or pos."""
+    """A GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli), SQuAD (squad for 1.1, squad2 for 2.0), or a
+    column of CoNLL-2003 or CoNLL-2000: ner, chunking or pos."""
     data: str | None = None
-    """The folder of GLUE's official download, or hub:glue; for tagging, the folder of eng.train (CoNLL-2003) or
-    train.txt (CoNLL-2000)."""
+    """The folder of GLUE's official download, or hub:glue; for SQuAD, the folder of its official .json files; for
+    tagging, the folder of eng.train (CoNLL-2003) or train.txt (CoNLL-2000)."""
     train: Path | None = None
     """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT. With --kind tags:
-    CoNLL columns (.conll or any other name), or .jsonl or .parquet with lists of words and tags."""
+    CoNLL columns (.conll or any other name), or .jsonl or .parquet with lists of words and tags. With --kind
+    question-answering also SQuAD's .json."""
     dev: Path | None = None
     """A file to evaluate on."""
     dev_fraction: float | None = None
     """Without --dev: fraction of the training rows that is held out for evaluation; default 0.1."""
     text: str | None = None
     """Column of the text; default text. With --kind choice: column of the context, if there is one. With --kind tags:
-    column of the words; default words, in CoNLL columns 1."""
+    column of the words; default words, in CoNLL columns 1. With --kind question-answering: column of the context;
+    default context."""
     text_b: str | None = None
-    """Column of the second text, for pairs. With --kind choice: column of the question, if there is one."""
+    """Column of the second text, for pairs. With --kind choice: column of the question, if there is one. With --kind
+    question-answering: column of the question; default question."""
     choices: tuple[str, ...] = ()
     """With --kind choice: the column that holds a list of choices, or a column for each choice; default choices."""
     label: str | None = None
     """Column of the label or score; default label. With --kind tags: column of the tags; default tags, in CoNLL columns
-    the last."""
+    the last. With --kind question-answering: column of the answers; default answers."""
     windows: int = 1
     """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
     average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
     """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
     label names the right one of --choices by its index from 0, its number from 1, its letter or its text. tags: a tag
-    for each word; entities in IOB1, IOB2 or BIOES, or tags without prefix, such as parts of speech."""
+    for each word; entities in IOB1, IOB2 or BIOES, or tags without prefix, such as parts of speech.
+    question-answering: answers are parts of a context."""
+    head: SpanHead = "simple"
+    """Head of question answering. simple: first and last token of the answer independently, as in transformers. joint:
+    the paper's, last token given the first, and a classifier of questions without answer; it cannot be exported."""
+    strict: bool = False
+    """With question answering: refuse training answers that are not in their context, instead of leaving them out."""
     crf: bool = False
     """With --kind tags: predict the best sequence of tags by a conditional random field (CRF); such a model cannot be
     exported."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):
-            raise ConfigError("give either --task with --data (GLUE, tagging) or --train (your own file)")
+            raise ConfigError("give either --task with --data (GLUE, SQuAD, tagging) or --train (your own file)")
         if self.task is not None and self.data is None:
             raise ConfigError(
-                "--task needs --data: the folder of GLUE's official download or hub:glue, or of CoNLL files"
+                "--task needs --data: the folder of GLUE's official download or hub:glue, of SQuAD, or of CoNLL files"
             )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
@@ -69,11 +78,14 @@ class TaskConfig:
         check_range(self, "windows", at_least=1)
         if self.choices and self.kind != "choice":
             raise ConfigError("--choices needs --kind choice")
+        if (self.strict or self.head != "simple") and self.kind != "question-answering" and self.task is None:
+            raise ConfigError("--head and --strict need --kind question-answering")
         if self.crf and self.kind != "tags" and self.task is None:
             raise ConfigError("--crf needs --kind tags")
         if self.kind == "tags" and self.text_b is not None:
             raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
-        columns = [column for column in (self.text, self.text_b, *self.choices, self.label) if column is not None]
+        label = self.label or ("label" if self.kind not in ("tags", "question-answering") else None)
+        columns = [column for column in (self.text, self.text_b, *self.choices, label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
             raise ConfigError(f"{flags} are {', '.join(columns)}; they must be different columns")
@@ -98,7 +110,7 @@ class TuningConfig:
     """Hyperparameters of fine-tuning. The defaults are the paper's for the encoder's size and the task."""
 
     epochs: int | None = None
-    """Passes over the training rows; default 3, for rte and stsb 10."""
+    """Passes over the training rows; default 3, for rte and stsb 10, for question answering 2."""
     batch_size: int = 32
     """Rows per step."""
     micro_batches: int = 1
@@ -119,8 +131,9 @@ class TuningConfig:
     pooling: Pooling | None = None
     """Input of a modern encoder's head: the first token's state (cls) or the mean of all; default as in the model's
     folder (classifier_pooling in Hugging Face's), else cls."""
-    length: int = 128
-    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first."""
+    length: int | None = None
+    """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128. Question
+    answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less."""
     frozen: bool = False
     """Feature-based: keep the weights of the encoder, and train a linear layer on the hidden states of --layers, pooled
     by their mean unless --pooling cls. The default learning rate is then 1e-3."""
@@ -187,6 +200,9 @@ class TuningConfig:
     def epochs_for(self, task: Task) -> int:
         return task.epochs if self.epochs is None else self.epochs
 
+    def length_for(self, task: Task) -> int:
+        return task.length if self.length is None else self.length
+
     def layer_decay_for(self, encoder: EncoderConfig) -> float:
         return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
 
@@ -229,6 +245,10 @@ class FinetuneConfig:
     hardware: HardwareConfig
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.jobs.ensemble and self.task.head == "joint":
+            raise ConfigError("--ensemble averages logits, which --head joint does not have; use --head simple")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +297,8 @@ class PredictorConfig:
     model: Path
     """A fine-tuned model, or the --output of electra finetune (its best seed)."""
     input: Path
-    """A file with the columns the model was trained on: .csv, .tsv, .jsonl or .parquet, possibly compressed."""
+    """A file with the columns the model was trained on: .csv, .tsv, .jsonl, .parquet or SQuAD's .json, possibly
+    compressed."""
     ensemble: bool = False
     """Use the ensemble of all seeds in --model, by the mean of their logits."""
     length: int | None = None
@@ -296,11 +317,13 @@ class PredictorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """Predict labels for the rows of a file: each row is written with its prediction and class probabilities."""
+    """Predict labels for the rows of a file: each row is written with its prediction and class probabilities. Answers
+    to questions are also written as SQuAD's files, if --output is a folder."""
 
     predictor: PredictorConfig
     output: Path
-    """The file to write: .csv, .tsv or .jsonl."""
+    """The file to write: .csv, .tsv or .jsonl. For question answering also a folder (a name without suffix) for SQuAD's
+    predictions.json, nbest_predictions.json and null_odds.json."""
     overwrite: bool = False
     """Replace the file if it exists."""
     json: bool = False

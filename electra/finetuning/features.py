@@ -76,6 +76,7 @@ class Features:
     labels: Tensor  # [N] or [N, …], the targets of the loss; empty if unknown
     truncated: Tensor  # [] number of truncated examples
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
+    offsets: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens, 2] in the text, where answers need them
     words: Tensor = field(
         default_factory=lambda: torch.empty(0)
     )  # index of the first token of each word of a tagged text

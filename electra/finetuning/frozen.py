@@ -56,6 +56,7 @@ class FrozenEncoder(Encoder):
         inputs = len(self.indices) * config.width
         self.bilstm = BiLSTM(inputs, 2 * config.width, config.dropout) if frozen.bilstm else None
         self.output_width = 2 * config.width if frozen.bilstm else inputs
+        self.train()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> Tensor:  # type: ignore[override]  # no documents or positions
         """Features [B, L, output_width]."""
@@ -65,6 +66,7 @@ class FrozenEncoder(Encoder):
         return hidden if self.bilstm is None else self.bilstm(hidden, attention_mask)
 
     def train(self, mode: bool = True) -> Any:
+        """Only the BiLSTM has dropout in training."""
         super().train(False)
         if self.bilstm is not None:
             self.bilstm.train(mode)

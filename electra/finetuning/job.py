@@ -117,6 +117,11 @@ class Job:
         return read_logits(self.folder)
 
     @property
+    def length(self) -> int:
+        """Maximum length in tokens."""
+        return self.tuning.length_for(self.task)
+
+    @property
     def features_cache(self) -> Path:
         return self.folder.parent / "tokens"  # shared by all seeds
 
@@ -143,7 +148,7 @@ class FinetuningTask:
         dispatch.set_kernel_mode(job.hardware.kernels)
         self.pretrained = load_pretrained(job.model, self.tuning.dropout)
         self.encoder = self.pretrained.encoder.config
-        self.encoder.check_length(self.tuning.length)
+        self.encoder.check_length(job.length)
         self.tokenizer = self.pretrained.load_tokenizer()
         model = build_task_model(
             self.pretrained,
@@ -173,7 +178,7 @@ class FinetuningTask:
 
     def load_features(self, examples: Examples) -> Features:
         """Token ids and targets of examples, on the device."""
-        features = load_features(self.task, examples, self.tokenizer, self.tuning.length, self.job.features_cache)
+        features = load_features(self.task, examples, self.tokenizer, self.job.length, self.job.features_cache)
         return features.to(self.device)
 
     def describe_run(self) -> list[str]:
@@ -184,7 +189,8 @@ class FinetuningTask:
             f"{'frozen ' * tuning.frozen}{encoder.style} encoder with {encoder.layers} layers of width "
             f"{encoder.width}; head on {head}",
             f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
-            f"length {tuning.length}; learning rate {learning_rate:g}, layer decay {tuning.layer_decay_for(encoder):g}",
+            f"length {self.job.length}; learning rate {learning_rate:g}, "
+            f"layer decay {tuning.layer_decay_for(encoder):g}",
         ]
 
     def next_batch(self) -> RowBatch:
@@ -197,7 +203,7 @@ class FinetuningTask:
     def device_batches(self, epoch: int) -> Iterator[RowBatch]:
         """The batches of one epoch, on the device."""
         lengths, counts = self.train.row_sizes()
-        batches = epoch_batches(lengths, self.tuning.batch_size, self.tuning.length, self.job.seed, epoch, counts)
+        batches = epoch_batches(lengths, self.tuning.batch_size, self.job.length, self.job.seed, epoch, counts)
         return (batch.to(self.device) for batch in batches)
 
     def losses(self, batch: RowBatch) -> Losses:
@@ -234,6 +240,7 @@ class FinetuningTask:
     def evaluate(self) -> Metrics:
         """Loss, without class weights, and metrics on the dev split; stores the model if it is the best so far."""
         dev = self.compute_outputs("dev")
+        self.calibrate(dev)
         metrics = self.compute_metrics(dev)
         value = nan_as_lowest(next(iter(metrics.values())))
         if self.tuning.keeps_best_epoch and value > (self.best.metric if self.best else -math.inf):
@@ -265,14 +272,17 @@ class FinetuningTask:
             return False
         return self.step // self.steps_per_epoch >= self.best.epoch + self.tuning.early_stopping
 
+    def calibrate(self, dev: Outputs) -> None:
+        """Tune the thresholds of predictions, if there are any, on the dev rows."""
+        labels = self.true_labels(self.examples["dev"])
+        self.task = self.kind.calibrate(self.kind.predict(dev, self.task), labels, self.task)
+
     def compute_outputs(self, split: str) -> Outputs:
         """The model's logits of a split, without dropout."""
         features = self.splits[split]
         self.model.eval()
         with self.master_weights.autocast():
-            logits = compute_logits(
-                self.model, features, EVALUATION_BATCH_SIZE, self.tuning.length, self.encoder.pad_id
-            )
+            logits = compute_logits(self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder.pad_id)
         self.model.train()
         return Outputs(logits, features, self.examples[split])
 
@@ -297,7 +307,7 @@ class FinetuningTask:
         return {}
 
     def write_model(self, folder: Path) -> None:
-        save_finetuned_model(self.model, self.task, self.tuning.length, folder, self.pretrained.folder)
+        save_finetuned_model(self.model, self.task, self.job.length, folder, self.pretrained.folder)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}
@@ -338,7 +348,9 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,
         seed=job.seed,
-        cuda_graphs=task.device.type == "cuda" and job.hardware.compile != "off",
+        cuda_graphs=task.device.type == "cuda"
+        and job.hardware.compile != "off"
+        and not job.tuning.bilstm,  # cuDNN's LSTMs are not tried in graphs
         loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
     )
@@ -364,10 +376,12 @@ def train_job(job: Job, quiet: bool) -> None:
 
 def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) -> None:
     """Write logits, model and plots and, last, the result, which marks a job as finished."""
-    task, splits, folder = finetuning.task, finetuning.splits, finetuning.job.folder
+    splits, folder = finetuning.splits, finetuning.job.folder
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
     outputs = {split: finetuning.compute_outputs(split) for split in finetuning.examples}
+    finetuning.calibrate(outputs["dev"])
+    task = finetuning.task
     write_logits(folder, {split: values.logits for split, values in outputs.items()})
     remove_written_folder(folder / MODEL)  # of a process that was killed before it wrote the result
     with create_folder_atomically(folder / MODEL) as draft:

@@ -51,7 +51,7 @@ from electra.training.config import HardwareConfig
 from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
-DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme")
+DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme", "has_unanswerable")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
@@ -84,6 +84,7 @@ def prepare_jobs(
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
+    settings["length"] = tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
     check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
     jobs = [
@@ -169,7 +170,7 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
 def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
     """Run all unfinished jobs, the longest first; returns the results of all jobs."""
     unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
-    for model, length in {(job.model, job.tuning.length) for job in unfinished}:
+    for model, length in {(job.model, job.length) for job in unfinished}:
         warn_untrained_length(model, length)
     for number, (job, result) in enumerate(run_here_or_in_workers(unfinished, workers), start=1):
         name, value = next(iter(result.metrics["dev"].items()))
@@ -254,11 +255,12 @@ def ensemble_metrics(jobs: list[Job]) -> dict[str, Metrics]:
     """Metrics of the ensemble of all jobs of a task, by split."""
     job, task, metrics = jobs[0], jobs[0].task, {}
     tokenizer = load_model_tokenizer(job.model)
-    for split, logits in read_mean_logits(jobs).items():
+    by_split = read_mean_logits(jobs)
+    for split in ("dev", *(split for split in by_split if split != "dev")):
         examples = read_examples(task, split)
         if examples.labels is not None:
-            features = load_features(task, examples, tokenizer, job.tuning.length, job.features_cache)
-            metrics[split] = compute_metrics(task, logits, features, examples)
+            features = load_features(task, examples, tokenizer, job.length, job.features_cache)
+            task, metrics[split] = compute_metrics(task, by_split[split], features, examples, calibrate=split == "dev")
     return metrics
 
 

@@ -3,8 +3,8 @@ tasks are defined and their files are read by it."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers, tags
+from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features, make_features
-from electra.finetuning.heads import ChoiceModel, CrfTagModel, TagModel, TaskModel, WindowModel
+from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features
+from electra.finetuning.heads import ChoiceModel, CrfTagModel, JointSpanModel, SpanModel, TagModel, span_loss
+from electra.finetuning.kind import Kind, text_model
 from electra.finetuning.losses import (
     BALANCED,
     balanced_class_weights,
@@ -28,32 +30,19 @@ from electra.finetuning.losses import (
     cross_entropy,
     parse_class_weights,
 )
-from electra.finetuning.metrics import Metrics, class_scores, most_frequent_label
+from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
     TEST,
     Examples,
-    RowReader,
     Task,
     add_line_to_errors,
-    get_cell,
     get_glue_task,
-    get_text,
     read_split_rows,
     stack_labels,
     take_chunk,
 )
 from electra.huggingface.convert import choice_settings
-from electra.huggingface.names import Settings
-from electra.model.config import EncoderConfig
-
-
-def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
-    return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
-
-
-def text_model(task: Task) -> type[TaskModel]:
-    return WindowModel if task.windows > 1 else TaskModel
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
@@ -66,11 +55,6 @@ def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
         yield {"prediction": rounded} | probabilities
 
 
-def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:
-    """Dev metrics of the most frequent class, or the mean score, of the training rows."""
-    return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
-
-
 def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
     """The right choice in the form of the labels, and the probabilities of all choices."""
     assert task.choice_label is not None
@@ -81,58 +65,6 @@ def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
         choices = choice.read_choices(task, row)
         probabilities = [round(value, 4) for value in values[: len(choices)]]
         yield {"prediction": choice.CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
-
-    # from the rows of a file to examples
-    read_rows: RowReader = readers.read_rows
-    text_column: str | None = "text"  # unless set
-    label_column: str = "label"  # unless set
-    find_columns: Callable[[Task, Row], Task] = lambda task, row: task  # columns, from the first training row
-    choice_columns: tuple[str, ...] = ()  # unless set
-    read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
-    label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
-    parse: Callable[[Any], Any]  # label cell → class name, class names, or score
-    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
-    warnings: Callable[[list[Any]], Iterator[str]] = lambda labels: iter(())  # about them: probably not intended
-    encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
-    dtype: type  # of `Examples.labels`
-    has_classes: bool = True  # that the task lists as its labels
-    has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
-
-    # from examples to features
-    make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
-    targets: Callable[[NDArray, Task], NDArray] = lambda labels, task: labels  # of the loss
-    labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
-
-    # from features to predictions
-    model: Callable[[Task], type[TaskModel]] = text_model
-    loss: Callable[..., Tensor]  # logits, targets and, if `balance` is set, class weights → losses [B]
-    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
-    num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
-    """Targets → terms of the loss of each row [B], by which it is averaged."""
-    uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
-    predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
-    activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
-    compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
-        predicted, labels
-    )
-    baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
-    baseline_name: str = "always predicting the most frequent class"
-    class_ids: Callable[[NDArray], NDArray] | None = None  # labels or predictions → classes of the confusion matrix
-    class_scores: Callable[[NDArray, NDArray, Task], dict[str, Metrics]] = lambda predicted, labels, task: {}
-    """Predictions, labels → precision, recall and F1 of each class."""
-
-    # from predictions to files
-    decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
-    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]] = class_columns  # of `electra predict`
-    output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
-    huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
-    huggingface_settings: Callable[[EncoderConfig], Settings]
-    output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels
 
 
 def softmax(logits: NDArray) -> NDArray:
@@ -153,6 +85,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=softmax,
         class_ids=lambda class_ids: class_ids,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
+        columns=class_columns,
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
     "multi-label": Kind(
@@ -168,6 +101,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=lambda logits: torch.from_numpy(logits).sigmoid().numpy(),
         class_scores=lambda predicted, labels, task: class_scores(predicted, labels, task.labels),
         decode=lambda rows, task: [[task.labels[class_id] for class_id in np.flatnonzero(row)] for row in rows],
+        columns=class_columns,
         huggingface_settings=lambda encoder: {"problem_type": "multi_label_classification"},
     ),
     "regression": Kind(
@@ -185,6 +119,7 @@ KINDS: dict[TaskKind, Kind] = {
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
         decode=lambda scores, task: scores.tolist(),
+        columns=class_columns,
         huggingface_settings=lambda encoder: {"problem_type": "regression"},
         output_names=lambda task: ("score",),
     ),
@@ -209,6 +144,41 @@ KINDS: dict[TaskKind, Kind] = {
         columns=choice_columns,
         huggingface_task="MultipleChoice",
         huggingface_settings=choice_settings,
+    ),
+    "question-answering": Kind(
+        text_column="context",
+        text_b_column="question",
+        label_column="answers",
+        read_rows=qa.read_rows,
+        read_texts=qa.read_question_and_context,
+        label_cell=qa.read_answers_cell,
+        parse=qa.parse_answers,
+        infer=qa.task_fields_from_answers,
+        warnings=qa.answer_warnings,
+        check_strictly=qa.check_answers,
+        encode=lambda answers, task: answers,
+        dtype=object,
+        has_target=qa.has_target,
+        held_out_together=lambda examples: examples.texts_b or (),
+        has_classes=False,
+        has_row_logits=False,
+        make_features=qa.make_windows,
+        model=lambda task: {"simple": SpanModel, "joint": JointSpanModel}[task.head],
+        loss=span_loss,
+        uniform_loss=lambda task: math.log(task.length),
+        predict=qa.predict_answers,
+        activation=lambda logits: logits,
+        compute_metrics=qa.answer_metrics,
+        calibrate=qa.tune_null_threshold,
+        baseline=lambda task, train_labels, dev_labels, dev: qa.answer_metrics(
+            np.array([("", 0.0)] * len(dev_labels), object), dev_labels, task
+        ),
+        baseline_name="giving no answer",
+        decode=lambda predicted, task: predicted[:, 0].tolist(),
+        columns=qa.answer_columns,
+        prediction_files=qa.squad_predictions,
+        huggingface_task="QuestionAnswering",
+        huggingface_settings=lambda encoder: {},
     ),
     "tags": Kind(
         read_rows=tags.read_rows,
@@ -262,11 +232,16 @@ def load_features(
     return load_or_make_features(make_features, with_targets(task, examples), tokenizer, length, cache_folder)
 
 
-def compute_metrics(task: Task, logits: NDArray, features: Features, examples: Examples) -> Metrics:
-    """The task's metrics of logits of examples with labels."""
+def compute_metrics(
+    task: Task, logits: NDArray, features: Features, examples: Examples, calibrate: bool
+) -> tuple[Task, Metrics]:
+    """The task, with thresholds for these examples if it is to be calibrated, and its metrics of their logits."""
     assert examples.labels is not None
     kind = KINDS[task.kind]
-    return kind.compute_metrics(kind.predict(Outputs(logits, features, examples), task), examples.labels, task)
+    predicted = kind.predict(Outputs(logits, features, examples), task)
+    if calibrate:
+        task = kind.calibrate(predicted, examples.labels, task)
+    return task, kind.compute_metrics(predicted, examples.labels, task)
 
 
 def check_class_weights(words: tuple[str, ...], task: Task) -> None:
@@ -295,6 +270,11 @@ def define_task(config: TaskConfig) -> Task:
         if config.task in tags.TASK_COLUMNS:
             task = tags.define_tagging_task(config.task, config.data, config.crf)
             return with_windows(with_inferred_labels(task, "tags"), config.windows)
+        if config.task in qa.SQUAD_VERSIONS:
+            task = qa.define_squad_task(config.task, config.data, config.head)
+            return with_windows(with_inferred_labels(task, task.kind, config.strict), config.windows)
+        if config.head != "simple" or config.strict:
+            raise ConfigError(f"--head and --strict need {' or '.join(qa.SQUAD_VERSIONS)}, not {config.task}")
         if config.crf:
             raise ConfigError(f"--crf needs a tagging task ({', '.join(tags.TASK_COLUMNS)}), not {config.task}")
         return with_windows(get_glue_task(config.task, config.data), config.windows)
@@ -306,16 +286,17 @@ def define_task(config: TaskConfig) -> Task:
         name=config.train.name.split(".")[0],
         kind=given_kind or "classification",
         text=config.text or kind.text_column,
-        text_b=config.text_b,
+        text_b=config.text_b or kind.text_b_column,
         choices=config.choices or kind.choice_columns,
         label=config.label or kind.label_column,
         crf=config.crf,
+        head=config.head,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
     task = kind.find_columns(task, next(read_split_rows(task, "train", kind.read_rows)))
-    return with_windows(with_inferred_labels(task, given_kind), config.windows)
+    return with_windows(with_inferred_labels(task, given_kind, config.strict), config.windows)
 
 
 def with_windows(task: Task, windows: int) -> Task:
@@ -328,7 +309,7 @@ def with_windows(task: Task, windows: int) -> Task:
     return replace(task, windows=windows)
 
 
-def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
+def with_inferred_labels(task: Task, kind: TaskKind | None, strict: bool = False) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
@@ -340,6 +321,8 @@ def with_inferred_labels(task: Task, kind: TaskKind | None) -> Task:
     for line, cell in cells.items():
         with add_line_to_errors(source, line):
             parsed.append(KINDS[kind].parse(cell))
+            if strict:
+                KINDS[kind].check_strictly(parsed[-1])
     for warning in KINDS[kind].warnings(parsed):
         print(f"{source}: {warning}", file=sys.stderr)
     try:
@@ -361,7 +344,11 @@ def read_examples(task: Task, split: str) -> Examples:
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
     if task.dev_fraction and split in ("train", "dev"):
-        return examples.select(train_or_dev_indices(task, split, len(examples)))
+        examples = examples.select(train_or_dev_indices(task, split, KINDS[task.kind].held_out_together(examples)))
+    if split == "train":
+        assert examples.labels is not None
+        has_target = np.array([KINDS[task.kind].has_target(label) for label in examples.labels])
+        return examples if has_target.all() else examples.select(np.flatnonzero(has_target))
     return examples
 
 
@@ -399,10 +386,16 @@ def parse_examples(task: Task, source: str, rows: Iterable[Row], has_labels: boo
     )
 
 
-def train_or_dev_indices(task: Task, split: str, num_rows: int) -> NDArray:
-    """Indices, in file order, of the held-out rows (dev) or of the other rows (train)."""
+def train_or_dev_indices(task: Task, split: str, groups: Sequence[Any]) -> NDArray:
+    """Indices, in file order, of the held-out rows (dev) or of the other rows (train); equal groups stay together."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    if len(numbers) == 1:  # one context
+        numbers, groups = {row: row for row in range(len(groups))}, range(len(groups))
+    num_rows = len(numbers)
     if num_rows < 2:
         raise DataError(f"{task.splits[split]} has one row; holding out a dev row needs at least two, or a --dev file")
     held_out = min(max(1, round(num_rows * task.dev_fraction)), num_rows - 1)
     order = np.random.default_rng(0).permutation(num_rows)
-    return np.sort(order[:held_out] if split == "dev" else order[held_out:])
+    is_chosen = np.zeros(num_rows, bool)
+    is_chosen[order[:held_out] if split == "dev" else order[held_out:]] = True
+    return np.flatnonzero(is_chosen[[numbers[group] for group in groups]])

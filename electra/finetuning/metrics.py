@@ -1,6 +1,9 @@
 """Metrics of predictions, equal to those of scikit-learn and scipy, in numpy alone."""
 
 import math
+import re
+import string
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -121,6 +124,29 @@ def precision_recall_f1(correct: int, predicted: int, true: int) -> Metrics:
 def entity_scores(predicted: NDArray, labels: NDArray) -> Metrics:
     """Precision, recall and F1 of all entities."""
     return precision_recall_f1(*count_entities(predicted, labels).sum(1).tolist())
+
+
+# Answers to questions, as SQuAD compares them.
+
+
+def normalize_answer(text: str) -> str:
+    """An answer as SQuAD compares it: in small letters, without ASCII punctuation, English articles, extra spaces."""
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
+
+
+def answer_scores(predicted: str, answers: Sequence[str]) -> tuple[float, float]:
+    """F1 and exact match of an answer, "" for none, by SQuAD's definition: the best over all true answers."""
+    true = [normalized for normalized in map(normalize_answer, answers) if normalized] or [""]
+    normalized = normalize_answer(predicted)
+    return max(token_f1(normalized.split(), answer.split()) for answer in true), float(normalized in true)
+
+
+def token_f1(predicted: list[str], answer: list[str]) -> float:
+    """F1 of two bags of words; 1 if both are empty."""
+    if not predicted or not answer:
+        return float(predicted == answer)
+    return 2 * (Counter(predicted) & Counter(answer)).total() / (len(predicted) + len(answer))
 
 
 METRICS: dict[str, Callable[[NDArray, NDArray], float]] = {

@@ -25,12 +25,13 @@ from electra.finetuning.kinds import KINDS, Kind, parse_examples, stream_example
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
-from electra.finetuning.tasks import Examples, add_line_to_errors
+from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.resumable import check_output_file, content_checksum, open_resumable
-from electra.runfolder import CONFIG, read_json
+from electra.runfolder import CONFIG, open_atomic, read_json
 from electra.training.hardware import choose_device, choose_dtype
 
+FILES = "prediction_files"  # the column of what the files of predictions hold, until they are written
 CHUNK_SIZE = 4096  # rows in memory at a time
 
 
@@ -91,6 +92,8 @@ class Predictor:
         self.models = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
         self.task = first.task
+        if config.ensemble and self.task.head == "joint":
+            raise ConfigError("--ensemble averages logits, which the joint head does not have; use --head simple")
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
         warn_untrained_length(self.folders[0], self.length)
@@ -122,8 +125,8 @@ class Predictor:
         texts = [texts] if isinstance(texts, str) else list(texts)
         if texts and all(isinstance(text, dict) for text in texts) and texts_b is None:
             values = texts
-        elif task.choices and texts:
-            raise ConfigError(f"task {task.name} has choices; give each row as a dictionary by column")
+        elif (task.choices or self.kind.prediction_files is not None) and texts:
+            raise ConfigError(f"task {task.name} ({task.kind}) needs each row as a dictionary by column")
         elif (task.text_b is None) != (texts_b is None) or len(texts) != len(texts if texts_b is None else texts_b):
             raise ConfigError(f"task {task.name} needs {'one text' if task.text_b is None else 'two texts'} per row")
         else:
@@ -190,18 +193,29 @@ def show_row_count(start: int = 0) -> Iterator[Callable[[int], None]]:
 
 def predict(config: PredictConfig) -> PredictResult:
     """Write the rows of a file with their predictions; a stopped process continues, and the output appears when it is
-    complete."""
+    complete. Without a suffix, the output is a folder of prediction files, for kinds of tasks that have them."""
     path = config.predictor.input
     predictor = Predictor(config.predictor)
-    check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
-    with open_resumable(config.output, predictor.settings(path)) as output:
+    if config.output.suffix or predictor.kind.prediction_files is None:
+        check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
+        write_predictions(predictor, path, config.output, predictor.kind.columns)
+    else:
+        write_prediction_files(predictor, path, config.output, config.overwrite)
+    return PredictResult(str(config.output), predictor.rows, predictor.truncated)
+
+
+def write_predictions(
+    predictor: Predictor, path: Path, file: Path, make_columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]
+) -> None:
+    """Write the rows of the file `path` with the columns of their predictions."""
+    with open_resumable(file, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
-        writer = WRITERS[config.output.suffix](content, output.state.get("header", []))
+        writer = WRITERS[file.suffix](content, output.state.get("header", []))
         for outputs in predictor.stream_outputs(path, with_labels=False):
             assert outputs.examples is not None
             assert outputs.examples.rows is not None
-            predictions = predictor.kind.columns(predictor.task, outputs)
+            predictions = make_columns(predictor.task, outputs)
             for row, prediction in zip(outputs.examples.rows, predictions, strict=True):
                 with add_line_to_errors(str(path), row.line):
                     writer.write_row(add_columns(row.values, prediction))
@@ -209,7 +223,34 @@ def predict(config: PredictConfig) -> PredictResult:
             content.seek(0)
             content.truncate()
             output.save_part({"rows": predictor.rows, "truncated": predictor.truncated, "header": writer.header})
-    return PredictResult(str(config.output), predictor.rows, predictor.truncated)
+
+
+def write_prediction_files(predictor: Predictor, path: Path, folder: Path, overwrite: bool) -> None:
+    """Write a folder of JSON files, each with a value for the id of every row; without ids, its number."""
+    make_files = predictor.kind.prediction_files
+    assert make_files is not None
+    rows = folder / "rows.jsonl"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"is {folder}, a file; name a folder or a file that ends in .jsonl or .csv", field="output")
+    if not overwrite and (existing := [file.name for file in folder.glob("*.json")]):
+        raise ConfigError(f"is {folder}, which has a {existing[0]}; --overwrite replaces it", field="output")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_predictions(predictor, path, rows, lambda *outputs: ({FILES: files} for files in make_files(*outputs)))
+    with rows.open(encoding="utf-8") as lines:
+        names = list(json.loads(lines.readline())[FILES])
+    for name in names:
+        ids: set[str] = set()
+        with rows.open(encoding="utf-8") as lines, open_atomic(folder / f"{name}.json", encoding="utf-8") as file:
+            for number, line in enumerate(lines, start=1):
+                row = json.loads(line)
+                row_id = str(row.get("id", number))
+                if row_id in ids:
+                    raise DataError(f"{path}: the id {row_id!r} occurs twice; every row needs another one")
+                ids.add(row_id)
+                value = json.dumps(row[FILES][name], ensure_ascii=False)
+                file.write(f"{'{' if number == 1 else ','}\n{json.dumps(row_id, ensure_ascii=False)}: {value}")
+            file.write("\n}\n")
+    rows.unlink()
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:

@@ -178,7 +178,8 @@ def check_columns(file_name: str, columns: list[str]) -> None:
 
 # Labels: how each kind of task reads its label column.
 
-TaskKind = Literal["classification", "multi-label", "regression", "choice", "tags"]
+TaskKind = Literal["classification", "multi-label", "regression", "choice", "tags", "question-answering"]
+SpanHead = Literal["simple", "joint"]
 TagScheme = Literal["IOB1", "IOB2", "BIOES"]
 ChoiceLabel = Literal["text", "index", "letter", "small letter", "number"]
 """How the label of a multiple-choice row names the right choice; an index counts from 0, a number from 1."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from electra.errors import ConfigError, DataError
 from electra.finetuning.metrics import METRICS
-from electra.finetuning.readers import ChoiceLabel, Row, TagScheme, TaskKind, hub_rows, read_rows
+from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TagScheme, TaskKind, hub_rows, read_rows
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
@@ -30,7 +30,7 @@ class Task:
     name: str
     kind: TaskKind
     text: str | None
-    """Column of the text, of the first text of a pair, or of the context of choices, which may be missing."""
+    """Column of the text, of the first text of a pair, or of the context; that of choices may be missing."""
     text_b: str | None = None
     """Column of the second text of a pair, or of the question."""
     choices: tuple[str, ...] = ()
@@ -68,6 +68,14 @@ class Task:
     """Train on each pair in both orders."""
     epochs: int = 3
     """Default number of epochs."""
+    length: int = 128
+    """Default maximum length in tokens."""
+    head: SpanHead = "simple"
+    """Of question answering."""
+    has_unanswerable: bool = False
+    """Some questions have no answer."""
+    null_threshold: float = 0.0
+    """Log-odds of having no answer above which none is given; tuned on the dev rows."""
     predicted_by: str | None = None
     """The task whose model predicts this one, which has no training rows."""
     submission_files: dict[str, str] = field(default_factory=dict)
@@ -317,7 +325,8 @@ def get_glue_task(name: str, data: str) -> Task:
     """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
     trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
     if name not in GLUE_TASKS:
-        raise ConfigError(f"unknown task {name!r}; choose from {', '.join(trainable)}, or use your own files")
+        known = ", ".join([*trainable, "squad", "squad2", "ner", "chunking", "pos"])
+        raise ConfigError(f"unknown task {name!r}; choose from {known}, or use your own files")
     if name not in trainable:
         raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")
     return with_data_source(GLUE_TASKS[name], data)

@@ -160,6 +160,8 @@ TASK_HEADS: dict[str, Callable[[Tensors], Tensors]] = {  # tensors of our task h
     "ModernBertForSequenceClassification": to_modernbert_classification_head,
     "ElectraForMultipleChoice": to_linear_classifier,
     "ModernBertForMultipleChoice": to_modernbert_classification_head,
+    "ElectraForQuestionAnswering": lambda head: {f"qa_outputs.{name}": tensor for name, tensor in head.items()},
+    "ModernBertForQuestionAnswering": to_modernbert_classification_head,
     "ElectraForTokenClassification": lambda head: to_token_classification_head(head, to_linear_classifier),
     "ModernBertForTokenClassification": lambda head: to_token_classification_head(
         head, to_modernbert_classification_head

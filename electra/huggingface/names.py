@@ -225,6 +225,7 @@ TASK_CLASSES = {  # of fine-tuned models, by task and style of the encoder
         "classic": "ElectraForSequenceClassification",
         "modern": "ModernBertForSequenceClassification",
     },
+    "QuestionAnswering": {"classic": "ElectraForQuestionAnswering", "modern": "ModernBertForQuestionAnswering"},
     "TokenClassification": {"classic": "ElectraForTokenClassification", "modern": "ModernBertForTokenClassification"},
     "MultipleChoice": {"classic": "ElectraForMultipleChoice", "modern": "ModernBertForMultipleChoice"},
 }

@@ -75,6 +75,14 @@ def choose_masked_positions(
     return positions, is_used.float()
 
 
+def count_masked(batch: Batch, config: MaskingConfig, vocabulary: Vocabulary, seed: int) -> Tensor:
+    """[] the number of masked positions, the sum of the weights of `mask`, without choosing them."""
+    if config.whole_word_masking:
+        return choose_masked_positions(batch, config, vocabulary, seed)[1].sum()
+    count = num_masked(batch.lengths(), batch.input_ids.shape[1], config)  # [B]
+    return torch.minimum(maskable_tokens(batch, vocabulary).sum(1), count).sum()
+
+
 def maskable_tokens(batch: Batch, vocabulary: Vocabulary) -> Tensor:
     """[B, L] bool, False at special tokens and padding."""
     is_maskable = torch.ones_like(batch.input_ids, dtype=torch.bool)

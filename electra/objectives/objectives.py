@@ -15,7 +15,7 @@ from electra.model.electra import Electra
 from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.objectives.losses import Counts, Loss, Losses, sum_token_losses
-from electra.objectives.masking import Masked, mask
+from electra.objectives.masking import Masked, count_masked, mask
 from electra.random import Purpose, RowRandomness, sample_from_frequencies
 
 
@@ -150,12 +150,12 @@ class Objective:
 
     def count_predictions(self, batch: Batch, context: ObjectiveContext) -> Counts:
         """The number of predictions of each loss, before the losses are computed."""
-        masked, all_positions = context.mask(batch), dict(self.positions)
+        all_positions = dict(self.positions)
         if self.head == "rtd":
             all_positions |= {head: AUXILIARY_POSITIONS[head] for head in context.objective.auxiliary_heads()}
         counts: dict[LossPositions, Callable[[], Tensor]] = {
-            "masked": lambda: masked.weights.sum(),
-            "masked_in_first_document": lambda: first_document_weights(masked, batch).sum(),
+            "masked": lambda: count_masked(batch, context.masking, context.vocabulary, context.seed),
+            "masked_in_first_document": lambda: first_document_weights(context.mask(batch), batch).sum(),
             "all": lambda: batch.lengths().sum(),
         }
         return {name: counts[positions]() for name, positions in all_positions.items()}

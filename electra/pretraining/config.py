@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from electra.config import convert_values, flat_defaults
 from electra.data.packing import ROW_ORDER, LoaderConfig, Packing
-from electra.errors import ConfigError, DataError, check_range
+from electra.errors import ConfigError, DataError, check_choice, check_range
 from electra.model.config import (
     OVERRIDES,
     ElectraConfig,
@@ -235,6 +235,8 @@ class CorruptConfig:
     """Number of rows; fewer if the validation split is smaller."""
     length: int | None = None
     """Tokens per row (default: as many as the model was trained on, at most 128)."""
+    packing: Literal["packed", "examples"] = "packed"
+    """Form of the rows, as in electra pretrain: compare runs on rows of the form that they were trained on."""
     device: Device = "auto"
     """Where to compute."""
     json: bool = False
@@ -242,6 +244,7 @@ class CorruptConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "rows", at_least=1)
+        check_choice(self, "packing", ("packed", "examples"))
         if self.output.exists():
             raise ConfigError(f"{self.output} exists already; rows that runs are compared on are not overwritten")
 

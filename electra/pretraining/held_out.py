@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -51,8 +52,14 @@ def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.devic
 
 
 def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
-    """How held-out rows are packed, the same for all runs: packed, at most 128 tokens."""
-    return LoaderConfig(length=min(HELD_OUT_LENGTH, config.loader.length), batch_size=min(32, config.evaluation_rows))
+    """How held-out rows are packed: like the training rows, at most 128 tokens.
+
+    A discriminator that was trained long on rows of one kind may fail on the others."""
+    return LoaderConfig(
+        length=min(HELD_OUT_LENGTH, config.loader.length),
+        batch_size=min(32, config.evaluation_rows),
+        packing=config.loader.packing,
+    )
 
 
 def max_held_out_rows(config: PretrainConfig) -> int:
@@ -148,10 +155,12 @@ def markdown_row(cells: list[str]) -> str:
 
 @dataclass(frozen=True)
 class CorruptedRows:
-    """Packed rows and their corrupted tokens."""
+    """Rows without padding and their corrupted tokens."""
 
     input_ids: Tensor  # [N, L]
     corrupted_ids: Tensor  # [N, L]
+    document_ids: Tensor | None = None  # [N, L] None: the rows are packed
+    segment_ids: Tensor | None = None  # [N, L] None: all A
 
     def evaluate(self, electra: Electra, tokenizer: TextTokenizer, world: World) -> dict[str, float]:
         """Metrics of replaced token detection on all rows; empty without a discriminator for it."""
@@ -163,6 +172,9 @@ class CorruptedRows:
             original = self.input_ids[rows_of_batch].to(device).long()  # [B, L]
             corrupted = self.corrupted_ids[rows_of_batch].to(device).long()  # [B, L]
             rows = build_packed_rows(original[:, 1:], tokenizer.vocabulary)
+            if self.document_ids is not None and self.segment_ids is not None:
+                rows["document_ids"] = self.document_ids[rows_of_batch].to(device)
+                rows["segment_ids"] = self.segment_ids[rows_of_batch].to(device).long()
             batch = Batch(
                 step=torch.zeros((), device=device), row_ids=torch.arange(len(original), device=device), **rows
             )
@@ -206,9 +218,9 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
     default_length = min(HELD_OUT_LENGTH, read_trained_length(folder) or positions)
     length = default_length if config.length is None else config.length
     warn_untrained_length(folder, length)
-    loader = LoaderConfig(length=length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows))
+    loader = LoaderConfig(length=length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows), packing=config.packing)
     rows = corrupt_held_out_rows(electra, shards, loader, config.rows, device)
-    tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items()}
+    tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items() if tensor is not None}
     metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder.absolute())}
     write_file(config.output, serialize_tensors(tensors, metadata))
     metrics = rows.evaluate(electra, shards.tokenizer, World(device))
@@ -226,20 +238,24 @@ def corrupt_held_out_rows(
     electra: Electra, shards: Shards, loader: LoaderConfig, rows: int, device: torch.device
 ) -> CorruptedRows:
     context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
-    originals, corrupted = [], []
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     for batch in validation_batches(shards, loader, max_batches=max(1, rows // loader.batch_size), device=device):
         masked = context.mask(batch)
         sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
-        originals.append(batch.input_ids)
-        corrupted.append(corrupt(batch.input_ids, masked, sampled).input_ids)
-    return CorruptedRows(torch.cat(originals), torch.cat(corrupted))
+        columns["input_ids"].append(batch.input_ids)
+        columns["corrupted_ids"].append(corrupt(batch.input_ids, masked, sampled).input_ids)
+        if batch.segment_ids is not None and batch.document_ids is not None:
+            columns["document_ids"].append(batch.document_ids)
+            columns["segment_ids"].append(batch.segment_ids)
+    return CorruptedRows(**{name: torch.cat(tensors) for name, tensors in columns.items()})
 
 
 def read_corrupted_rows(path: Path, tokenizer: TextTokenizer, positions: int) -> CorruptedRows:
     """Read the rows; raises a DataError if they were made with another tokenizer, or are longer than `positions`."""
     tensors = read_tensors(path)
-    is_rows = [tensor.ndim == 2 and tensor.dtype == torch.int32 for tensor in tensors.values()]
-    if tensors.keys() != {"input_ids", "corrupted_ids"} or not all(is_rows):
+    is_rows = all(tensor.ndim == 2 and tensor.dtype == torch.int32 for tensor in tensors.values())
+    names = [field.name for field in fields(CorruptedRows)]
+    if set(tensors) not in (set(names), set(names[:2])) or not is_rows:
         raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
     with open_safetensors(path) as file:
         metadata = file.metadata() or {}

@@ -1,4 +1,4 @@
-"""The settings of `electra detect`, `electra fill` and `electra embed`."""
+"""The settings of `electra detect`, `electra fill`, `electra embed` and `electra demo`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,3 +85,19 @@ class EmbedConfig:
         check_range(self, "length", at_least=8)
         if self.output is not None and self.input.input is None:
             raise ConfigError(f"--output {self.output} needs --input, a file of texts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Show the packaged model on sentences with a planted word, train it further on text found on this computer (or,
+    where there is none, a tiny model from scratch), compare it with simple baselines and export it: at most three
+    minutes on a CPU, without a network."""
+
+    output: Path = Path("electra-demo")
+    """The folder to write; a number is appended if it exists."""
+    quick: bool = False
+    """Less text and fewer steps."""
+    steps: int | None = None
+    """Steps of pre-training; by default 40 of the packaged model or 1,000 of a new one, with --quick a fifth of it."""
+    json: bool = False
+    """Print the result as JSON."""

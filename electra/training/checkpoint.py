@@ -120,10 +120,8 @@ class TrainState:
     best_loss: float | None = None
     start_step: int = 0  # where the budget starts: after 0 in a branch or a later stage
     start_seconds: float = 0.0
-    loss_scale: float | None = None  # in fp16
 
     def __post_init__(self) -> None:
-        check_range(self, "loss_scale", at_least=1, at_most=2.0**30)
         check_range(self, "step", "tokens", "nonfinite_steps", "start_step", at_least=0, at_most=2**62)
         check_range(self, "start_step", at_most=self.step)
         check_range(self, "start_seconds", at_least=0, at_most=self.seconds)

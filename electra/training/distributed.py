@@ -242,7 +242,8 @@ class GradientBuffer:
                 views.append(view)
                 gradients.append(parameter.grad)
                 parameter.grad = view
-        torch._foreach_copy_(views, gradients)
+        if views:
+            torch._foreach_copy_(views, gradients)
         self.loss_names = list(losses)
         self.loss_values[: len(losses)] = torch.stack(list(losses.values()))
 

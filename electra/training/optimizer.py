@@ -20,7 +20,8 @@ GROWTH_STEPS = 1000  # without an overflow, after which the scale doubles
 class LossScaler:
     """Dynamic loss scaling for fp16, whose small gradients would be zero: it halves after a non-finite step.
 
-    Its numbers stay on the device, so that CUDA graphs contain it."""
+    Its numbers stay on the device, so that CUDA graphs contain it. A resumed run starts with the initial scale, which
+    takes a few steps to adapt and, as a power of two, changes no gradient that does not overflow or vanish."""
 
     def __init__(self, device: torch.device) -> None:
         self.scale = torch.tensor(INITIAL_LOSS_SCALE, device=device)

@@ -105,6 +105,7 @@ class Trainer:
         self.averages = RunningAverages()  # since the last line of metrics.jsonl
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
+        self.received: list[int] = []  # signals to this rank
         self.is_warm = False  # the first step compiles and fills caches; its time does not count
         self.nonfinite_run = torch.zeros(2, device=device)  # consecutive non-finite steps: current, longest so far
 
@@ -113,8 +114,6 @@ class Trainer:
         state = load_checkpoint(checkpoint, self.task.model, self.optimizers)
         self.task.load_state_dict(state.task)
         self.state = state.trainer
-        if self.loss_scaler is not None and self.state.loss_scale is not None:
-            self.loss_scaler.scale.fill_(self.state.loss_scale)
 
     def start_branch(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of another run with a budget that starts there."""
@@ -417,8 +416,7 @@ class Trainer:
             state.best_loss = self.metrics["loss"]
         if not self.world.is_main:
             return self.folder / CHECKPOINTS / checkpoint_name(state.step)
-        loss_scale = None if self.loss_scaler is None else self.loss_scaler.scale.item()
-        trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps(), loss_scale=loss_scale)
+        trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps())
         content = CheckpointState(trainer_state, self.task.state_dict())
         folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)

@@ -1,0 +1,204 @@
+"""The model card of an exported folder: README.md with the metadata that Hugging Face reads.
+
+It states what the run folder and the shards record; what is no longer there is left out.
+"""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from electra.data.shards import read_index
+from electra.errors import DataError
+from electra.export.config import ExportConfig
+from electra.export.package import CARD
+from electra.export.source import ExportSource
+from electra.finetuning.glue import markdown_table, read_glue_table
+from electra.finetuning.job import RESULT, read_job_result
+from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
+from electra.finetuning.metrics import format_metric
+from electra.onnx.export import FOLDER, FP32
+from electra.pretraining.config import read_run_record, read_run_settings
+from electra.report.runs import find_glue_tables
+from electra.runfolder import CONFIG, read_stored
+from electra.training.checkpoint import read_training_state
+from electra.training.logging import METRICS, format_duration, read_metrics
+
+PIPELINES = {  # Hugging Face's name of what a model does, if it has one
+    "generator": "fill-mask",
+    "encoder": "feature-extraction",
+    "SequenceClassification": "text-classification",
+    "TokenClassification": "token-classification",
+    "QuestionAnswering": "question-answering",
+    "MultipleChoice": "multiple-choice",
+}
+MEANINGS = {
+    "discriminator": "For every token it predicts whether the token was replaced (replaced token detection).",
+    "generator": "It predicts the tokens at [MASK].",
+    "encoder": "It computes a hidden state for every token; their mean is the embedding of a text.",
+}
+MAX_FILES = 5  # of a corpus that are named
+
+
+def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None:
+    """Write the model card of an exported folder."""
+    encoder, is_onnx = source.encoder.config, config.to == "onnx"
+    size = f"{source.count_parameters():,} parameters, {encoder.layers} layers of width {encoder.width}"
+    about = f"`{source.class_name}` of {size}; texts of up to {source.length:,} tokens."
+    parts = [
+        metadata(source, is_onnx),
+        f"# {config.output.name}",
+        f"{about} {MEANINGS.get(source.purpose, '')}".strip(),
+        *(["## Text", config.training_data] if config.training_data else []),
+        *describe_origin(source.folder),
+        "## How to load it",
+        onnx_usage(source) if is_onnx else transformers_usage(source),
+    ]
+    (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def metadata(source: ExportSource, is_onnx: bool) -> str:
+    """The block between lines of dashes, in YAML, of which JSON is a part."""
+    library = "transformers.js" if is_onnx else "transformers"
+    has_sentences = not is_onnx and source.purpose == "encoder"
+    tags = ["electra", "replaced-token-detection", *(["sentence-transformers"] if has_sentences else [])]
+    values = {"library_name": library, "pipeline_tag": PIPELINES.get(source.purpose), "tags": tags}
+    corpus = read_corpus(source.folder)
+    if isinstance(corpus, str):
+        values["datasets"] = [corpus.removeprefix("hub:")]
+    lines = [f"{name}: {json.dumps(value)}" for name, value in values.items() if value]
+    return "\n".join(["---", *lines, "---"])
+
+
+def describe_origin(folder: Path) -> list[str]:
+    """How a model was trained and what was measured, as far as the folders that it came from still exist."""
+    output = folder.parent.parent
+    with suppress(DataError, OSError):
+        if (folder.parent / RESULT).exists() and is_finetuning_output(output):
+            record = read_stored(output / CONFIG, FinetuningRecord)
+            return [*describe_finetuning(folder.parent, record), *describe_pretraining(Path(record.settings["model"]))]
+        return describe_pretraining(folder)
+    return []
+
+
+def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str]:
+    result = read_job_result(seed_folder / RESULT)
+    rows = ", ".join(f"{count:,} {split} rows" for split, count in result.rows.items())
+    facts = {
+        "task": f"{record.task['name']} ({record.task['kind']})",
+        "rows": rows,
+        "steps": f"{result.steps:,}, {result.seconds:.0f} seconds",
+        "length": f"{record.settings['length']} tokens",
+        "seed": str(result.seed),
+    }
+    metrics = result.metrics["dev"]
+    cells = [["dev metric", "value", "without a text"]]
+    for name, value in metrics.items():
+        baseline = format_metric(name, result.baseline[name]) if name in result.baseline else ""
+        cells.append([name, format_metric(name, value), baseline])
+    return ["## Fine-tuning", facts_table(facts), markdown_table(cells)]
+
+
+def describe_pretraining(checkpoint: Path) -> list[str]:
+    """The pre-training of the run that a checkpoint is in; nothing if it was moved out of its run."""
+    settings = read_run_settings(checkpoint)
+    if not settings:
+        return []
+    run, state = checkpoint.parent.parent, read_training_state(checkpoint).trainer
+    record = read_run_record(run)
+    facts = {
+        "text": describe_corpus(checkpoint),
+        "trained on": f"{state.tokens:,} tokens in {state.step:,} steps, {format_duration(state.seconds / 60)}",
+        "on": record.environment.get("device", ""),
+        "objective": f"{settings['objective']}, recipe {settings['recipe']}",
+        "rows": f"{settings['length']} tokens, batches of {settings['batch_size']}",
+        "started from": Path(settings["init"]).name if settings.get("init") else "",
+        "electra": record.environment.get("commit", ""),
+    }
+    parts = ["## Pre-training", facts_table(facts)]
+    lines = [
+        line for line in read_metrics(run / METRICS) if line["kind"] == "validation" and line["step"] <= state.step
+    ]
+    if lines:
+        measured = {name: value for name, value in lines[-1].items() if isinstance(value, float)}
+        cells = [[name, f"{value:.4g}"] for name, value in measured.items()]
+        parts += [
+            f"On held-out text, after {lines[-1]['step']:,} steps:",
+            markdown_table([["metric", "value"], *cells]),
+        ]
+    for table in find_glue_tables((), [run]).values():
+        parts += ["Fine-tuned on GLUE, dev sets:", str(read_glue_table(table))]
+    return parts
+
+
+def read_corpus(checkpoint: Path) -> dict[str, str] | str | None:
+    """The corpus of a run's shards as they record it: sizes of files by name, or its name on the hub."""
+    with suppress(DataError, OSError):
+        if settings := read_run_settings(checkpoint):
+            return read_index(Path(settings["data"])).settings["corpus"]
+    return None
+
+
+def describe_corpus(checkpoint: Path) -> str:
+    corpus = read_corpus(checkpoint)
+    if corpus is None:
+        return ""
+    index = read_index(Path(read_run_settings(checkpoint)["data"]))
+    names = [corpus] if isinstance(corpus, str) else list(corpus)
+    more = f" and {len(names) - MAX_FILES:,} more files" if len(names) > MAX_FILES else ""
+    documents, tokens = (index.totals_by_split(field)["train"] for field in ("documents", "tokens"))
+    megabytes = index.total_over_shards("text_bytes") / 1e6
+    return f"{', '.join(names[:MAX_FILES])}{more}: {megabytes:,.1f} MB, {documents:,} documents, {tokens:,} tokens"
+
+
+def facts_table(facts: dict[str, str]) -> str:
+    cells = [[name, value.replace("|", "\\|")] for name, value in facts.items() if value]
+    return markdown_table([["", ""], *cells])
+
+
+def transformers_usage(source: ExportSource) -> str:
+    code = [
+        f"from transformers import AutoTokenizer, {source.class_name}",
+        "",
+        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
+        f'model = {source.class_name}.from_pretrained("path/to/this/folder")',
+        'outputs = model(**tokenizer("A text.", return_tensors="pt"))',
+    ]
+    parts = ["With `transformers`:", python_block(code)]
+    if source.purpose == "encoder":
+        sentences = [
+            "from sentence_transformers import SentenceTransformer",
+            "",
+            'vectors = SentenceTransformer("path/to/this/folder").encode(["A text.", "Another text."])',
+        ]
+        parts += ["With `sentence-transformers`:", python_block(sentences)]
+    parts += ["For ONNX Runtime and transformers.js, export the same model with `electra export --to onnx`."]
+    return "\n\n".join(parts)
+
+
+def onnx_usage(source: ExportSource) -> str:
+    file = f"{FOLDER}/{FP32}"
+    code = [
+        "import onnxruntime",
+        "from tokenizers import Tokenizer",
+        "import numpy as np",
+        "",
+        'encoding = Tokenizer.from_file("path/to/this/folder/tokenizer.json").encode("A text.")',
+        'inputs = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}',
+        *([] if source.encoder.config.is_modern() else ['inputs["token_type_ids"] = encoding.type_ids']),
+        f'session = onnxruntime.InferenceSession("path/to/this/folder/{file}")',
+        "outputs = session.run(None, {name: np.array([ids]) for name, ids in inputs.items()})",
+    ]
+    script = [
+        'import { AutoModel, AutoTokenizer } from "@huggingface/transformers";',
+        "",
+        'const tokenizer = await AutoTokenizer.from_pretrained("path/to/this/folder");',
+        'const model = await AutoModel.from_pretrained("path/to/this/folder", { dtype: "fp32" });',
+        'const outputs = await model(await tokenizer("A text."));',
+    ]
+    return "\n\n".join(
+        ["With ONNX Runtime:", python_block(code), "With transformers.js:", "```js\n" + "\n".join(script) + "\n```"]
+    )
+
+
+def python_block(lines: list[str]) -> str:
+    return "```python\n" + "\n".join(lines) + "\n```"

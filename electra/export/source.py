@@ -1,0 +1,173 @@
+"""Models to export: one of a pre-trained pair or a fine-tuned one, as a class of `transformers`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
+from electra.errors import ConfigError, DataError
+from electra.export.config import ExportConfig
+from electra.finetuning.jobs import best_model_folder
+from electra.finetuning.kinds import KINDS
+from electra.finetuning.model import load_finetuned_model
+from electra.huggingface.convert import (
+    TASK_HEADS,
+    Tensors,
+    fold_projection,
+    label_settings,
+    merge_embedding_delta,
+    to_huggingface_config,
+    to_huggingface_tensors,
+)
+from electra.huggingface.folders import select_part
+from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSES, Settings
+from electra.model.config import EncoderConfig
+from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
+from electra.model.encoder import Encoder
+from electra.model.storage import TOKENIZER_FILES, WEIGHTS, has_rtd_head, load_model, read_tensor_names
+from electra.runfolder import CONFIG, read_json
+from electra.training.checkpoint import find_model_folder
+
+Outputs = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A model to export, with the tensors and the config.json of its class in `transformers`."""
+
+    folder: Path
+    model: nn.Module
+    encoder: Encoder
+    outputs: Outputs  # of input_ids, attention_mask and segment_ids, as the class has them
+    tensors: Tensors
+    settings: Settings
+    purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
+    length: int  # tokens that the tokenizer truncates to
+    input_axes: tuple[str, ...] = ("batch", "length")
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors.items():
+            if not tensor.isfinite().all():
+                raise DataError(f"the weights in {self.folder} are not finite ({name}); train the model again")
+
+    @property
+    def class_name(self) -> str:
+        return self.settings["architectures"][0]
+
+    def count_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+
+def load_export_source(config: ExportConfig) -> ExportSource:
+    """Load a part of a pair, or a fine-tuned model."""
+    if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
+        return load_finetuned_source(config)
+    folder = find_model_folder(config.model)
+    electra = load_model(folder)
+    if config.part == "discriminator":
+        check_exportable_discriminator(electra, folder)
+    part = merge_disentangled_embeddings(select_part(electra, config.part).eval())
+    encoder = part.encoder.config
+    name = EXPORT_CLASSES[encoder.style][config.part]
+    tensors = to_huggingface_tensors(fold_projection(part.state_dict(), encoder), ARCHITECTURES[name])
+    dtype = next(iter(tensors.values())).dtype
+    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, encoder))
+    return ExportSource(
+        folder=folder,
+        model=part.encoder if config.part == "encoder" else part,
+        encoder=part.encoder,
+        outputs=part_outputs(part, has_head=config.part != "encoder"),
+        tensors=tensors,
+        settings=settings | label_settings(ARCHITECTURES[name].labels),
+        purpose=config.part,
+        length=read_trained_length(folder) or encoder.positions,
+    )
+
+
+def check_exportable_discriminator(electra: Electra, folder: Path) -> None:
+    """Check that there is a discriminator and that its head was trained."""
+    if not isinstance(electra.discriminator, Discriminator):
+        part = "generator" if electra.discriminator is None else "encoder"
+        raise ConfigError(f"{folder} has no discriminator; export its {part} with --part {part}")
+    if not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
+        raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
+
+
+def merge_disentangled_embeddings(
+    part: Discriminator | MaskedLanguageModel,
+) -> Discriminator | MaskedLanguageModel:
+    """The model with the sums of its tables and the generator's instead of both."""
+    if part.encoder.embeddings.base is not None:
+        merged = merge_embedding_delta(part.state_dict())
+        part.encoder.embeddings.base = None
+        part.load_state_dict(merged)
+    return part
+
+
+def part_outputs(part: Discriminator | MaskedLanguageModel, has_head: bool) -> Outputs:
+    """The function that computes what `EXPORT_CLASSES` return."""
+    if not has_head:
+        return lambda *inputs: {"last_hidden_state": part.encoder(*inputs)}
+    if isinstance(part, MaskedLanguageModel):
+        return lambda *inputs: {"logits": part(*inputs).logits}
+    if not part.encoder.config.is_modern():
+        return lambda *inputs: {"logits": part(*inputs)}
+
+    def two_logits(*inputs: Tensor) -> dict[str, Tensor]:
+        """Logits [B, L, 2] of the labels original and replaced."""
+        logits = part(*inputs)
+        return {"logits": torch.stack([torch.zeros_like(logits), logits], -1)}
+
+    return two_logits
+
+
+def load_finetuned_source(config: ExportConfig) -> ExportSource:
+    """Load a fine-tuned model, or the best one of an output of electra finetune.
+
+    Its scores are in the unit of the training data."""
+    if config.part != ExportConfig.part:
+        raise ConfigError(f"{config.model} is fine-tuned and exported as a whole; leave out --part {config.part}")
+    folder = best_model_folder(config.model)
+    model, finetuned = load_finetuned_model(folder)
+    if finetuned.frozen is not None:
+        raise ConfigError(
+            f"{folder} was fine-tuned with --frozen, and transformers has no class for its head; use electra predict, "
+            "or fine-tune without --frozen"
+        )
+    encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
+    if task.head == "joint":
+        raise ConfigError(
+            f"{folder} has the joint head, which transformers does not have; fine-tune with --head simple"
+        )
+    with torch.no_grad():
+        model.get_parameter("head.weight").mul_(task.scale)
+        model.get_parameter("head.bias").mul_(task.scale).add_(task.offset)
+    class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
+    state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
+    architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
+    tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture)
+    tensors |= TASK_HEADS[class_name](dict(model.head.state_dict()))
+    settings = to_huggingface_config(encoder, class_name, torch.float32, read_vocabulary_if_modern(folder, encoder))
+    settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
+    if encoder.is_modern():
+        settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
+    return ExportSource(
+        folder=folder,
+        model=model,
+        encoder=model.encoder,
+        outputs=model.huggingface_outputs,
+        tensors=tensors,
+        settings=settings,
+        purpose=kind.huggingface_task,
+        length=finetuned.length,
+        input_axes=model.exported_axes,
+    )
+
+
+def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
+    """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
+    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+    return load_tokenizer(folder).vocabulary if encoder.is_modern() and has_tokenizer else None

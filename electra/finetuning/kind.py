@@ -1,0 +1,91 @@
+"""What a kind of task consists of, from the rows of a file to the exported model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from electra.data.tokenizer import TextTokenizer
+from electra.finetuning import readers
+from electra.finetuning.features import Features, Outputs, make_features
+from electra.finetuning.heads import TaskModel, WindowModel
+from electra.finetuning.metrics import Metrics, most_frequent_label
+from electra.finetuning.readers import Row
+from electra.finetuning.tasks import Examples, RowReader, Task, get_cell, get_text
+from electra.huggingface.names import Settings
+from electra.model.config import EncoderConfig
+
+
+def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
+    return [tuple(get_text(task, column, row) for column in (task.text, task.text_b) if column is not None)]
+
+
+def text_model(task: Task) -> type[TaskModel]:
+    return WindowModel if task.windows > 1 else TaskModel
+
+
+def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:
+    """Dev metrics of the most frequent class, or the mean score, of the training rows."""
+    return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of task, in the order of the data flow; the defaults are those of a text or pair with one output."""
+
+    # from the rows of a file to examples
+    read_rows: RowReader = readers.read_rows
+    text_column: str | None = "text"  # unless set
+    text_b_column: str | None = None  # unless set
+    label_column: str = "label"  # unless set
+    find_columns: Callable[[Task, Row], Task] = lambda task, row: task  # columns, from the first training row
+    choice_columns: tuple[str, ...] = ()  # unless set
+    read_texts: Callable[[Task, Row], list[tuple[str, ...]]] = read_text_or_pair  # of each sequence
+    label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
+    parse: Callable[[Any], Any]  # label cell → class name, class names, or score
+    infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
+    warnings: Callable[[list[Any]], Iterator[str]] = lambda labels: iter(())  # about them: probably not intended
+    check_strictly: Callable[[Any], None] = lambda label: None  # raises what is otherwise a warning
+    encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
+    dtype: type  # of `Examples.labels`
+    has_target: Callable[[Any], bool] = lambda label: True  # whether an example can be trained on
+    held_out_together: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))  # where equal
+    has_classes: bool = True  # that the task lists as its labels
+    has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
+
+    # from examples to features
+    make_features: Callable[[Examples, TextTokenizer, int], Features] = make_features
+    targets: Callable[[NDArray, Task], NDArray] = lambda labels, task: labels  # of the loss
+    labels_of_targets: Callable[[NDArray, Task], NDArray] = lambda targets, task: targets
+
+    # from features to predictions
+    model: Callable[[Task], type[TaskModel]] = text_model
+    loss: Callable[..., Tensor]  # logits, targets and, if `balance` is set, class weights → losses [B]
+    balance: Callable[[NDArray, int], NDArray] | None = None  # training labels, number of classes → balanced weights
+    num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
+    """Targets → terms of the loss of each row [B], by which it is averaged."""
+    uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
+    predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
+    activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
+    compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(
+        predicted, labels
+    )
+    calibrate: Callable[[NDArray, NDArray, Task], Task] = lambda predicted, labels, task: task  # on the dev rows
+    baseline: Callable[[Task, NDArray, NDArray, Features], Metrics] = constant_baseline
+    baseline_name: str = "always predicting the most frequent class"
+    class_ids: Callable[[NDArray], NDArray] | None = None  # labels or predictions → classes of the confusion matrix
+    class_scores: Callable[[NDArray, NDArray, Task], dict[str, Metrics]] = lambda predicted, labels, task: {}
+    """Predictions, labels → precision, recall and F1 of each class."""
+
+    # from predictions to files
+    decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
+    columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]  # of `electra predict`
+    output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
+    prediction_files: Callable[[Task, Outputs], Iterator[dict[str, Any]]] | None = None  # of each example, by file name
+    huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`
+    huggingface_settings: Callable[[EncoderConfig], Settings]
+    output_names: Callable[[Task], tuple[str, ...]] = lambda task: task.labels

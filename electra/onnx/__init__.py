@@ -1,0 +1,1 @@
+"""ONNX files of models, and their comparison with PyTorch."""

@@ -1,0 +1,166 @@
+"""ONNX files of a model in fp32 and int8, with the inputs and outputs of its class in `transformers`."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from electra.data.files import import_optional
+from electra.errors import ConfigError
+from electra.model.encoder import Encoder
+
+FOLDER, FP32, INT8 = "onnx", "model.onnx", "model_quantized.onnx"  # the names that transformers.js reads
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+HIDDEN = "last_hidden_state"
+LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
+MAX_BYTES = 2**31 - 2**24  # of the weights: protobuf files are below 2 GiB
+MASKED = -3.4e38  # added to the attention logits of padding; unlike -inf, no row of them has a softmax of NaN
+
+Outputs = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
+
+
+class ExportableModel(nn.Module):
+    """A model with the inputs and outputs of its class in `transformers`."""
+
+    def __init__(
+        self, module: nn.Module, encoder: Encoder, compute_outputs: Outputs, axes: tuple[str, ...] = ("batch", "length")
+    ) -> None:
+        """`compute_outputs` takes input_ids, attention_mask and segment_ids, whose dimensions are `axes`."""
+        super().__init__()
+        self.module, self.encoder, self.compute_outputs, self.axes = module, encoder, compute_outputs, axes
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The outputs, followed by the encoder's hidden states if they are not an output."""
+        hidden: list[Tensor] = []
+        hook = self.encoder.register_forward_hook(lambda encoder, inputs, output: hidden.append(output))
+        try:
+            segment_ids = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+            outputs = self.compute_outputs(input_ids, attention_mask.bool(), segment_ids)
+        finally:
+            hook.remove()
+        return outputs | {HIDDEN: hidden[0]}
+
+    def sample_inputs(self, rows: int, length: int, is_padded: bool = True) -> dict[str, Tensor]:
+        """Pairs of random texts of different lengths, padded at the end; the modern style has no segments."""
+        config, generator = self.encoder.config, torch.Generator().manual_seed(length)
+        shape = (rows, *[2] * (len(self.axes) - 2), length)
+        lengths = (length * torch.rand(shape[:-1], generator=generator)).long().clamp(min=min(2, length))
+        lengths.view(-1)[: 1 if is_padded else None] = length
+        attention_mask = torch.arange(length) < lengths[..., None]
+        input_ids = torch.randint(config.vocab_size, shape, generator=generator)
+        segment_ids = (2 * torch.arange(length) >= length).long().clamp(max=config.segments - 1).expand(shape)
+        inputs = (input_ids.where(attention_mask, config.pad_id), attention_mask.long(), segment_ids)
+        return dict(zip(INPUTS[: 2 if config.is_modern() else 3], inputs, strict=False))
+
+
+def check_libraries() -> None:
+    """Raise, with the command that installs it, if a library for ONNX is missing."""
+    for name in LIBRARIES:
+        import_optional(name, "--to onnx")
+
+
+def write_onnx(model: ExportableModel, path: Path) -> None:
+    """Write the graph of a model, in fp32, with dynamic batch size and length."""
+    import onnx
+
+    size = sum(4 * parameter.numel() for parameter in model.module.parameters())
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"the model has {size / 2**30:.1f} GiB of weights; ONNX files are limited to 2 GiB; use --to huggingface"
+        )
+    traced = trace(model, model.encoder.config.positions)
+    outputs = {output.name: output for output in traced.graph.output}
+    del traced.graph.output[:]
+    traced.graph.output.extend(outputs[name] for name in output_names(outputs))
+    keep_fast_layer_norms(traced)
+    onnx.save(traced, path)
+
+
+def output_names(names: Iterable[str]) -> list[str]:
+    """The outputs of a file: the hidden states only of a model without a head."""
+    return [name for name in names if name != HIDDEN] or [HIDDEN]
+
+
+def trace(model: ExportableModel, length: int) -> Any:
+    """The ONNX graph of a model, whose outputs include the hidden states.
+
+    `length` should be the longest: below its window, the local attention of a modern model is global, and the graph
+    would have no window at any length."""
+    inputs = model.sample_inputs(2, length)
+    axes = dict(enumerate(model.axes))
+    with torch.no_grad(), quiet():
+        outputs = model(**model.sample_inputs(1, 2))
+        program = torch.onnx.export(
+            model,
+            kwargs=inputs,
+            dynamo=True,
+            dynamic_shapes=dict.fromkeys(inputs, axes),
+            input_names=list(inputs),
+            output_names=list(outputs),
+            custom_translation_table={torch.ops.aten.scaled_dot_product_attention.default: attention_nodes},
+            verbose=False,
+        )
+    assert program is not None
+    return program.model_proto
+
+
+def attention_nodes(query: Any, key: Any, value: Any, attn_mask: Any) -> Any:
+    """ONNX nodes of softmax(Q Kᵀ / √K) V with a boolean mask.
+
+    PyTorch's own translation compares every attention weight with NaN."""
+    from onnxscript import opset20 as op
+
+    scaled = op.Mul(query, op.Constant(value_float=1 / math.sqrt(query.shape[-1])))
+    logits = op.MatMul(scaled, op.Transpose(key, perm=[0, 1, 3, 2]))  # [B, H, L, L]
+    kept: Any = op.Constant(value_float=0.0)
+    bias = op.Where(attn_mask, kept, op.Constant(value_float=MASKED))
+    return op.MatMul(op.Softmax(op.Add(logits, bias), axis=-1), value)
+
+
+def keep_fast_layer_norms(model: Any) -> None:
+    """Write the sum before a LayerNorm as `Sum` instead of `Add`.
+
+    ONNX Runtime would fuse Add and LayerNorm to an operation that is several times as slow as both on a CPU
+    (docs/log.md)."""
+    producers = {name: node for node in model.graph.node for name in node.output}
+    for node in model.graph.node:
+        before = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
+        if before is not None and before.op_type == "Add":
+            before.op_type = "Sum"
+
+
+def open_session(path: Path, outputs: Iterable[str] = ()) -> Any:
+    """A session of ONNX Runtime with as many threads as PyTorch; `outputs` are tensors to add to its outputs."""
+    import onnx
+    import onnxruntime
+
+    model = onnx.load(path)
+    own = [output.name for output in model.graph.output]
+    model.graph.output.extend(
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in outputs if name not in own
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as OMP_WAIT_POLICY=PASSIVE
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of torch.onnx about itself, and the advice of ONNX Runtime."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

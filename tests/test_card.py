@@ -1,0 +1,100 @@
+"""Model cards state what was trained and measured, and their code loads the model; encoders load elsewhere."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+import electra
+from electra.finetuning.job import read_job_result
+from electra.runfolder import read_json
+
+TEXTS = ["the big cat sat on the mat .", "the dog ran in the house . the small bird flew over the tree .", "cat"]
+
+
+def read_card(folder: Path) -> tuple[dict, str]:
+    """The metadata and the text of a model card."""
+    _, metadata, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(metadata), text
+
+
+def run_python_blocks(card: str, folder: Path) -> dict:
+    """Run the code of a card, in which the folder has a placeholder; returns its variables."""
+    variables: dict = {}
+    blocks = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace("path/to/this/folder", str(folder)), variables)
+    return variables
+
+
+@pytest.fixture(scope="session")
+def encoder_export(finished_run, tmp_path_factory) -> Path:
+    """The encoder of a run for transformers and sentence-transformers."""
+    folder = tmp_path_factory.mktemp("encoder") / "my-encoder"
+    electra.export_model(model=finished_run, part="encoder", training_data="Simple sentences (CC0).", output=folder)
+    return folder
+
+
+def test_a_card_states_text_training_and_held_out_metrics(encoder_export):
+    metadata, card = read_card(encoder_export)
+    assert metadata["library_name"] == "transformers"
+    assert metadata["pipeline_tag"] == "feature-extraction"
+    assert "sentence-transformers" in metadata["tags"]
+    assert card.startswith("\n# my-encoder\n")
+    assert "Simple sentences (CC0)." in card
+    assert re.search(r"text +\| text\.txt: .* 1,\d{3} documents, [\d,]+ tokens", card)
+    assert re.search(r"trained on +\| 2,560 tokens in 20 steps", card)  # 20 steps of 8 rows of 16 tokens
+    assert re.search(r"rtd_auc +\| 0\.\d+", card)
+
+
+def test_the_code_in_the_card_of_an_encoder_runs(encoder_export):
+    variables = run_python_blocks(read_card(encoder_export)[1], encoder_export)
+    assert type(variables["model"]).__name__ == "ElectraModel"
+    assert variables["vectors"].shape == (2, 32)
+
+
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_sentence_transformers_gives_the_vectors_of_embed(encoder_export, modern_folder, finished_run, tmp_path, style):
+    from sentence_transformers import SentenceTransformer
+
+    source, folder = finished_run, encoder_export
+    if style == "modern":
+        source, folder = modern_folder, tmp_path / "modern"
+        electra.export_model(model=source, part="encoder", output=folder)
+    vectors = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    np.testing.assert_allclose(vectors, electra.load(source, device="cpu").embed(TEXTS), atol=1e-5)
+
+
+def test_the_card_of_a_fine_tuned_model_has_its_dev_metrics(finetuned, tmp_path):
+    electra.export_model(model=finetuned.output, output=tmp_path / "hf")
+    metadata, card = read_card(tmp_path / "hf")
+    assert metadata["pipeline_tag"] == "text-classification"
+    assert "240 train rows, 60 dev rows" in card
+    results = [read_job_result(finetuned.output / f"seed-{seed}" / "result.json") for seed in (1, 2)]
+    best = max(result.metrics["dev"]["accuracy"] for result in results)
+    assert re.search(rf"accuracy +\| {100 * best:.2f} ", card)
+    assert "## Pre-training" not in card  # the encoder is not of a run
+    run_python_blocks(card, tmp_path / "hf")
+
+
+def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp_path):
+    [*_, checkpoint] = sorted((finished_run / "checkpoints").iterdir())
+    shutil.copytree(checkpoint, tmp_path / "model")
+    electra.export_model(model=tmp_path / "model", output=tmp_path / "hf")
+    _, card = read_card(tmp_path / "hf")
+    assert "## Pre-training" not in card
+    assert "ElectraForPreTraining" in card
+
+
+def test_the_code_in_the_card_of_an_onnx_folder_runs(finished_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("electra.onnx.verify.TIMED_SECONDS", 0)
+    electra.export_model(model=finished_run, to="onnx", output=tmp_path / "onnx")
+    metadata, card = read_card(tmp_path / "onnx")
+    assert metadata["library_name"] == "transformers.js"
+    [logits] = run_python_blocks(card, tmp_path / "onnx")["outputs"]
+    assert logits.shape == (1, len(electra.load(finished_run, device="cpu").detect("A text.").tokens))
+    assert read_json(tmp_path / "onnx/config.json")["architectures"] == ["ElectraForPreTraining"]

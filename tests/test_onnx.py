@@ -1,0 +1,244 @@
+"""ONNX files give the outputs of `transformers`' class at every length; what differs from PyTorch is not written."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+from conftest import MODERN, NARROW, WIDE, WORDS
+from synthetic import write_choices, write_questions, write_rows, write_tags
+from transformers_models import add_noise
+
+from electra.cli import main
+from electra.config import build_config
+from electra.data.tokenizer import load_tokenizer
+from electra.errors import ConfigError, DataError
+from electra.export.command import copy_tokenizer_files_with_json, export
+from electra.export.config import ExportConfig
+from electra.export.source import load_export_source
+from electra.finetuning.config import TaskConfig
+from electra.finetuning.heads import ChoiceModel, SpanModel, TagModel, TaskModel
+from electra.finetuning.kinds import KINDS, define_task
+from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.model.config import ElectraConfig
+from electra.model.electra import Electra
+from electra.model.storage import save_model
+from electra.onnx import export as onnx_export
+from electra.onnx import quantize, verify
+
+LENGTHS = (1, 16, 128, 200, 208)
+VOCAB_SIZE = len(WORDS) + 5
+SIZES = {
+    "classic": replace(WIDE, layers=1, positions=208, vocab_size=VOCAB_SIZE),
+    "modern": replace(MODERN, layers=2, global_attention_every=2, positions=208, vocab_size=VOCAB_SIZE),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_measurements():
+    """Run each model once to measure its speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "TIMED_SECONDS", 0)
+        yield
+
+
+@pytest.fixture(scope="session")
+def pairs(shards, tmp_path_factory) -> dict[str, Path]:
+    """Model folders of untrained pairs, by style; the discriminator's embeddings are disentangled."""
+    folders = {}
+    for style, size in SIZES.items():
+        folders[style] = tmp_path_factory.mktemp("pairs") / style
+        torch.manual_seed(0)
+        generator = replace(size, width=NARROW.width, heads=1, feedforward=16, layers=1)
+        config = ElectraConfig(generator=generator, discriminator=size, sharing="disentangled")
+        save_model(add_noise(Electra(config)), folders[style], shards / "tokenizer")
+    return folders
+
+
+def check_equal_to_transformers(exported: Path, huggingface: Path, has_choices: bool = False) -> None:
+    """The ONNX file has the outputs of the class that the config.json names, at all lengths, with padding."""
+    settings = json.loads((exported / "config.json").read_text())
+    assert settings == json.loads((huggingface / "config.json").read_text())
+    model = getattr(transformers, settings["architectures"][0]).from_pretrained(huggingface).eval()
+    session = onnxruntime.InferenceSession(exported / "onnx/model.onnx")
+    names = [each.name for each in session.get_inputs()]
+    for length in LENGTHS:
+        shape = (3, 2, length) if has_choices else (3, length)
+        generator = torch.Generator().manual_seed(length)
+        kept = torch.tensor([length, (length + 1) // 2, 1])
+        mask = torch.arange(length) < kept.view(3, *[1] * (len(shape) - 1))
+        mask = mask.expand(shape).clone()
+        ids = torch.randint(5, VOCAB_SIZE, shape, generator=generator).where(mask, 0)
+        segments = torch.randint(2, shape, generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": mask.long(), "token_type_ids": segments}
+        inputs = {name: inputs[name] for name in names}
+        with torch.no_grad():
+            expected = model(**inputs)
+        actual = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
+        for output, values in zip(session.get_outputs(), actual, strict=True):
+            theirs = expected[output.name].numpy()
+            assert theirs.shape == values.shape
+            of_tokens = theirs.shape[: mask.dim()] == mask.shape
+            difference = np.abs(theirs - values)[mask.numpy() if of_tokens else ...].max()
+            assert difference < 1e-4, (output.name, length)
+
+
+FAST = [("encoder", "classic"), ("discriminator", "modern")]
+PARTS = [(part, style) for part in ("discriminator", "generator", "encoder") for style in SIZES]
+
+
+@pytest.mark.parametrize(
+    ("part", "style"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in PARTS if each not in FAST)]
+)
+def test_pre_trained_models_equal_transformers(pairs, tmp_path, part, style):
+    for name in ("huggingface", "onnx"):
+        export(ExportConfig(model=pairs[style], part=part, to=name, output=tmp_path / name))
+    check_equal_to_transformers(tmp_path / "onnx", tmp_path / "huggingface")
+
+
+WRITERS = {"choice": write_choices, "tags": write_tags, "question-answering": write_questions}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fine_tuned_models_equal_transformers(pairs, tmp_path, kind, style):
+    rows = tmp_path / f"rows.{'conll' if kind == 'tags' else 'jsonl'}"
+    WRITERS[kind](rows, 20, seed=0) if kind in WRITERS else write_rows(rows, kind, 20, seed=0)
+    task = define_task(TaskConfig(train=rows, kind=kind))
+    pretrained = load_pretrained(pairs[style])
+    model_class = KINDS[kind].model(task)
+    model = add_noise(model_class(pretrained.encoder, task.num_labels, "cls" if style == "classic" else "mean"))
+    (tmp_path / "model").mkdir()
+    save_finetuned_model(model, task, 208, tmp_path / "model", pretrained.folder)
+    for name in ("huggingface", "onnx"):
+        export(ExportConfig(model=tmp_path / "model", to=name, output=tmp_path / name))
+    check_equal_to_transformers(tmp_path / "onnx", tmp_path / "huggingface", has_choices=kind == "choice")
+
+
+def test_heads_return_what_their_class_in_transformers_does(pairs):
+    """Shapes only: values are compared by slow tests."""
+    encoder = load_pretrained(pairs["classic"]).encoder
+    ids = torch.randint(5, VOCAB_SIZE, (3, 2, 7))
+    for model, inputs, shapes in (
+        (TaskModel(encoder, 4), ids[:, 0], {"logits": (3, 4)}),
+        (TagModel(encoder, 4), ids[:, 0], {"logits": (3, 7, 4)}),
+        (ChoiceModel(encoder, 1), ids, {"logits": (3, 2)}),
+        (SpanModel(encoder, 1), ids[:, 0], {"start_logits": (3, 7), "end_logits": (3, 7)}),
+    ):
+        assert len(model.exported_axes) == inputs.dim()
+        outputs = model.huggingface_outputs(inputs, torch.ones_like(inputs).bool(), torch.zeros_like(inputs))
+        assert {name: tensor.shape for name, tensor in outputs.items()} == shapes
+
+
+def test_a_lost_window_is_noticed_and_nothing_is_written(pairs, tmp_path, monkeypatch):
+    """Traced at four tokens, local attention is global at all lengths."""
+    trace = onnx_export.trace
+    monkeypatch.setattr(onnx_export, "trace", lambda model, length: trace(model, 3))
+    with pytest.raises(DataError, match=r"at 16 tokens its outputs differ by .* nothing was written"):
+        export(ExportConfig(model=pairs["modern"], to="onnx", output=tmp_path / "onnx"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def exported(pairs, tmp_path_factory) -> tuple[Path, dict]:
+    """A discriminator with an int8 file, and the report."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    config = build_config(ExportConfig, model=pairs["classic"], to="onnx", int8=True, output=folder)
+    return folder, export(config)
+
+
+def test_the_folder_has_the_layout_of_transformers_js(exported):
+    folder, report = exported
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    onnx_files = {"onnx/model.onnx", "onnx/model_quantized.onnx"}
+    assert files == {"README.md", "config.json", *report.tokenizer, *onnx_files}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= files
+    assert [file.name for file in report.files] == ["onnx/model.onnx", "onnx/model_quantized.onnx"]
+    assert report.lengths == [1, 16, 128, 200, 208]
+    assert report.files[0].largest_difference < 1e-4 < report.files[1].largest_difference
+    assert 0.9 < report.files[1].lowest_cosine < 0.999999 < report.files[0].lowest_cosine
+    assert "onnx/model_quantized.onnx" in str(report)
+
+
+def test_batch_and_length_are_dynamic_and_named(exported):
+    graph = onnx.load(exported[0] / "onnx/model.onnx").graph
+    dimensions = {each.name: [axis.dim_param for axis in each.type.tensor_type.shape.dim] for each in graph.input}
+    assert dimensions == {name: ["batch", "length"] for name in ("input_ids", "attention_mask", "token_type_ids")}
+    assert [output.name for output in graph.output] == ["logits"]
+
+
+def test_sums_before_layer_norms_are_not_fused(exported):
+    graph = onnx.load(exported[0] / "onnx/model.onnx").graph
+    producers = {name: node.op_type for node in graph.node for name in node.output}
+    norms = [node for node in graph.node if node.op_type == "LayerNormalization"]
+    assert [producers[node.input[0]] for node in norms] == ["Sum"] * 3  # embeddings, attention, feed-forward
+
+
+def test_int8_files_keep_the_head_in_fp32(exported):
+    graph = onnx.load(exported[0] / "onnx/model_quantized.onnx").graph
+    products = [node.op_type for node in graph.node if node.op_type in ("MatMul", "MatMulInteger")]
+    assert products.count("MatMulInteger") == 5  # the projection of the embeddings, and four in the layer
+    assert products[-2:] == ["MatMul", "MatMul"]
+
+
+def test_outlier_channels_are_scaled_without_changing_the_product():
+    """x W with one channel of x a hundred times as large as the others."""
+    generator = np.random.default_rng(0)
+    x, weight = generator.normal(size=(64, 16)), generator.normal(size=(16, 8)).astype(np.float32)
+    x[:, 3] *= 100
+    nodes = [onnx.helper.make_node("MatMul", ["x", "weight"], ["y"], "product")]
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("x", "y")]
+    graph = onnx.helper.make_graph(nodes, "graph", [values[0]], [values[1]])
+    graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    quantize.scale_outlier_channels(model, {"x": np.abs(x).max(0)})
+    scale, product = model.graph.node
+    stored = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
+    assert stored.keys() == {scale.input[1], product.input[1]}
+    scaled = x * stored[scale.input[1]]
+    np.testing.assert_allclose(scaled @ stored[product.input[1]], x @ weight, rtol=1e-5, atol=1e-4)
+    assert np.abs(scaled[:, 3]).max() < 4 * np.median(np.abs(scaled).max(0)) < np.abs(x[:, 3]).max()
+
+
+def test_int8_that_is_too_coarse_is_an_error(exported, monkeypatch):
+    monkeypatch.setattr(verify, "compare", lambda *arguments: iter([verify.Comparison(1, 1.0, 1.0, np.array([0.5]))]))
+    with pytest.raises(DataError, match=r"only 0\.0% of the tokens"):
+        verify.verify_int8(None, exported[0], print)
+
+
+def test_int8_needs_onnx(capsys, tmp_path):
+    with pytest.raises(SystemExit) as exit:
+        main(["export", "--model", str(tmp_path), "--output", str(tmp_path / "out"), "--int8"])
+    assert exit.value.code == 2
+    assert "--int8 needs --to onnx" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_export, "LIBRARIES", ("onnx_that_is_missing",))
+    with pytest.raises(ConfigError, match="--to onnx needs another library: pip install onnx_that_is_missing"):
+        export(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path / "onnx"))
+
+
+def test_models_over_the_limit_of_onnx_files_are_refused(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_export, "MAX_BYTES", 1000)
+    with pytest.raises(ConfigError, match=r"2 GiB; use --to huggingface"):
+        export(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path / "onnx"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocab_txt_becomes_a_tokenizer_json(pairs, tmp_path):
+    """transformers.js reads nothing else."""
+    source, output = tmp_path / "model", tmp_path / "onnx"
+    shutil.copytree(pairs["classic"], source, ignore=shutil.ignore_patterns("tokenizer.json", "checksums.json"))
+    output.mkdir()
+    loaded = load_export_source(ExportConfig(model=source, output=output))
+    assert "tokenizer.json" in copy_tokenizer_files_with_json(loaded, output)
+    fingerprints = [load_tokenizer(folder).fingerprint for folder in (source, output)]
+    assert fingerprints[0] == fingerprints[1]
