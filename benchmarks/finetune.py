@@ -3,6 +3,7 @@
     python benchmarks/finetune.py --data glue/ --vocab vocab.txt [--model hf-folder] [--tasks cola rte] [--json]
     python benchmarks/finetune.py --data glue/ --model hf-folder --scores --seeds 5 [--tasks cola rte] [--json]
     python benchmarks/finetune.py --data conll/ --model hf-folder --tasks ner chunking pos [--scores --seeds 5]
+    python benchmarks/finetune.py --data squad/ --model hf-folder --tasks squad --length 512 [--scores --seeds 3]
 
 Both have the same weights, rows, batch size, epochs, precision and dropout. electra is `electra finetune`. The peer is
 the usual loop: rows tokenized beforehand, a DataLoader that shuffles and pads to the longest row of the batch,
@@ -14,7 +15,8 @@ because speed does not depend on the weights.
 
 Scores: median and standard deviation over seeds of the task's first metric on its dev rows. The peer uses electra's
 learning rate, layer-wise decay, warm-up and epochs, and transformers' own classification head (of texts: with one more
-layer). In tagging its loss is at the first token of each word, and words after the maximum length are tagged O.
+layer). Of question answering both have the same windows and find answers in the same way. In tagging the loss of the
+peer is at the first token of each word, and words after the maximum length are tagged O.
 """
 
 import argparse
@@ -28,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from timing import synchronize
+from torch import Tensor
 
 from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
@@ -37,12 +39,14 @@ from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.features import IGNORED, Outputs
+from electra.finetuning.features import IGNORED, NO_LOGIT, Features, Outputs, compute_logits
 from electra.finetuning.glue import GLUE_6
+from electra.finetuning.heads import is_context_or_cls
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
-from electra.finetuning.kinds import KINDS, define_task, read_examples, with_targets
-from electra.finetuning.metrics import median, standard_deviation
-from electra.finetuning.tags import split_sentences
+from electra.finetuning.kinds import KINDS, compute_metrics, define_task, read_examples, with_targets
+from electra.finetuning.metrics import METRICS, median, standard_deviation
+from electra.finetuning.question_answering import make_windows
+from electra.finetuning.tags import compute_tag_metrics, split_sentences
 from electra.finetuning.tasks import Examples, Task, stack_labels
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import ModelConfig
@@ -62,25 +66,30 @@ def random_model(vocab: Path, folder: Path, size: str) -> Path:
     return folder / "huggingface"
 
 
-def finetune_config(model: Path, task: str, data: str, folder: Path, device: str, seeds: int) -> FinetuneConfig:
+def finetune_config(model: Path, task: str, data: str, folder: Path, device: str, **settings: Any) -> FinetuneConfig:
     """The settings of both contenders: the defaults of `electra finetune`."""
-    settings = {"model": model, "task": task, "data": data, "output": folder / task, "device": device, "seeds": seeds}
-    return build_config(FinetuneConfig, **settings)
+    files = {"model": model, "task": task, "data": data, "output": folder / task}
+    return build_config(FinetuneConfig, **files, device=device, **settings)
 
 
 class Peer:
     """Transformers' model with a new head, in a plain training loop."""
 
-    class_name = "ElectraForSequenceClassification"
-
     def __init__(self, config: FinetuneConfig, task: Task) -> None:
-        import transformers
+        from transformers import AutoTokenizer
 
         self.config, self.task, self.device = config, task, torch.device(config.hardware.device)
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(config.model)
-        model_class = getattr(transformers, self.class_name)
-        model = model_class.from_pretrained(config.model, num_labels=task.num_labels)
-        self.model = model.to(self.device).train()
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        model_class = self.model_class()
+        self.model = model_class.from_pretrained(config.model, num_labels=self.num_labels()).to(self.device).train()
+
+    def model_class(self) -> Any:
+        from transformers import ElectraForSequenceClassification
+
+        return ElectraForSequenceClassification
+
+    def num_labels(self) -> int:
+        return self.task.num_labels
 
     def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
         """Batches of tokenized examples, padded to the longest row."""
@@ -105,23 +114,73 @@ class Peer:
         optimizer.zero_grad()
 
     @torch.no_grad()
-    def predict(self, examples: Examples) -> NDArray:
+    def score(self, examples: Examples) -> float:
+        """The task's first metric."""
         self.model.eval()
         loader = self.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
         logits = torch.cat([self.forward(batch).logits.float().cpu() for batch in loader]).numpy()
-        return KINDS[self.task.kind].predict(Outputs(logits), self.task)
+        predictions = KINDS[self.task.kind].predict(Outputs(logits), self.task)
+        return METRICS[self.task.metrics[0]](predictions, examples.labels)
+
+
+class QuestionAnsweringPeer(Peer):
+    """Transformers' model of question answering, on the windows of electra."""
+
+    def model_class(self) -> Any:
+        from transformers import ElectraForQuestionAnswering
+
+        return ElectraForQuestionAnswering
+
+    def num_labels(self) -> int:
+        return 2
+
+    def make_features(self, examples: Examples) -> Features:
+        return make_windows(examples, load_tokenizer(self.config.model), self.config.tuning.length_for(self.task))
+
+    def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
+        from transformers import DataCollatorWithPadding
+
+        features = self.make_features(examples)
+        rows = []
+        for ids, first, (start, end) in zip(
+            features.input_ids.split(features.lengths.tolist()),
+            features.lengths_a.tolist(),
+            features.labels.tolist(),
+            strict=True,
+        ):
+            segments = [0] * first + [1] * (len(ids) - first)
+            inputs = {"input_ids": ids.tolist(), "token_type_ids": segments, "attention_mask": [1] * len(ids)}
+            rows.append(inputs | {"start_positions": start, "end_positions": end})
+        return torch.utils.data.DataLoader(rows, collate_fn=DataCollatorWithPadding(self.tokenizer), **settings)
+
+    def token_logits(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, *_: Any) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            output = self.model(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=segment_ids)
+        logits = torch.stack([output.start_logits, output.end_logits], 2).float()
+        return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
+
+    def score(self, examples: Examples) -> float:
+        self.model.eval()
+        features, length = self.make_features(examples).to(self.device), self.config.tuning.length_for(self.task)
+        pad_id = self.tokenizer.pad_token_id
+        logits = compute_logits(self.token_logits, features, EVALUATION_BATCH_SIZE, length, pad_id)
+        _, metrics = compute_metrics(self.task, logits, features, examples, calibrate=True)
+        return metrics[self.task.metrics[0]]
 
 
 class TagPeer(Peer):
-    """The same for tags of words."""
+    """Transformers' model of tags, with targets at the first token of each word."""
 
-    class_name = "ElectraForTokenClassification"
+    def model_class(self) -> Any:
+        from transformers import ElectraForTokenClassification
+
+        return ElectraForTokenClassification
 
     def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
         from transformers import DataCollatorForTokenClassification
 
         sentences = split_sentences(examples.texts, examples.text_counts)
-        length = self.config.tuning.length
+        length = self.config.tuning.length_for(self.task)
         encoded = self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=length)
         rows = []
         for number, tags in enumerate(examples.labels):
@@ -133,18 +192,22 @@ class TagPeer(Peer):
         return torch.utils.data.DataLoader(rows, collate_fn=collate, **settings)
 
     @torch.no_grad()
-    def predict(self, examples: Examples) -> NDArray:
+    def score(self, examples: Examples) -> float:
         self.model.eval()
         predicted: list[list[int]] = []
         for batch in self.loader(examples, batch_size=EVALUATION_BATCH_SIZE):
             tags, is_word = self.forward(batch).logits.argmax(2).cpu(), (batch["labels"] != IGNORED).cpu()
             predicted += [row[mask].tolist() for row, mask in zip(tags, is_word, strict=True)]
         padded = zip(predicted, examples.text_counts, strict=True)
-        return stack_labels([tags + [0] * (count - len(tags)) for tags, count in padded])
+        all_words = stack_labels([tags + [0] * (count - len(tags)) for tags, count in padded])
+        return compute_tag_metrics(all_words, examples.labels, self.task)[self.task.metrics[0]]
+
+
+PEERS = {"question-answering": QuestionAnsweringPeer, "tags": TagPeer}
 
 
 def create_peer(config: FinetuneConfig, task: Task) -> Peer:
-    return (TagPeer if task.kind == "tags" else Peer)(config, task)
+    return PEERS.get(task.kind, Peer)(config, task)
 
 
 def electra_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
@@ -207,8 +270,7 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     for _ in range(epochs):
         for batch in loader:
             peer.step(batch, optimizer, schedule)
-    dev = read_examples(task, "dev")
-    return KINDS[task.kind].compute_metrics(peer.predict(dev), dev.labels, task)[task.metrics[0]]
+    return peer.score(read_examples(task, "dev"))
 
 
 def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict[str, Any]]:
@@ -216,7 +278,8 @@ def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict
     layers, groups = model.config.num_hidden_layers, {}
     for name, parameter in model.named_parameters():
         layer = re.match(r"electra\.encoder\.layer\.(\d+)\.", name)
-        below = layers - int(layer[1]) if layer else 0 if name.startswith("classifier.") else layers + 1
+        is_head = name.startswith(("classifier.", "qa_outputs."))
+        below = layers - int(layer[1]) if layer else 0 if is_head else layers + 1
         groups.setdefault(below, []).append(parameter)
     return [{"params": parameters, "lr": rate * decay**below} for below, parameters in groups.items()]
 
@@ -243,11 +306,12 @@ def format_scores(scores: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="folder of GLUE, or of CoNLL-2003 and CoNLL-2000")
+    parser.add_argument("--data", required=True, help="folder of GLUE or SQuAD, or of CoNLL-2003 and CoNLL-2000")
     parser.add_argument("--vocab", type=Path, help="vocabulary of the random model")
     parser.add_argument("--model", type=Path, help="Hugging Face folder of ELECTRA (default: a random model)")
     parser.add_argument("--size", default="small", help="size of the random model")
     parser.add_argument("--tasks", nargs="+", default=list(GLUE_6))
+    parser.add_argument("--length", type=int, help="maximum length in tokens (default: that of electra finetune)")
     parser.add_argument("--peer-steps", type=int, default=150, help="timed steps of the peer")
     parser.add_argument("--scores", action="store_true", help="compare dev scores instead of speed")
     parser.add_argument("--seeds", type=int, default=5, help="of --scores")
@@ -261,8 +325,8 @@ def main() -> None:
         folder = Path(temporary)
         model = arguments.model or random_model(arguments.vocab, folder, arguments.size)
         for name in arguments.tasks:
-            seeds = arguments.seeds if arguments.scores else 1
-            config = finetune_config(model, name, arguments.data, folder, device, seeds)
+            settings = {"seeds": arguments.seeds if arguments.scores else 1, "length": arguments.length}
+            config = finetune_config(model, name, arguments.data, folder, device, **settings)
             task = define_task(config.task)
             if arguments.scores:
                 results[name] = compare_scores(config, task)

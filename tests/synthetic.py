@@ -110,3 +110,11 @@ def write_questions(
         rows.append({"id": f"q{number}", "context": context, "question": "on the mat", "answers": answers})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+
+def write_squad(path: Path, count: int, seed: int) -> None:
+    """Write a file in SQuAD's JSON, with questions that have no answer."""
+    rows = write_questions(path, count, seed, has_unanswerable=True, sentences=3)
+    questions = [{name: row[name] for name in ("id", "question", "answers")} for row in rows]
+    paragraphs = [{"context": row["context"], "qas": [each]} for row, each in zip(rows, questions, strict=True)]
+    path.write_text(json.dumps({"data": [{"title": "Animals", "paragraphs": paragraphs}]}))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import sentence, write_glue, write_tags
+from synthetic import sentence, write_glue, write_squad, write_tags
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -51,6 +51,19 @@ def test_taggers_are_scored(run_benchmark, shards, tmp_path):
     scores = run_benchmark("finetune", *flags, "--scores", "--seeds", 2)["ner"]
     assert scores["metric"] == "entity_f1"
     assert len(scores["peer"]["seeds"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--scores", "--seeds", 1], ["--peer-steps", 2]])
+def test_question_answering_is_compared(run_benchmark, shards, tmp_path, flags):
+    for split, seed in (("train", 0), ("dev", 1)):
+        write_squad(tmp_path / f"{split}-v2.0.json", 24, seed)
+    model = ["--vocab", shards / "tokenizer" / "vocab.txt", "--size", "tiny"]
+    result = run_benchmark("finetune", "--data", tmp_path, *model, "--tasks", "squad2", "--length", 32, *flags)
+    if "--scores" in flags:
+        assert 0 <= result["squad2"]["peer"]["median"] <= 1
+    else:
+        assert result["squad2"]["speedup"] > 0
 
 
 def test_the_peer_has_layer_wise_learning_rates():

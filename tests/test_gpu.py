@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import random_layer, reference_layer
 from safetensors.torch import load_file
-from synthetic import write_choices, write_rows, write_tags
+from synthetic import write_choices, write_questions, write_rows, write_tags
 from torch import Tensor
 from torch.nn import functional
 
@@ -400,9 +400,9 @@ def difference(one, other) -> float:
 
 
 @COMPILED
-@pytest.mark.parametrize("auxiliary", [False, True])
+@pytest.mark.parametrize(("precision", "auxiliary"), [("bf16", False), ("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style, auxiliary):
+def test_compiled_half_precision_training_follows_eager_fp32_training(run_config, style, precision, auxiliary):
     positions = {} if style == "classic" else {"sinusoidal_positions": False}
     weights = dict.fromkeys(("corrective_lm_weight", "bag_of_words_weight"), float(auxiliary))
     names = ["generator", "discriminator"] + (["corrective_lm", "bag_of_words"] if auxiliary else [])
@@ -416,7 +416,7 @@ def test_compiled_bf16_training_follows_eager_fp32_training(run_config, style, a
         **(positions | weights),
     }
     plain = run_config("plain", compile="off", precision="fp32", **same)
-    fast = run_config("fast", precision="bf16", **same)
+    fast = run_config("fast", precision=precision, **same)
     losses = []
     for run in (plain, fast):
         pretrain(run)
@@ -437,6 +437,21 @@ def test_compiled_and_captured_steps_equal_eager_ones(run_config, optimizer):
 
 
 @COMPILED
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_a_batch_that_does_not_fit_into_gpu_memory_is_divided(run_config, capsys, compile):
+    size = {"layers": 12, "width": 256, "heads": 4, "feedforward": 1024, "generator_width": 64, "batch_size": 1024}
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 1.5 * 2**30  # of about 3 GB that a step needs
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        result = pretrain(run_config(device="cuda", steps=5, compile=compile, kernels="off", **size))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert result.step == 5
+    assert "does not fit into the device's memory: divided into" in capsys.readouterr().err
+
+
+@COMPILED
 def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
     runs = [run_config(name, device="cuda", steps=60, dropout=0.1) for name in ("first", "second", "third", "resumed")]
     for run in runs:
@@ -450,20 +465,29 @@ def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
 
 
 @pytest.mark.parametrize(
-    ("kind", "dropout"),
-    [("classification", 0.0), ("classification", 0.1), ("choice", 0.0), ("tags", 0.0), ("tags with a CRF", 0.0)],
+    ("kind", "settings"),
+    [
+        ("classification", {"dropout": 0.0}),
+        ("classification", {"dropout": 0.1}),
+        ("choice", {"dropout": 0.0}),
+        ("tags", {"dropout": 0.0}),
+        ("tags", {"dropout": 0.0, "crf": True}),
+        ("question-answering", {"dropout": 0.0}),
+        ("question-answering", {"dropout": 0.0, "head": "joint"}),
+    ],
 )
-def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, kind, dropout):
-    kind, _, crf = kind.partition(" with a ")
-    train = tmp_path / ("rows.conll" if kind == "tags" else "rows.jsonl")
+def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, kind, settings):
+    train = tmp_path / "rows.jsonl"
     if kind == "tags":
+        train = tmp_path / "rows.conll"
         write_tags(train, 200, seed=0, max_sentences=3)
     elif kind == "choice":
         write_choices(train, 200, seed=0)
+    elif kind == "question-answering":
+        write_questions(train, 200, seed=0, has_unanswerable=True, sentences=3)
     else:
         write_rows(train, kind, 200, seed=0)
-    settings = {"precision": "fp32", "dropout": dropout, "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
-    settings |= {"kind": kind, "crf": bool(crf)}
+    settings |= {"kind": kind, "precision": "fp32", "batch_size": 16, "epochs": 4, "length": 32, "workers": 1}
     weights = []
     for name, compile in (("graphs", "auto"), ("eager", "off")):
         output = tmp_path / name

@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from electra.finetuning.features import Outputs
+from electra.finetuning.kinds import KINDS
 from electra.finetuning.metrics import (
     METRICS,
+    Mistake,
     accuracy,
     class_scores,
     confusion_matrix,
     exact_match,
     f1,
+    format_mistakes,
     macro_f1,
     matthews,
     median,
@@ -26,6 +30,7 @@ from electra.finetuning.metrics import (
     spearman,
     standard_deviation,
 )
+from electra.finetuning.tasks import Examples, Task
 
 
 def test_one_true_positive_one_false_positive_and_one_false_negative():
@@ -134,3 +139,22 @@ SCORES = st.one_of(st.integers(-3, 3).map(float), st.floats(-1e3, 1e3, width=16)
 def test_correlations_agree_with_scipy(pair):
     for ours, theirs in ((pearson, scipy.stats.pearsonr), (spearman, scipy.stats.spearmanr)):
         assert ours(*pair) == pytest.approx(expected(theirs, *pair).statistic, abs=1e-9, nan_ok=True)
+
+
+def test_the_page_of_mistakes_starts_with_the_most_confident():
+    mistakes = [Mistake(0.2, "b", "a", "x | y\nz"), Mistake(0.9, "a", "b", "w" * 600)] * 30
+    title, _, _, _, first, *_, last = format_mistakes(mistakes, "cola").splitlines()
+    assert title == "# The 50 most confident of 60 mistakes on the dev rows of cola"
+    assert first == f"| 0.900 | a | b | {'w' * 500} |"
+    assert last == "| 0.200 | b | a | x \\| y z |"
+
+
+def test_rows_of_another_class_are_mistakes_with_its_probability():
+    fields = {"text": "text", "label": "label", "metrics": ("accuracy",), "splits": {}}
+    task = Task(name="x", kind="classification", labels=("no", "yes"), **fields)
+    examples = Examples(texts=["one", "two", "three"], texts_b=["1", "2", "3"])
+    logits = np.log(np.array([[0.75, 0.25], [0.75, 0.25], [0.5, 0.5]], np.float32))
+    kind, labels = KINDS["classification"], np.array([0, 1, 0])
+    outputs = Outputs(logits, examples=examples)
+    [mistake] = kind.mistakes(task, outputs, kind.predict(outputs, task), labels)
+    assert mistake == Mistake(pytest.approx(0.75), "no", "yes", "two / 2")

@@ -473,3 +473,15 @@ def test_equal_ids_are_one_sentence(encoder_folder, tmp_path, capsys):
         main(f"predict --model {tmp_path}/out --input {tmp_path}/twice.jsonl --output {tmp_path}/squad".split())
     assert "the id '1' occurs twice" in capsys.readouterr().err
     assert not list((tmp_path / "squad").glob("*.json"))
+
+
+def test_the_most_confident_wrong_answers_are_listed(encoder_folder, tmp_path, capsys):
+    rows, result = finetune(encoder_folder, tmp_path, capsys, "--learning-rate 1e-9", has_unanswerable=True)
+    lines = (tmp_path / "out" / "seed-1" / "errors.md").read_text().splitlines()
+    wrong = round(len(rows) * (1 - result["median"]["dev"]["f1"]))
+    assert lines[0].endswith(f"most confident of {wrong} mistakes on the dev rows of rows")
+    listed = [line.strip("| ").split(" | ") for line in lines[4:]]
+    assert len(listed) == min(50, wrong)
+    confidences = [float(cells[0]) for cells in listed]
+    assert confidences == sorted(confidences, reverse=True)
+    assert all(predicted != expected and "on the mat" in text for _, predicted, expected, text in listed)

@@ -27,6 +27,7 @@ from electra.finetuning.metrics import (
     ERRORS,
     Metrics,
     confusion_matrix,
+    format_mistakes,
     nan_as_lowest,
     none_to_nan,
 )
@@ -46,6 +47,7 @@ from electra.runfolder import (
     read_stored,
     remove_written_folder,
     write_checksums,
+    write_file,
     write_stored,
 )
 from electra.training.config import Budget, HardwareConfig
@@ -57,6 +59,7 @@ from electra.training.trainer import Trainer
 RESULT = "result.json"
 BEST, BEST_EPOCH = "best-epoch-", "best_epoch.json"  # folder of a model, and its metric
 MODEL = "model"
+MISTAKES = "errors.md"
 EVALUATION_BATCH_SIZE = 128
 CRF_LR_SCALE = 100.0  # a few scores that start at 0 must become as large as logits
 
@@ -394,6 +397,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         true_classes, predicted_classes = map(finetuning.kind.class_ids, (dev_labels, predicted))
         counts = confusion_matrix(predicted_classes, true_classes, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
+    if mistakes := list(finetuning.kind.mistakes(task, outputs["dev"], predicted, dev_labels)):
+        write_file(folder / MISTAKES, format_mistakes(mistakes, task.name))
     result = JobResult(
         task=task.name,
         seed=finetuning.job.seed,

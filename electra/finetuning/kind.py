@@ -13,7 +13,7 @@ from electra.data.tokenizer import TextTokenizer
 from electra.finetuning import readers
 from electra.finetuning.features import Features, Outputs, make_features
 from electra.finetuning.heads import TaskModel, WindowModel
-from electra.finetuning.metrics import Metrics, most_frequent_label
+from electra.finetuning.metrics import Metrics, Mistake, most_frequent_label
 from electra.finetuning.readers import Row
 from electra.finetuning.tasks import Examples, RowReader, Task, get_cell, get_text
 from electra.huggingface.names import Settings
@@ -31,6 +31,20 @@ def text_model(task: Task) -> type[TaskModel]:
 def constant_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:
     """Dev metrics of the most frequent class, or the mean score, of the training rows."""
     return task.compute_metrics(np.broadcast_to(most_frequent_label(train_labels), dev_labels.shape), dev_labels)
+
+
+def no_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
+    return iter(())
+
+
+def class_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
+    """Rows of which another class was predicted, with its probability."""
+    assert outputs.examples is not None
+    probabilities = torch.from_numpy(outputs.logits).softmax(1).numpy()
+    for row in np.flatnonzero(predicted != labels):
+        texts = [texts[row] for texts in (outputs.examples.texts, outputs.examples.texts_b) if texts is not None]
+        confidence = float(probabilities[row, predicted[row]])
+        yield Mistake(confidence, task.labels[predicted[row]], task.labels[labels[row]], " / ".join(texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +98,8 @@ class Kind:
     # from predictions to files
     decode: Callable[[NDArray, Task], list[Any]]  # labels or predictions of all rows → class names or scores
     columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]  # of `electra predict`
+    mistakes: Callable[[Task, Outputs, NDArray, NDArray], Iterator[Mistake]] = no_mistakes
+    """Outputs, predictions, labels → wrong predictions, for errors.md."""
     output_formats: tuple[str, ...] = (".csv", ".tsv", ".jsonl")
     prediction_files: Callable[[Task, Outputs], Iterator[dict[str, Any]]] | None = None  # of each example, by file name
     huggingface_task: str = "SequenceClassification"  # in `TASK_CLASSES`

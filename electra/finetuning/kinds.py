@@ -21,7 +21,7 @@ from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features
 from electra.finetuning.heads import ChoiceModel, CrfTagModel, JointSpanModel, SpanModel, TagModel, span_loss
-from electra.finetuning.kind import Kind, text_model
+from electra.finetuning.kind import Kind, class_mistakes, text_model
 from electra.finetuning.losses import (
     BALANCED,
     balanced_class_weights,
@@ -86,6 +86,7 @@ KINDS: dict[TaskKind, Kind] = {
         class_ids=lambda class_ids: class_ids,
         decode=lambda class_ids, task: [task.labels[class_id] for class_id in class_ids],
         columns=class_columns,
+        mistakes=class_mistakes,
         huggingface_settings=lambda encoder: {"problem_type": "single_label_classification"},
     ),
     "multi-label": Kind(
@@ -176,6 +177,7 @@ KINDS: dict[TaskKind, Kind] = {
         baseline_name="giving no answer",
         decode=lambda predicted, task: predicted[:, 0].tolist(),
         columns=qa.answer_columns,
+        mistakes=qa.answer_mistakes,
         prediction_files=qa.squad_predictions,
         huggingface_task="QuestionAnswering",
         huggingface_settings=lambda encoder: {},
@@ -210,6 +212,7 @@ KINDS: dict[TaskKind, Kind] = {
         class_scores=tags.score_tag_classes,
         decode=tags.decode_tags,
         columns=tags.tag_columns,
+        mistakes=tags.tag_mistakes,
         output_formats=(".conll", ".jsonl"),
         huggingface_task="TokenClassification",
         huggingface_settings=lambda encoder: {},

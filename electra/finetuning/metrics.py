@@ -4,14 +4,15 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Metrics = dict[str, float]  # values by name of the metric
 MAX_LISTED = 20  # classes
+MAX_MISTAKES, MAX_CELL = 50, 500  # on the page of mistakes: rows, characters of a cell
 
 
 def accuracy(predicted: NDArray, labels: NDArray) -> float:
@@ -207,6 +208,28 @@ def confusion_matrix(predicted: NDArray, labels: NDArray, num_labels: int) -> ND
     counts = np.zeros((num_labels, num_labels), np.int64)
     np.add.at(counts, (labels, predicted), 1)
     return counts
+
+
+class Mistake(NamedTuple):
+    """A wrong prediction."""
+
+    confidence: float  # its probability
+    predicted: str
+    expected: str
+    text: str
+
+
+def format_mistakes(mistakes: Iterable[Mistake], task: str) -> str:
+    """A page with the most confident mistakes."""
+    every = sorted(mistakes, key=lambda mistake: -mistake.confidence)
+    listed = every[:MAX_MISTAKES]
+    title = f"# The {len(listed)} most confident of {len(every):,} mistakes on the dev rows of {task}"
+    header = ["| probability | predicted | expected | text |", "|---|---|---|---|"]
+    rows = []
+    for confidence, *texts in listed:
+        cells = [" ".join(text.split())[:MAX_CELL].replace("|", "\\|") for text in texts]
+        rows.append(f"| {confidence:.3f} | {' | '.join(cells)} |")
+    return "\n".join([title, "", *header, *rows, ""])
 
 
 def median(values: list[float]) -> float:

@@ -17,7 +17,7 @@ from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.features import Features, Outputs, encode_texts
-from electra.finetuning.metrics import Metrics, answer_scores
+from electra.finetuning.metrics import Metrics, Mistake, answer_scores
 from electra.finetuning.readers import Row, SpanHead
 from electra.finetuning.tasks import Examples, Task, check_text, get_cell, get_text
 
@@ -26,6 +26,7 @@ MAX_QUESTION = 64  # tokens; the rest of a question is cut off
 OVERLAP = 128  # tokens that consecutive windows share
 MAX_ANSWER = 30  # tokens
 N_BEST = 20
+NO_ANSWER, EXCERPT = "(no answer)", 150  # of errors.md: characters of the context before and after an answer
 ENCODED_TOGETHER = 256  # contexts, whose offsets are lists of the tokenizers library
 
 Answers = tuple[tuple[str, int], ...]  # text, and where it starts in the context; -1 if it is not there
@@ -400,6 +401,22 @@ def answer_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
         probability = round(float(np.exp(answer.candidates[0].score)), 4) if text else None
         null_odds = {"null_odds": round(answer.null_odds, 4)} if task.has_unanswerable else {}
         yield {"prediction": text, "start": start, "probability": probability} | null_odds
+
+
+def answer_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
+    """Answers that share no word with a true one, with the part of the context they are from."""
+    assert outputs.examples is not None
+    contexts = outputs.examples.texts_b or []
+    rows = zip(find_answers(outputs, task), labels, outputs.examples.texts, contexts, strict=True)
+    for answer, answers, question, context in rows:
+        text = answer.text(task)
+        if score_answer(text, answers)[0] > 0:
+            continue
+        place = answer.candidates[0].start if text else max(0, answers[0][1])
+        log_probability = answer.candidates[0].score if text else -np.logaddexp(0, -answer.null_odds)
+        expected = answers[0][0] if answers else NO_ANSWER
+        excerpt = context[max(0, place - EXCERPT) : place + EXCERPT]
+        yield Mistake(float(np.exp(log_probability)), text or NO_ANSWER, expected, f"{question} … {excerpt}")
 
 
 def squad_predictions(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:

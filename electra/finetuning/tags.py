@@ -38,6 +38,7 @@ from electra.finetuning.losses import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
+    Mistake,
     confusion_matrix,
     count_entities,
     find_entity_spans,
@@ -49,6 +50,7 @@ from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 OF_ENTITIES = ENTITY_METRICS[:3]
 TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
+CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
 TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
@@ -342,6 +344,19 @@ def tag_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
             for entity in find_entities(prediction)
         ]
         yield columns | ({"entities": entities} if task.scheme else {})
+
+
+def tag_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
+    """Words with another tag than the predicted one, between the words around them."""
+    assert outputs.examples is not None
+    counts = outputs.examples.text_counts
+    probabilities = split_sentences(torch.from_numpy(word_logits(outputs)).softmax(1).amax(1).tolist(), counts)
+    sentences = split_sentences(outputs.examples.texts, counts)
+    for words, values, tags, expected in zip(sentences, probabilities, predicted, labels, strict=True):
+        for index in np.flatnonzero(np.array(tags) != np.array(expected)):
+            before, after = words[max(0, index - CONTEXT) : index], words[index + 1 : index + 1 + CONTEXT]
+            text = " ".join([*before, f"**{words[index]}**", *after])
+            yield Mistake(values[index], task.labels[tags[index]], task.labels[expected[index]], text)
 
 
 def join_sentences(sentences: NDArray) -> NDArray:
