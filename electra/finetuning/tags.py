@@ -353,7 +353,7 @@ def tag_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArr
     probabilities = split_sentences(torch.from_numpy(word_logits(outputs)).softmax(1).amax(1).tolist(), counts)
     sentences = split_sentences(outputs.examples.texts, counts)
     for words, values, tags, expected in zip(sentences, probabilities, predicted, labels, strict=True):
-        for index in np.flatnonzero(np.array(tags) != np.array(expected)):
+        for index in np.flatnonzero(np.array(tags) != np.array(expected)).tolist():
             before, after = words[max(0, index - CONTEXT) : index], words[index + 1 : index + 1 + CONTEXT]
             text = " ".join([*before, f"**{words[index]}**", *after])
             yield Mistake(values[index], task.labels[tags[index]], task.labels[expected[index]], text)
