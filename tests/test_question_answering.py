@@ -377,7 +377,13 @@ def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder
         assert sum(answer["probability"] for answer in n_best) == pytest.approx(1, abs=1e-3)
     with pytest.raises(SystemExit, match="2"):
         run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/squad --device cpu", capsys)
-    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert "squad, which exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    for name in ("rows.jsonl", "rows", "notes.json"):
+        (tmp_path / "squad" / name).write_text("precious")
+    run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/squad --overwrite --device cpu", capsys)
+    kept = [file.name for file in (tmp_path / "squad").iterdir() if file.read_text() == "precious"]
+    assert sorted(kept) == ["notes.json", "rows", "rows.jsonl"]
+    assert not list(tmp_path.glob(".*"))
 
     loaded = electra.load(tmp_path / "out", device="cpu")
     assert [row | loaded.predict([row])[0] for row in rows[:2]] == written[:2]
@@ -485,3 +491,13 @@ def test_the_most_confident_wrong_answers_are_listed(encoder_folder, tmp_path, c
     confidences = [float(cells[0]) for cells in listed]
     assert confidences == sorted(confidences, reverse=True)
     assert all(predicted != expected and "on the mat" in text for _, predicted, expected, text in listed)
+
+
+@pytest.mark.parametrize("head", ["simple", "joint"])
+def test_answers_from_a_frozen_encoder(encoder_folder, tmp_path, capsys, head):
+    flags = f"--head {head} --frozen --layers 1 2 --learning-rate 1e-2"
+    _, result = finetune(encoder_folder, tmp_path, capsys, flags)
+    assert result["median"]["dev"]["f1"] > 0.5
+    path = tmp_path / "rows.jsonl"
+    evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
+    assert evaluated["metrics"] == result["median"]["dev"]
