@@ -2,6 +2,7 @@
 
     python benchmarks/finetune.py --data glue/ --vocab vocab.txt [--model hf-folder] [--tasks cola rte] [--json]
     python benchmarks/finetune.py --data glue/ --model hf-folder --scores --seeds 5 [--tasks cola rte] [--json]
+    python benchmarks/finetune.py --data conll/ --model hf-folder --tasks ner chunking pos [--scores --seeds 5]
     python benchmarks/finetune.py --data squad/ --model hf-folder --tasks squad --length 512 [--scores --seeds 3]
 
 Both have the same weights, rows, batch size, epochs, precision and dropout. electra is `electra finetune`. The peer is
@@ -13,8 +14,9 @@ steps of electra. Loading and tokenizing do not count. Without --model both star
 because speed does not depend on the weights.
 
 Scores: median and standard deviation over seeds of the task's first metric on its dev rows. The peer uses electra's
-learning rate, layer-wise decay, warm-up and epochs, and transformers' own classification head (with one more layer).
-Of question answering both have the same windows and find answers in the same way.
+learning rate, layer-wise decay, warm-up and epochs, and transformers' own classification head (of texts: with one more
+layer). Of question answering both have the same windows and find answers in the same way. In tagging the loss of the
+peer is at the first token of each word, and words after the maximum length are tagged O.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import re
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +39,15 @@ from electra.export.command import export
 from electra.export.config import ExportConfig
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
-from electra.finetuning.features import NO_LOGIT, Features, Outputs, compute_logits
+from electra.finetuning.features import IGNORED, NO_LOGIT, Features, Outputs, compute_logits
 from electra.finetuning.glue import GLUE_6
 from electra.finetuning.heads import is_context_or_cls
 from electra.finetuning.job import EVALUATION_BATCH_SIZE, RESULT
 from electra.finetuning.kinds import KINDS, compute_metrics, define_task, read_examples, with_targets
 from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.question_answering import make_windows
-from electra.finetuning.tasks import Examples, Task
+from electra.finetuning.tags import compute_tag_metrics, split_sentences
+from electra.finetuning.tasks import Examples, Task, stack_labels
 from electra.huggingface.folders import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
@@ -164,8 +168,46 @@ class QuestionAnsweringPeer(Peer):
         return metrics[self.task.metrics[0]]
 
 
+class TagPeer(Peer):
+    """Transformers' model of tags, with targets at the first token of each word."""
+
+    def model_class(self) -> Any:
+        from transformers import ElectraForTokenClassification
+
+        return ElectraForTokenClassification
+
+    def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
+        from transformers import DataCollatorForTokenClassification
+
+        sentences = split_sentences(examples.texts, examples.text_counts)
+        length = self.config.tuning.length_for(self.task)
+        encoded = self.tokenizer(sentences, is_split_into_words=True, truncation=True, max_length=length)
+        rows = []
+        for number, tags in enumerate(examples.labels):
+            words = encoded.word_ids(number)
+            is_first = [word is not None and word != before for before, word in pairwise([None, *words])]
+            labels = [tags[word] if first else IGNORED for word, first in zip(words, is_first, strict=True)]
+            rows.append({name: cells[number] for name, cells in encoded.items()} | {"labels": labels})
+        collate = DataCollatorForTokenClassification(self.tokenizer)
+        return torch.utils.data.DataLoader(rows, collate_fn=collate, **settings)
+
+    @torch.no_grad()
+    def score(self, examples: Examples) -> float:
+        self.model.eval()
+        predicted: list[list[int]] = []
+        for batch in self.loader(examples, batch_size=EVALUATION_BATCH_SIZE):
+            tags, is_word = self.forward(batch).logits.argmax(2).cpu(), (batch["labels"] != IGNORED).cpu()
+            predicted += [row[mask].tolist() for row, mask in zip(tags, is_word, strict=True)]
+        padded = zip(predicted, examples.text_counts, strict=True)
+        all_words = stack_labels([tags + [0] * (count - len(tags)) for tags, count in padded])
+        return compute_tag_metrics(all_words, examples.labels, self.task)[self.task.metrics[0]]
+
+
+PEERS = {"question-answering": QuestionAnsweringPeer, "tags": TagPeer}
+
+
 def create_peer(config: FinetuneConfig, task: Task) -> Peer:
-    return QuestionAnsweringPeer(config, task) if task.kind == "question-answering" else Peer(config, task)
+    return PEERS.get(task.kind, Peer)(config, task)
 
 
 def electra_seconds(config: FinetuneConfig) -> tuple[float, float, int]:
@@ -264,7 +306,7 @@ def format_scores(scores: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="folder of GLUE or SQuAD")
+    parser.add_argument("--data", required=True, help="folder of GLUE or SQuAD, or of CoNLL-2003 and CoNLL-2000")
     parser.add_argument("--vocab", type=Path, help="vocabulary of the random model")
     parser.add_argument("--model", type=Path, help="Hugging Face folder of ELECTRA (default: a random model)")
     parser.add_argument("--size", default="small", help="size of the random model")

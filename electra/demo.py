@@ -28,6 +28,7 @@ from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
 from electra.serve.config import DemoConfig
 from electra.serve.inference import Model, load_model
 from electra.serve.planted import (
+    PlantedResult,
     PlantedSentence,
     count_found,
     find_planted_words,
@@ -132,7 +133,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     folder.mkdir(parents=True)
     corpus, shards, run = folder / "corpus.txt", folder / "shards", folder / "run"
     is_packaged = has_packaged_model()
-    marked_planted = []
+    found, marked_planted = None, []
     if is_packaged:
         packaged = load_model(PACKAGED_MODEL, "cpu")
         found = find_planted_words(packaged)
@@ -159,7 +160,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
     electra.export_model(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
     model = load_model(run, "cpu")
-    comparisons = compare(model, shards, counts, result.metrics, settings["length"])
+    found = found or find_planted_words(model)
+    comparisons = compare(model, found, shards, counts, result.metrics, settings["length"])
     sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))
     detection = model.detect(sentence)
     draw_picture(folder / PICTURE, model, run, comparisons, [*(s.text for s in shown_sentences()), sentence])
@@ -180,12 +182,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
 
 def compare(
-    model: Model, shards: Path, counts: BigramCounts, metrics: dict[str, float], length: int
+    model: Model, found: PlantedResult, shards: Path, counts: BigramCounts, metrics: dict[str, float], length: int
 ) -> list[Comparison]:
-    """The trained model beside guessing, token frequencies and bigram counts."""
+    """The planted words that were found and the trained model beside guessing, token frequencies and bigram counts."""
     opened = open_shards(shards)
     auc, smoothing = bigram_auc(opened, counts, length, INTERVALS["evaluation_rows"])
-    found = find_planted_words(model)
 
     def score_by_bigrams(text: str) -> list[float]:
         ids = numpy.array([model.tokenizer.library.encode(text).ids])

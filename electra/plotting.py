@@ -123,9 +123,9 @@ def metric_points(metrics_lines: list[dict[str, Any]], kind: str, name: str) -> 
 
 
 def plot_confusion_matrix(path: Path, counts: NDArray, labels: tuple[str, ...]) -> bool:
-    """Plot a confusion matrix [true class, predicted class]; False if it has too many classes to be readable."""
-    if len(labels) > MAX_CLASSES:
-        return False
+    """Plot a confusion matrix [true class, predicted class], of many classes the most frequent ones."""
+    counts, labels = merge_rare_classes(counts, labels)
+    labels = tuple(label.replace("$", r"\$") for label in labels)  # which would start a formula
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -139,6 +139,18 @@ def plot_confusion_matrix(path: Path, counts: NDArray, labels: tuple[str, ...]) 
 
     side = 3 + 0.5 * len(labels)
     return save_figure(path, (side, side), draw)
+
+
+def merge_rare_classes(counts: NDArray, labels: tuple[str, ...]) -> tuple[NDArray, tuple[str, ...]]:
+    """A confusion matrix and its labels with at most `MAX_CLASSES` classes, of which the last has all rare ones."""
+    if len(labels) <= MAX_CLASSES:
+        return counts, labels
+    frequent = np.sort(np.argsort(-counts.sum(1), kind="stable")[: MAX_CLASSES - 1])
+    groups = np.full(len(labels), MAX_CLASSES - 1)
+    groups[frequent] = np.arange(len(frequent))
+    merged = np.zeros((MAX_CLASSES, MAX_CLASSES), counts.dtype)
+    np.add.at(merged, (groups[:, None], groups), counts)
+    return merged, (*(labels[index] for index in frequent), f"{len(labels) - len(frequent)} others")
 
 
 def plot_document_lengths(path: Path, lengths: NDArray) -> bool:

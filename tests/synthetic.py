@@ -48,8 +48,8 @@ def write_choices(path: Path, count: int, seed: int) -> list[dict]:
     return rows
 
 
-def write_tags(path: Path, count: int, seed: int, max_sentences: int = 1) -> list[dict]:
-    """Write CoNLL columns (words, parts of speech, entities) in which an animal with its adjective is an entity, and so
+def write_tags(path: Path, count: int, seed: int, max_sentences: int = 1, num_columns: int = 3) -> list[dict]:
+    """Write CoNLL columns (words, others, entities) in which an animal with its adjective is an entity, and so
     is what it sat on; returns the rows."""
     generator = random.Random(seed)
     rows = []
@@ -60,7 +60,8 @@ def write_tags(path: Path, count: int, seed: int, max_sentences: int = 1) -> lis
             words += ["the", *adjective, generator.choice(ANIMALS), "sat", "on", "the", "mat", "."]
             tags += ["O", *["B-WHO", "I-WHO"][: 1 + len(adjective)], "O", "O", "O", "B-WHERE", "O"]
         rows.append({"words": words, "tags": tags})
-    lines = ["".join(f"{word} X {tag}\n" for word, tag in zip(row["words"], row["tags"], strict=True)) for row in rows]
+    others = " X" * (num_columns - 2)
+    lines = ["".join(f"{word}{others} {tag}\n" for word, tag in zip(*row.values(), strict=True)) for row in rows]
     path.write_text("\n".join(lines))
     return rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import sentence, write_glue, write_squad
+from synthetic import sentence, write_glue, write_squad, write_tags
 from transformers import ElectraConfig, ElectraForSequenceClassification
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -41,6 +41,16 @@ def test_both_contenders_are_scored_for_every_seed(run_benchmark, shards, tmp_pa
     for contender in ("electra", "peer"):
         assert len(scores[contender]["seeds"]) == 2
         assert scores[contender]["median"] == pytest.approx(sum(scores[contender]["seeds"]) / 2)
+
+
+@pytest.mark.slow
+def test_taggers_are_scored(run_benchmark, shards, tmp_path):
+    for name in ("eng.train", "eng.testa"):
+        write_tags(tmp_path / name, 40, seed=0, num_columns=4)
+    flags = ["--data", tmp_path, "--vocab", shards / "tokenizer" / "vocab.txt", "--size", "tiny", "--tasks", "ner"]
+    scores = run_benchmark("finetune", *flags, "--scores", "--seeds", 2)["ner"]
+    assert scores["metric"] == "entity_f1"
+    assert len(scores["peer"]["seeds"]) == 2
 
 
 @pytest.mark.slow

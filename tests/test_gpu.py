@@ -8,7 +8,7 @@ import pytest
 import torch
 from layers import random_layer, reference_layer
 from safetensors.torch import load_file
-from synthetic import write_choices, write_questions, write_rows
+from synthetic import write_choices, write_questions, write_rows, write_tags
 from torch import Tensor
 from torch.nn import functional
 
@@ -470,13 +470,18 @@ def test_resumed_run_differs_no_more_than_two_uninterrupted_ones(run_config):
         ("classification", {"dropout": 0.0}),
         ("classification", {"dropout": 0.1}),
         ("choice", {"dropout": 0.0}),
+        ("tags", {"dropout": 0.0}),
+        ("tags", {"dropout": 0.0, "crf": True}),
         ("question-answering", {"dropout": 0.0}),
         ("question-answering", {"dropout": 0.0, "head": "joint"}),
     ],
 )
 def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp_path, kind, settings):
     train = tmp_path / "rows.jsonl"
-    if kind == "choice":
+    if kind == "tags":
+        train = tmp_path / "rows.conll"
+        write_tags(train, 200, seed=0, max_sentences=3)
+    elif kind == "choice":
         write_choices(train, 200, seed=0)
     elif kind == "question-answering":
         write_questions(train, 200, seed=0, has_unanswerable=True, sentences=3)

@@ -219,9 +219,9 @@ def script_accuracy(monkeypatch):
     def script(values: list[float]) -> list[int]:
         compute_metrics, epochs = FinetuningTask.compute_metrics, []
 
-        def compute(task, outputs):
+        def compute(task, predicted, split):
             epochs.append(task.step // task.steps_per_epoch)
-            return compute_metrics(task, outputs) | {"accuracy": values[epochs[-1] - 1]}
+            return compute_metrics(task, predicted, split) | {"accuracy": values[epochs[-1] - 1]}
 
         monkeypatch.setattr(FinetuningTask, "compute_metrics", compute)
         return epochs

@@ -1,6 +1,8 @@
 """BatchLoader: every token once per epoch; the same rows for any number of ranks and after any resume."""
 
 import json
+import threading
+import time
 from collections import Counter
 from itertools import islice
 
@@ -370,6 +372,18 @@ def test_impossible_settings_are_errors(shards):
         LoaderConfig(length=4)
     with pytest.raises(ConfigError, match="not divisible by the 2 ranks"):
         BatchLoader(shards, LoaderConfig(batch_size=5), world_size=2)
+
+
+def test_closing_waits_for_the_thread_that_reads_ahead():
+    def slow_items():
+        while True:
+            time.sleep(0.05)
+            yield threading.current_thread()
+
+    items = prefetch_in_thread(slow_items())
+    thread = next(items)
+    items.close()
+    assert not thread.is_alive()
 
 
 def test_an_exception_while_prefetching_is_raised_by_the_consumer():

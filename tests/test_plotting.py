@@ -13,6 +13,7 @@ from electra.plotting import (
     MAX_CLASSES,
     PRETRAINING_PANELS,
     Panel,
+    merge_rare_classes,
     metric_points,
     plot_confusion_matrix,
     plot_panels,
@@ -57,7 +58,7 @@ def test_training_and_held_out_curves_share_a_panel_only_for_the_total_loss():
 def test_plots_are_png_files(tmp_path):
     lines = [{"kind": "train", "step": 1, "generator": 6.0}, {"kind": "validation", "step": 1, "loss": 9.0}]
     assert plot_pretraining_curves(tmp_path, lines, {"discriminator": 50.0})
-    assert plot_confusion_matrix(tmp_path / "confusion.png", np.eye(2, dtype=int), ("no", "yes"))
+    assert plot_confusion_matrix(tmp_path / "confusion.png", np.eye(2, dtype=int), ("$no$", "yes"))
     assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "confusion.png"}
     assert all(path.read_bytes().startswith(PNG) for path in tmp_path.iterdir())
 
@@ -69,6 +70,11 @@ def test_without_matplotlib_nothing_is_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_confusion_matrix_of_many_classes_is_left_out(tmp_path):
-    labels = tuple(map(str, range(MAX_CLASSES + 1)))
-    assert not plot_confusion_matrix(tmp_path / "x.png", np.eye(len(labels), dtype=int), labels)
+def test_a_confusion_matrix_of_many_classes_has_the_most_frequent_ones():
+    size = MAX_CLASSES + 5
+    counts = np.diag(np.arange(size)) + np.ones((size, size), int)
+    merged, labels = merge_rare_classes(counts, tuple(map(str, range(size))))
+    assert labels == (*map(str, range(6, size)), "6 others")
+    assert merged.sum() == counts.sum()
+    assert (merged[:-1, :-1] == counts[6:, 6:]).all()
+    assert merged[-1, -1] == counts[:6, :6].sum()

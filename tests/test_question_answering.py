@@ -377,7 +377,13 @@ def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder
         assert sum(answer["probability"] for answer in n_best) == pytest.approx(1, abs=1e-3)
     with pytest.raises(SystemExit, match="2"):
         run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/squad --device cpu", capsys)
-    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert "squad, which exists; choose another name, or add --overwrite" in capsys.readouterr().err
+    for name in ("rows.jsonl", "rows", "notes.json"):
+        (tmp_path / "squad" / name).write_text("precious")
+    run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/squad --overwrite --device cpu", capsys)
+    kept = [file.name for file in (tmp_path / "squad").iterdir() if file.read_text() == "precious"]
+    assert sorted(kept) == ["notes.json", "rows", "rows.jsonl"]
+    assert not list(tmp_path.glob(".*"))
 
     loaded = electra.load(tmp_path / "out", device="cpu")
     assert [row | loaded.predict([row])[0] for row in rows[:2]] == written[:2]
@@ -485,3 +491,43 @@ def test_the_most_confident_wrong_answers_are_listed(encoder_folder, tmp_path, c
     confidences = [float(cells[0]) for cells in listed]
     assert confidences == sorted(confidences, reverse=True)
     assert all(predicted != expected and "on the mat" in text for _, predicted, expected, text in listed)
+
+
+@pytest.mark.parametrize("head", ["simple", "joint"])
+def test_answers_from_a_frozen_encoder(encoder_folder, tmp_path, capsys, head):
+    flags = f"--head {head} --frozen --layers 1 2 --learning-rate 1e-2"
+    _, result = finetune(encoder_folder, tmp_path, capsys, flags)
+    assert result["median"]["dev"]["f1"] > 0.5
+    path = tmp_path / "rows.jsonl"
+    evaluated = json.loads(run(f"evaluate --model {tmp_path}/out --input {path} --device cpu --json", capsys))
+    assert evaluated["metrics"] == result["median"]["dev"]
+
+
+def test_the_joint_loss_is_the_papers(encoder_folder, tokenizer):
+    """The mean of start and end losses, the end given the true start, plus half the loss of answerability."""
+    examples = Examples(
+        texts=["on the mat"] * 2, texts_b=["the cat sat .", "the red dog ran in ."], labels=np.empty(2, object)
+    )
+    examples.labels[:] = [(("cat sat", 4),), ()]
+    features = make_windows(examples, tokenizer, 32)
+    batch = RowBatch(torch.arange(2), torch.ones(2), 16)
+    ids, mask, segments = features.collate(batch, pad_id=0)
+    torch.manual_seed(0)
+    model = JointSpanModel(load_pretrained(encoder_folder, dropout=0.0).encoder, 1).train()
+    losses = model(ids, mask, segments, features.targets(batch))
+    hidden, head = model.encoder(ids, mask, segments), model.head
+    for row, (start, end) in enumerate(features.labels.tolist()):
+        context = range(5, int(mask[row].sum()) - 1)
+        allowed = [0, *context]
+        states = hidden[row]
+        starts = head.start(states)[:, 0]
+        pairs = torch.cat([states, states[start].expand_as(states)], 1)
+        ends = head.end(torch.nn.functional.gelu(head.end_dense(pairs)))[:, 0]
+        weights = starts[allowed].softmax(0)
+        pooled = torch.cat([states[0], weights @ states[allowed]])
+        null = head.null(torch.nn.functional.gelu(head.null_dense(pooled)))[0]
+        chosen = [
+            -scores[allowed].log_softmax(0)[allowed.index(place)] for scores, place in ((starts, start), (ends, end))
+        ]
+        null_loss = -torch.nn.functional.logsigmoid(null if start == 0 else -null)
+        assert losses[row, 0].item() == pytest.approx((sum(chosen) / 2 + null_loss / 2).item(), abs=1e-5)

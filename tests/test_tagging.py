@@ -282,6 +282,21 @@ def test_tasks_are_columns_of_conll_corpora(tmp_path, name, column, metric):
         assert [tag for tags in decoded for tag in tags] == [word[column] for word in words]
 
 
+def test_columns_are_found_in_the_training_file(tmp_path):
+    write_tags(tmp_path / "rows.conll", 3, seed=0)
+    task = define_task(TaskConfig(train=tmp_path / "rows.conll"))
+    assert (task.kind, task.text, task.label) == ("tags", "1", "3")
+    task = define_task(TaskConfig(train=tmp_path / "rows.conll", text="3", label="1"))
+    assert (task.text, task.label, task.scheme) == ("3", "1", None)
+    with pytest.raises(ConfigError, match="--text and --label are 1; they must be different columns"):
+        define_task(TaskConfig(train=tmp_path / "rows.conll", label="1"))
+    with pytest.raises(DataError, match="no column '4'; the columns are '1', '2', '3'"):
+        define_task(TaskConfig(train=tmp_path / "rows.conll", label="4"))
+    (tmp_path / "words.conll").write_text("the\ncat\n")
+    with pytest.raises(DataError, match="no column 'tags'; the columns are '1'"):
+        define_task(TaskConfig(train=tmp_path / "words.conll"))
+
+
 def test_conll_2000_has_no_dev_file(tmp_path):
     for file, count in (("train.txt", 20), ("test.txt", 5)):
         (tmp_path / file).write_text("Rockwell NNP B-NP\nsaid VBD B-VP\n\n" * count)

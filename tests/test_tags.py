@@ -4,21 +4,26 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from seqeval.metrics import accuracy_score, classification_report, f1_score, precision_score, recall_score
 from seqeval.metrics.sequence_labeling import get_entities
 
 from electra.errors import ConfigError, DataError
-from electra.finetuning.conll import find_entities, read_rows, recognize_scheme, write_tags
+from electra.finetuning.conll import find_entities, recognize_scheme, write_tags
+from electra.finetuning.features import Features, Outputs
 from electra.finetuning.tags import (
     compute_tag_metrics,
     decode_tags,
     encode_tags,
+    predict_tags,
+    read_rows,
     score_tag_classes,
     split_into_windows,
+    tag_mistakes,
     tag_warnings,
     task_fields_from_tags,
 )
-from electra.finetuning.tasks import Task, stack_labels
+from electra.finetuning.tasks import Examples, Task, stack_labels
 
 PREFIXES = {"IOB1": "BI", "IOB2": "BI", "BIOES": "BIES"}
 TYPES = ("LOC", "PER", "X-Y")
@@ -57,6 +62,17 @@ def test_entity_scores_equal_those_of_seqeval_on_random_tags(scheme):
         for type, scores in score_tag_classes(ours, truth, task).items():
             expected = report.get(type, {"precision": 0, "recall": 0, "f1-score": 0, "support": 0})
             assert list(scores.values()) == pytest.approx(list(expected.values()), abs=1e-12)
+
+
+def test_words_with_another_tag_are_mistakes_with_its_probability():
+    task = task_of([["NN", "VB"]])
+    logits = np.log(np.array([[0.9, 0.1], [0.75, 0.25], [0.2, 0.8]], np.float32))
+    features = Features(*[torch.empty(0)] * 7, words=torch.arange(3))
+    outputs = Outputs(logits, features, Examples(texts=["dogs", "run", "run"], counts=np.array([2, 1])))
+    predicted, labels = predict_tags(outputs, task), stack_labels([[0, 1], [1]])
+    assert predicted.tolist() == [[0, 0], [1]]
+    [mistake] = tag_mistakes(task, outputs, predicted, labels)
+    assert mistake == (pytest.approx(0.75), "NN", "VB", "dogs **run**")
 
 
 def test_accuracy_is_that_of_words():

@@ -5,15 +5,16 @@ entity before it starts a new one.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from electra.data.files import TextFile, format_and_compression, open_streams
-from electra.errors import ConfigError, DataError
-from electra.finetuning.readers import Row, TagScheme, decode_lines
-from electra.finetuning.readers import read_rows as read_table_rows
+from electra.errors import DataError
+from electra.finetuning.readers import MAX_LABELS, Row, TagScheme, decode_lines
 
 OUTSIDE = "O"
 OTHER_PREFIXES = {"L": "E", "U": "S"}  # of BILOU, which is BIOES with other letters
@@ -21,7 +22,6 @@ ENTITY_TAG = re.compile(r"([BIESLU])-(.+)", re.DOTALL)
 SCHEMES_IN_WORDS = "O, B-TYPE and I-TYPE (IOB1, IOB2), or also E-TYPE and S-TYPE (BIOES)"
 
 DOCUMENT_START = "-DOCSTART-"
-TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
 CONLLU = ".conllu"
 CONLLU_COLUMNS = ("ID", "FORM", "LEMMA", "UPOS", "XPOS", "FEATS", "HEAD", "DEPREL", "DEPS", "MISC")
 NO_WORD = re.compile(r"\d+[-.]\d+")  # ids of multiword tokens and empty nodes in CoNLL-U, which are no words
@@ -49,6 +49,7 @@ def find_entities(tags: Sequence[str]) -> list[Entity]:
     return entities
 
 
+@lru_cache(MAX_LABELS)
 def split_tag(tag: str) -> tuple[str, str]:
     """Prefix (O, B, I, E or S) and type of a tag."""
     match = ENTITY_TAG.fullmatch(tag)
@@ -69,7 +70,7 @@ def write_tags(entities: Sequence[Entity], num_words: int, scheme: TagScheme) ->
 
 
 def has_prefix(tag: str) -> bool:
-    return ENTITY_TAG.fullmatch(tag) is not None
+    return split_tag(tag)[0] != OUTSIDE
 
 
 def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
@@ -78,7 +79,11 @@ def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
     if sum(map(has_prefix, tags)) <= len(tags) / 2:
         return None
     schemes: tuple[TagScheme, ...] = ("IOB2", "IOB1", "BIOES")  # the first of equals
-    return min(schemes, key=lambda scheme: count_violations(sentences, scheme)[0])
+    counts = Counter(map(tuple, sentences))
+    violations = {
+        scheme: sum(count * count_violations([tags], scheme)[0] for tags, count in counts.items()) for scheme in schemes
+    }
+    return min(schemes, key=violations.__getitem__)
 
 
 def count_violations(sentences: Sequence[Sequence[str]], scheme: TagScheme) -> tuple[int, str]:
@@ -96,14 +101,9 @@ def count_violations(sentences: Sequence[Sequence[str]], scheme: TagScheme) -> t
 # Files.
 
 
-def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
-    """Stream the sentences of a file: a table with lists, or CoNLL columns named 1, 2, …; raises if there are none."""
+def read_conll(path: Path) -> Iterator[Row]:
+    """Stream the sentences of a file, as lists by the name or number (from 1) of a column; raises if there are none."""
     format, compression = format_and_compression(path)
-    if format in TABLES:
-        yield from read_table_rows(path, columns=columns, skip_malformed=skip_malformed)
-        return
-    if format in (".csv", ".json"):
-        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
     is_empty = True
     with open_streams(TextFile(path, format, compression)) as (decompressed, _):
         for row in conll_rows(str(path), decode_lines(path, decompressed), CONLLU_COLUMNS * (format == CONLLU)):

@@ -243,8 +243,7 @@ class FinetuningTask:
     def evaluate(self) -> Metrics:
         """Loss, without class weights, and metrics on the dev split; stores the model if it is the best so far."""
         dev = self.compute_outputs("dev")
-        self.calibrate(dev)
-        metrics = self.compute_metrics(dev)
+        metrics = self.compute_metrics(self.predict_and_calibrate(dev), "dev")
         value = nan_as_lowest(next(iter(metrics.values())))
         if self.tuning.keeps_best_epoch and value > (self.best.metric if self.best else -math.inf):
             self.write_best_epoch(BestEpoch(self.step // self.steps_per_epoch, value))
@@ -275,10 +274,11 @@ class FinetuningTask:
             return False
         return self.step // self.steps_per_epoch >= self.best.epoch + self.tuning.early_stopping
 
-    def calibrate(self, dev: Outputs) -> None:
-        """Tune the thresholds of predictions, if there are any, on the dev rows."""
-        labels = self.true_labels(self.examples["dev"])
-        self.task = self.kind.calibrate(self.kind.predict(dev, self.task), labels, self.task)
+    def predict_and_calibrate(self, dev: Outputs) -> NDArray:
+        """The predictions for the dev rows, on which the thresholds of the task are tuned, if it has any."""
+        predicted = self.kind.predict(dev, self.task)
+        self.task = self.kind.calibrate(predicted, self.true_labels(self.examples["dev"]), self.task)
+        return predicted
 
     def compute_outputs(self, split: str) -> Outputs:
         """The model's logits of a split, without dropout."""
@@ -289,10 +289,8 @@ class FinetuningTask:
         self.model.train()
         return Outputs(logits, features, self.examples[split])
 
-    def compute_metrics(self, outputs: Outputs) -> Metrics:
-        assert outputs.examples is not None
-        predicted = self.kind.predict(outputs, self.task)
-        return self.kind.compute_metrics(predicted, self.true_labels(outputs.examples), self.task)
+    def compute_metrics(self, predicted: NDArray, split: str) -> Metrics:
+        return self.kind.compute_metrics(predicted, self.true_labels(self.examples[split]), self.task)
 
     def true_labels(self, examples: Examples) -> NDArray:
         """Labels in the form of predictions; scores with the precision of their targets."""
@@ -383,7 +381,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     metrics = read_metrics(folder / METRICS_FILE)
     check_job_converged(finetuning, metrics)
     outputs = {split: finetuning.compute_outputs(split) for split in finetuning.examples}
-    finetuning.calibrate(outputs["dev"])
+    predicted = finetuning.predict_and_calibrate(outputs["dev"])
     task = finetuning.task
     write_logits(folder, {split: values.logits for split, values in outputs.items()})
     remove_written_folder(folder / MODEL)  # of a process that was killed before it wrote the result
@@ -391,7 +389,11 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         finetuning.write_model(draft)
         write_checksums(draft)
     plot_metric_curves(folder, metrics, curve_panels(task))
-    predicted = finetuning.kind.predict(outputs["dev"], task)
+    predictions = {
+        split: predicted if split == "dev" else finetuning.kind.predict(values, task)
+        for split, values in outputs.items()
+        if finetuning.examples[split].labels is not None
+    }
     dev_labels = finetuning.true_labels(finetuning.examples["dev"])
     if finetuning.kind.class_ids is not None:
         true_classes, predicted_classes = map(finetuning.kind.class_ids, (dev_labels, predicted))
@@ -402,11 +404,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
     result = JobResult(
         task=task.name,
         seed=finetuning.job.seed,
-        metrics={
-            split: finetuning.compute_metrics(values)
-            for split, values in outputs.items()
-            if finetuning.examples[split].labels is not None
-        },
+        metrics={split: finetuning.compute_metrics(values, split) for split, values in predictions.items()},
         steps=steps,
         seconds=seconds,
         rows={split: features.num_examples for split, features in splits.items()},

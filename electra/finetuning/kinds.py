@@ -16,7 +16,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, DataError
-from electra.finetuning import choice, conll, readers, tags
+from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features
@@ -183,7 +183,7 @@ KINDS: dict[TaskKind, Kind] = {
         huggingface_settings=lambda encoder: {},
     ),
     "tags": Kind(
-        read_rows=conll.read_rows,
+        read_rows=tags.read_rows,
         text_column="words",
         label_column="tags",
         find_columns=tags.find_columns,
@@ -212,6 +212,7 @@ KINDS: dict[TaskKind, Kind] = {
         class_scores=tags.score_tag_classes,
         decode=tags.decode_tags,
         columns=tags.tag_columns,
+        mistakes=tags.tag_mistakes,
         output_formats=(".conll", ".jsonl"),
         huggingface_task="TokenClassification",
         huggingface_settings=lambda encoder: {},
@@ -282,11 +283,11 @@ def define_task(config: TaskConfig) -> Task:
         return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
-    kind_name = config.kind or "classification"
-    kind = KINDS[kind_name]
+    given_kind: TaskKind | None = config.kind or ("tags" if tags.is_conll_file(config.train) else None)
+    kind = KINDS[given_kind or "classification"]
     task = Task(
         name=config.train.name.split(".")[0],
-        kind=kind_name,
+        kind=given_kind or "classification",
         text=config.text or kind.text_column,
         text_b=config.text_b or kind.text_b_column,
         choices=config.choices or kind.choice_columns,
@@ -298,7 +299,7 @@ def define_task(config: TaskConfig) -> Task:
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
     task = kind.find_columns(task, next(read_split_rows(task, "train", kind.read_rows)))
-    return with_windows(with_inferred_labels(task, config.kind, config.strict), config.windows)
+    return with_windows(with_inferred_labels(task, given_kind, config.strict), config.windows)
 
 
 def with_windows(task: Task, windows: int) -> Task:

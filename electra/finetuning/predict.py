@@ -1,11 +1,13 @@
 """`electra predict` and `electra evaluate`: apply a fine-tuned model to a file of any length."""
 
+from __future__ import annotations
+
 import csv
 import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
@@ -27,8 +29,16 @@ from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
-from electra.resumable import check_output_file, content_checksum, open_resumable
-from electra.runfolder import CONFIG, open_atomic, read_json
+from electra.resumable import check_output_file, content_checksum, open_resumable, remove_partial_files
+from electra.runfolder import (
+    CONFIG,
+    PARTIAL,
+    create_folder_atomically,
+    is_missing_or_empty,
+    lock_file,
+    open_atomic,
+    read_json,
+)
 from electra.training.hardware import choose_device, choose_dtype
 
 FILES = "prediction_files"  # the column of what the files of predictions hold, until they are written
@@ -198,20 +208,24 @@ def predict(config: PredictConfig) -> PredictResult:
     predictor = Predictor(config.predictor)
     if config.output.suffix or predictor.kind.prediction_files is None:
         check_output_file(config.output, path, predictor.kind.output_formats, config.overwrite)
-        write_predictions(predictor, path, config.output, predictor.kind.columns)
+        write_predictions(predictor, path, config.output, predictor.kind.columns, WRITERS[config.output.suffix])
     else:
         write_prediction_files(predictor, path, config.output, config.overwrite)
     return PredictResult(str(config.output), predictor.rows, predictor.truncated)
 
 
 def write_predictions(
-    predictor: Predictor, path: Path, file: Path, make_columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]]
+    predictor: Predictor,
+    path: Path,
+    file: Path,
+    make_columns: Callable[[Task, Outputs], Iterator[dict[str, Any]]],
+    writer_class: type[JsonWriter | CsvWriter],
 ) -> None:
     """Write the rows of the file `path` with the columns of their predictions."""
     with open_resumable(file, predictor.settings(path)) as output:
         predictor.rows, predictor.truncated = output.state.get("rows", 0), output.state.get("truncated", 0)
         content = io.StringIO(newline="")
-        writer = WRITERS[file.suffix](content, output.state.get("header", []))
+        writer = writer_class(content, output.state.get("header", []))
         for outputs in predictor.stream_outputs(path, with_labels=False):
             assert outputs.examples is not None
             assert outputs.examples.rows is not None
@@ -229,13 +243,33 @@ def write_prediction_files(predictor: Predictor, path: Path, folder: Path, overw
     """Write a folder of JSON files, each with a value for the id of every row; without ids, its number."""
     make_files = predictor.kind.prediction_files
     assert make_files is not None
-    rows = folder / "rows.jsonl"
+    rows = folder.absolute().with_name(f".{folder.name}.rows{PARTIAL}")
+    check_output_folder(folder, rows, overwrite)
+    columns = lambda *outputs: ({FILES: files} for files in make_files(*outputs))  # noqa: E731 (of write_predictions)
+    write_predictions(predictor, path, rows, columns, JsonWriter)
+    try:
+        is_new = is_missing_or_empty(folder)
+        with create_folder_atomically(folder) if is_new else nullcontext(folder) as target:
+            write_files_by_id(rows, target, path)
+    finally:
+        rows.unlink()
+
+
+def check_output_folder(folder: Path, rows: Path, overwrite: bool) -> None:
+    """Raise a ConfigError if a folder cannot be written or, unasked, would get other files."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"is {folder}, a file; name a folder or a file that ends in .jsonl or .csv", field="output")
-    if not overwrite and (existing := [file.name for file in folder.glob("*.json")]):
-        raise ConfigError(f"is {folder}, which has a {existing[0]}; --overwrite replaces it", field="output")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_predictions(predictor, path, rows, lambda *outputs: ({FILES: files} for files in make_files(*outputs)))
+    if not rows.parent.is_dir():
+        raise ConfigError(f"is {folder}, but there is no folder {folder.parent}", field="output")
+    if not is_missing_or_empty(folder) and not overwrite:
+        with lock_file(rows):  # of a process that was killed after it completed the folder
+            remove_partial_files(rows)
+            rows.unlink(missing_ok=True)
+        raise ConfigError(f"is {folder}, which exists; choose another name, or add --overwrite", field="output")
+
+
+def write_files_by_id(rows: Path, folder: Path, path: Path) -> None:
+    """Write the JSON files of predictions in the lines of `rows`, which are those of the file `path`."""
     with rows.open(encoding="utf-8") as lines:
         names = list(json.loads(lines.readline())[FILES])
     for name in names:
@@ -250,7 +284,6 @@ def write_prediction_files(predictor: Predictor, path: Path, folder: Path, overw
                 value = json.dumps(row[FILES][name], ensure_ascii=False)
                 file.write(f"{'{' if number == 1 else ','}\n{json.dumps(row_id, ensure_ascii=False)}: {value}")
             file.write("\n}\n")
-    rows.unlink()
 
 
 def add_columns(row: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:

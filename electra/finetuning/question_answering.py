@@ -149,9 +149,9 @@ def parse_answer(answer: Any, context: str) -> tuple[str, int]:
     text, start = check_text(answer.get("text"), "the text of an answer"), answer.get("answer_start")
     if start is None:
         return text, context.find(text)
-    if not isinstance(start, int | float) or start != int(start):
+    start = int(start) if isinstance(start, float) and start.is_integer() else start
+    if not isinstance(start, int):
         raise DataError(f"answer_start is {start!r}; it must be a number of characters")
-    start = int(start)
     return text, start if start >= 0 and context.startswith(text, start) else -1
 
 
@@ -293,8 +293,8 @@ class Answer:
         return "" if is_null or not self.texts else self.texts[0]
 
 
-def find_answers(outputs: Outputs, task: Task) -> list[Answer]:
-    """The answer to the question of each example, from all windows of its context."""
+def find_answers(outputs: Outputs, task: Task, count: int = N_BEST) -> list[Answer]:
+    """The best answers to the question of each example, from all windows of its context."""
     features, examples = outputs.features, outputs.examples
     assert features is not None
     assert examples is not None
@@ -306,7 +306,7 @@ def find_answers(outputs: Outputs, task: Task) -> list[Answer]:
     candidates: list[list[Candidate]] = [[] for _ in examples.texts_b]
     nulls = [np.inf] * len(candidates)
     for row, start, first, logits in zip(rows, starts, firsts, windows, strict=True):
-        null, spans = find_candidates(logits, first)
+        null, spans = find_candidates(logits, first, count)
         nulls[row] = min(nulls[row], null)
         candidates[row] += [
             Candidate(int(offsets[start + first_token, 0]), int(offsets[start + last_token, 1]), *scores)
@@ -333,7 +333,7 @@ def merge_candidates(context: str, candidates: list[Candidate], null: float, is_
 Span = tuple[int, int, float, float]  # positions of the first and last token, and their log-probabilities
 
 
-def best_spans(logits: NDArray, first: int) -> tuple[float, list[Span]]:
+def best_spans(logits: NDArray, first: int, count: int = N_BEST) -> tuple[float, list[Span]]:
     """The log-probability of [CLS] as first and last token, and the best spans of a window, from logits [length, 2]."""
     log_probabilities = torch.from_numpy(logits).log_softmax(0).numpy()
     starts, ends = log_probabilities[first:-1].T
@@ -342,7 +342,7 @@ def best_spans(logits: NDArray, first: int) -> tuple[float, list[Span]]:
     width = min(MAX_ANSWER, len(starts))
     padded = np.concatenate([ends, np.full(width - 1, -np.inf, ends.dtype)])
     scores = (starts[:, None] + np.lib.stride_tricks.sliding_window_view(padded, width)).ravel()  # [start, length - 1]
-    count = min(N_BEST, int(np.isfinite(scores).sum()))
+    count = min(count, int(np.isfinite(scores).sum()))
     best = np.argpartition(-scores, count - 1)[:count]
     spans = [(first + start, first + start + more) for start, more in zip(*divmod(best, width), strict=True)]
     return float(log_probabilities[0].sum()), [
@@ -350,17 +350,17 @@ def best_spans(logits: NDArray, first: int) -> tuple[float, list[Span]]:
     ]
 
 
-def unpack_beam(output: NDArray, first: int) -> tuple[float, list[Span]]:
+def unpack_beam(output: NDArray, first: int, count: int = N_BEST) -> tuple[float, list[Span]]:
     """The logit of having no answer, and the best spans of a window, from the output of the joint head."""
     beam = output[: 4 * N_BEST].reshape(4, N_BEST).T  # first and last token, and their log-probabilities
-    spans = [(int(start), int(end), start_logit, end_logit) for start, end, start_logit, end_logit in beam.tolist()]
+    spans = [(int(start), int(end), *scores) for start, end, *scores in beam[:count].tolist()]
     return float(output[4 * N_BEST]), [span for span in spans if span[2] + span[3] > -1e20]
 
 
 def predict_answers(outputs: Outputs, task: Task) -> NDArray:
     """The best answer, were there one, and the log-odds that there is none [N, 2]."""
     predicted = np.empty((len(outputs.examples or ()), 2), object)
-    for index, answer in enumerate(find_answers(outputs, task)):
+    for index, answer in enumerate(find_answers(outputs, task, count=1)):
         predicted[index] = (answer.texts or [""])[0], answer.null_odds
     return predicted
 

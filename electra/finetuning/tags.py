@@ -16,15 +16,19 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from electra.data.files import format_and_compression
 from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
+from electra.finetuning import readers
 from electra.finetuning.conll import (
+    CONLLU,
     OUTSIDE,
     SCHEMES_IN_WORDS,
     count_violations,
     find_entities,
     has_prefix,
+    read_conll,
     recognize_scheme,
     split_tag,
     write_tags,
@@ -34,6 +38,7 @@ from electra.finetuning.losses import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
+    Mistake,
     confusion_matrix,
     count_entities,
     find_entity_spans,
@@ -44,10 +49,12 @@ from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 OF_ENTITIES = ENTITY_METRICS[:3]
+TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
+CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
 TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
-CORPORA = ("conll2003", "conll2000")
+TASK_CORPORA = {"ner": ("conll2003",), "chunking": ("conll2000", "conll2003"), "pos": ("conll2003", "conll2000")}
 SPLIT_FILES = {
     "train": ("eng.train", "train.txt"),
     "dev": ("eng.testa", "valid.txt", "dev.txt"),
@@ -56,6 +63,21 @@ SPLIT_FILES = {
 
 
 # Words and tags of a row.
+
+
+def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool = False) -> Iterator[Row]:
+    """Stream the sentences of a file: a table with lists, or CoNLL columns; raises if there are none."""
+    format, _ = format_and_compression(path)
+    if format in TABLES:
+        return readers.read_rows(path, columns=columns, skip_malformed=skip_malformed)
+    if format in (".csv", ".json"):
+        raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
+    return read_conll(path)
+
+
+def is_conll_file(path: Path) -> bool:
+    """Whether a file must have CoNLL columns, as its name tells."""
+    return format_and_compression(path)[0] in (".conll", CONLLU)
 
 
 def find_columns(task: Task, row: Row) -> Task:
@@ -67,6 +89,8 @@ def find_columns(task: Task, row: Row) -> Task:
         text = next((name for name in WORDS if name in row.values), text)
     if label == TAGS[0]:
         label = next((name for name in (*TAGS, *numbers[:0:-1]) if name in row.values), label)
+    if text == label:
+        raise ConfigError(f"--text and --label are {text}; they must be different columns")
     aliases = dict.fromkeys(WORDS, text) | dict.fromkeys(TAGS if numbers else (*TAGS, "2"), label)
     return replace(
         task, text=text, label=label, aliases={name: aliases[name] for name in aliases.keys() - {text, label}}
@@ -75,7 +99,7 @@ def find_columns(task: Task, row: Row) -> Task:
 
 def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
     """The task of a column of CoNLL-2003 or CoNLL-2000, with its files in the folder `data` or a folder in it."""
-    for folder in (Path(data), *(Path(data, corpus) for corpus in CORPORA)):
+    for folder in (Path(data), *(Path(data, corpus) for corpus in TASK_CORPORA[name])):
         files = {split: [folder / file for file in files] for split, files in SPLIT_FILES.items()}
         splits = {split: next((str(file) for file in paths if file.exists()), "") for split, paths in files.items()}
         if splits["train"]:
@@ -320,6 +344,19 @@ def tag_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
             for entity in find_entities(prediction)
         ]
         yield columns | ({"entities": entities} if task.scheme else {})
+
+
+def tag_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
+    """Words with another tag than the predicted one, between the words around them."""
+    assert outputs.examples is not None
+    counts = outputs.examples.text_counts
+    probabilities = split_sentences(torch.from_numpy(word_logits(outputs)).softmax(1).amax(1).tolist(), counts)
+    sentences = split_sentences(outputs.examples.texts, counts)
+    for words, values, tags, expected in zip(sentences, probabilities, predicted, labels, strict=True):
+        for index in np.flatnonzero(np.array(tags) != np.array(expected)).tolist():
+            before, after = words[max(0, index - CONTEXT) : index], words[index + 1 : index + 1 + CONTEXT]
+            text = " ".join([*before, f"**{words[index]}**", *after])
+            yield Mistake(values[index], task.labels[tags[index]], task.labels[expected[index]], text)
 
 
 def join_sentences(sentences: NDArray) -> NDArray:
