@@ -101,3 +101,6 @@ class DemoConfig:
     """Steps of pre-training; by default 40 of the packaged model or 1,000 of a new one, with --quick a fifth of it."""
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "steps", at_least=1)
