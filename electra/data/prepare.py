@@ -1,7 +1,7 @@
 """`electra shard`: encode text into shards in parallel; a run that was killed can be resumed at any point.
 
-This process reads the text, splits it into one part per shard and writes the shards; workers encode a part at a time
-and write nothing. Parts are determined by their size in bytes, so the shards depend neither on the number of workers
+This process reads the text, splits it into the texts of shards and writes the shards; workers encode a text at a time
+and write nothing. Texts are determined by their size in bytes, so the shards depend neither on the number of workers
 nor on interruptions.
 """
 
@@ -11,19 +11,15 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from zlib import crc32
-
-import numpy as np
 
 from electra.config import flat_defaults, flat_values
 from electra.data.corpus import (
-    Block,
     Corpus,
     CorpusConfig,
     ReadStats,
@@ -31,6 +27,7 @@ from electra.data.corpus import (
     hash_document,
     parse_documents,
 )
+from electra.data.encode import ShardText, encode_shard, make_encoding, split_into_shard_texts
 from electra.data.files import warn_skipped_files
 from electra.data.parts import (
     Part,
@@ -41,28 +38,23 @@ from electra.data.parts import (
     read_part_record,
     remove_part_records,
 )
+from electra.data.ray_tasks import map_on_ray
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,
-    SPLITS,
     TOKENIZER,
     UNFINISHED,
-    ShardFile,
     ShardIndex,
     ShardInfo,
-    Split,
-    most_frequent_words,
     open_shard_file,
     read_index,
-    serialize_shard,
     shard_file_name,
     shard_number,
     totals_by_split,
 )
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
-from electra.data.wordpiece import LibraryEncoder, create_encoder
 from electra.data.workers import count_usable_cores, map_in_order
-from electra.errors import ConfigError, DataError, check_range, report_panics
+from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
     PARTIAL,
@@ -77,8 +69,6 @@ from electra.signals import explain_stop
 
 VALIDATION_FRACTION, MIN_VALIDATION_DOCUMENTS, MAX_VALIDATION_FRACTION = 0.005, 100, 0.1
 """The default, and what it is for a small corpus: enough documents, but not too much of the text."""
-MAX_UNCOVERED_WORDS = 1000
-"""Words with [UNK] that each shard lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +89,8 @@ class ShardConfig:
     """Make only part I of N (I/N, such as 2/8) of the same shards; once all parts are in the folder, the index, too."""
     workers: int | None = None
     """Number of worker processes, by default one per core; does not affect the shards."""
+    ray: str | None = None
+    """Let a Ray cluster encode the text: its address, auto, or local to start Ray on this machine."""
     json: bool = False
     """Print the result as JSON."""
 
@@ -106,13 +98,17 @@ class ShardConfig:
         check_range(self, "validation_fraction", at_least=0, below=1)
         check_range(self, "shard_megabytes", "workers", above=0)
         parse_part(self.part)
+        if self.ray is not None and self.workers is not None:
+            raise ConfigError(
+                "--workers does not apply to --ray, which uses all cores of the cluster; give one of them"
+            )
 
     def command_line(self) -> str:
         """The command line that makes these shards, all parts of them."""
         words = ["electra", "shard"]
         defaults = flat_defaults(ShardConfig)
         for name, value in flat_values(self).items():
-            if value != defaults.get(name) and name not in ("part", "workers", "json"):
+            if value != defaults.get(name) and name not in ("part", "workers", "ray", "json"):
                 flag = "--" + name.replace("_", "-")
                 words += [flag] if value is True else [flag, str(value)]
         return shlex.join(words)
@@ -150,32 +146,6 @@ class ShardResult:
         notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
         notes += [f"{self.without_text:,} rows without text skipped"] if self.without_text else []
         return "; ".join(notes)
-
-
-@dataclass(frozen=True)
-class ShardText:
-    """The text of one shard."""
-
-    number: int
-    blocks: list[Block]
-    position: int  # bytes of the corpus on disk up to its end
-
-    def checksum(self) -> int:
-        """CRC-32 of the text."""
-        checksum = 0
-        for block in self.blocks:
-            for part in [block.data] if isinstance(block.data, bytes) else block.data:
-                checksum = crc32(part, crc32(b"\0", checksum))
-        return checksum
-
-
-@dataclass(frozen=True)
-class EncodedShard:
-    """A shard as its worker returns it."""
-
-    info: ShardInfo
-    content: bytes
-    position: int  # of its ShardText
 
 
 def shard(config: ShardConfig) -> ShardResult:
@@ -225,23 +195,6 @@ def write_record_or_index(
     index = ShardIndex(settings=settings, command=command, shards=shards)
     check_and_write_index(config, old_index, index)
     return index, []
-
-
-def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText]:
-    """The corpus in parts of at least `min_bytes` bytes, except for the last."""
-    number = num_bytes = position = 0
-    blocks: list[Block] = []
-    for block in corpus.read_blocks():
-        blocks.append(block)
-        num_bytes += len(block)
-        position = corpus.position(block)
-        if num_bytes >= min_bytes:
-            yield ShardText(number, blocks, position)
-            number += 1
-            num_bytes = 0
-            blocks = []
-    if blocks:
-        yield ShardText(number, blocks, position)
 
 
 def choose_validation_fraction(config: ShardConfig, corpus: Corpus, first: ShardText) -> float:
@@ -395,61 +348,24 @@ def write_missing_shards(
 ) -> list[ShardInfo]:
     """Encode and write every shard of a part that is not finished."""
     new: list[ShardInfo] = []
-    encode = partial(encode_shard, config, tokenizer.fingerprint)
-    workers = config.workers or count_usable_cores()
+    assert config.validation_fraction is not None
+    encode = partial(encode_shard, make_encoding(config.source, config.validation_fraction, tokenizer))
+    missing = missing_texts(config, part, texts, finished)
     start_time = monotonic()
     with create_progress_bar() as bar:
         task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
-        for encoded in map_in_order(encode, missing_texts(config, part, texts, finished), workers):
+        if config.ray is None:
+            results = map_in_order(encode, missing, config.workers or count_usable_cores())
+        else:
+            results = map_on_ray(encode, missing, config.ray)
+        position = 0
+        for encoded in results:
             write_file(config.output / encoded.info.name, encoded.content)
             new.append(encoded.info)
             description = describe_progress(new, monotonic() - start_time)
-            bar.update(task, completed=encoded.position, description=description)
+            position = max(position, encoded.position)
+            bar.update(task, completed=position, description=description)
     return new
-
-
-@lru_cache(maxsize=1)
-def load_cached_encoder(tokenizer_folder: Path, fingerprint: str) -> LibraryEncoder:
-    """The worker's encoder, whose word cache is kept from shard to shard."""
-    tokenizer = load_tokenizer(tokenizer_folder)
-    assert tokenizer.fingerprint == fingerprint
-    return create_encoder(tokenizer)
-
-
-@report_panics()
-def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> EncodedShard:
-    """Encode the text of one shard; runs in a worker."""
-    encoder = load_cached_encoder(config.output / TOKENIZER, fingerprint)
-    encoder.uncovered.clear()
-    stats = ReadStats()
-    dtype = np.dtype(encoder.typecode)
-    documents = encode_documents_by_split(config, encoder, text, stats)
-    encoded = [ids for split in SPLITS for ids in documents[split]]
-    info = {
-        "text_bytes": sum(map(len, text.blocks)),
-        "text_checksum": text.checksum(),
-        "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
-        "uncovered": most_frequent_words(encoder.uncovered, MAX_UNCOVERED_WORDS),
-        **asdict(stats),
-    }
-    content = serialize_shard(documents, info, dtype)
-    file = ShardFile(content, Path(shard_file_name(text.number)))
-    return EncodedShard(file.read_info(), content, text.position)
-
-
-def encode_documents_by_split(
-    config: ShardConfig, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
-) -> dict[Split, list[bytes]]:
-    """The ids of each document by split."""
-    assert config.validation_fraction is not None
-    encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
-    for block in text.blocks:
-        documents = list(parse_documents(block, config.source, stats))
-        for document, ids in zip(documents, encoder.encode(documents), strict=True):
-            if ids:
-                is_validation = hash_document(document) < config.validation_fraction
-                encoded["validation" if is_validation else "train"].append(ids)
-    return encoded
 
 
 def check_and_write_index(config: ShardConfig, old_index: ShardIndex | None, index: ShardIndex) -> None:
