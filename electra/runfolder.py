@@ -145,9 +145,9 @@ def lock_folder(folder: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[No
         yield
 
 
-def lock_file(path: Path) -> AbstractContextManager[None]:
+def lock_file(path: Path, wait_seconds: float = LOCK_SECONDS) -> AbstractContextManager[None]:
     """Keep other processes from writing a file or folder."""
-    return hold_lock(path.with_name(f".{path.name}.lock{PARTIAL}"), path)
+    return hold_lock(path.with_name(f".{path.name}.lock{PARTIAL}"), path, wait_seconds)
 
 
 @contextmanager

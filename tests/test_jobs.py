@@ -8,6 +8,8 @@ import signal
 import stat
 import threading
 import time
+from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,6 +95,27 @@ def test_an_error_in_one_job_stops_the_others(glue_config, tmp_path):
     with pytest.raises(DataError, match=r"RTE/dev.tsv, line 2: unknown label 'maybe'"):
         glue(config)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: patches reach the workers
+@pytest.mark.parametrize(("workers", "on_each"), [(2, [1, 1]), (3, [2, 1]), (None, [2, 2])])
+def test_workers_are_divided_over_the_gpus(glue_config, monkeypatch, workers, on_each):
+    """Each sees one GPU; by default there are two for each."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(jobs_module.multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(jobs_module, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(jobs_module, "start_mps", lambda: nullcontext(False))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv(VISIBLE_DEVICES, "3,GPU-5,-1,7")  # CUDA ends the list at -1
+    monkeypatch.setattr(Job, "run", lambda job, quiet: time.sleep(0.2) or (os.getpid(), os.environ[VISIBLE_DEVICES]))
+    tuning = glue_config()
+    job = Job(
+        model=tuning.model, task=GLUE_TASKS["cola"], tuning=tuning.tuning, hardware=tuning.hardware, seed=1,
+        folder=tuning.output,
+    )  # fmt: skip
+    gpus_of_workers = dict(result for _, result in jobs_module.run_here_or_in_workers([job] * 8, workers))
+    counts = Counter(gpus_of_workers.values())
+    assert [counts["3"], counts["GPU-5"]] == on_each
 
 
 def test_a_single_job_runs_in_this_process(glue_config, capsys):

@@ -99,9 +99,7 @@ class ShardConfig:
         check_range(self, "shard_megabytes", "workers", above=0)
         parse_part(self.part)
         if self.ray is not None and self.workers is not None:
-            raise ConfigError(
-                "--workers does not apply to --ray, which uses all cores of the cluster; give one of them"
-            )
+            raise ConfigError("give --workers or --ray, which uses all cores of the cluster, not both")
 
     def command_line(self) -> str:
         """The command line that makes these shards, all parts of them."""

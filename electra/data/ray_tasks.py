@@ -6,6 +6,7 @@ Nodes need electra in the same version. Functions and items are sent to them, re
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -19,6 +20,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 LOCAL = "local"
+CONNECT_SECONDS = 10.0
 MAX_RETRIES = 10  # of a task whose process or node was lost
 
 
@@ -54,14 +56,11 @@ def call_on_node(version: str, function: Callable[[Item], Result], item: Item) -
 def connect_to_ray(address: str) -> Iterator[Any]:
     """Connect to a Ray cluster, or start Ray on this machine ("local"); yields the library and disconnects."""
     ray = import_optional("ray", "--ray")
+    options = {"include_dashboard": False} if address == LOCAL else {}
     try:
-        ray.init(
-            address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            include_dashboard=False if address == LOCAL else None,
-        )
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        check_reachable(address)
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"is {address}, where no Ray cluster can be reached ({reason}); use the address that `ray start --head` "
@@ -72,6 +71,13 @@ def connect_to_ray(address: str) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Raise if nothing answers at HOST:PORT, for which Ray would wait for minutes."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
 
 def get_result(ray: Any, reference: Any) -> Any:

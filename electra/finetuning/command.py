@@ -86,7 +86,7 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         seeds=config.jobs.seeds,
         folder=config.output,
     )
-    results = run_jobs(jobs, config.jobs.workers)
+    results = run_jobs(jobs, config.jobs)
     median, deviation = medians_and_deviations(results)
     return FinetuneResult(
         output=str(config.output),

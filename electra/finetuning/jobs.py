@@ -8,6 +8,7 @@ the other (docs/log.md).
 import json
 import multiprocessing
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,9 +26,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from electra.data.ray_tasks import map_on_ray
 from electra.data.workers import block_signals, init_worker
 from electra.errors import DataError, TrainingError
-from electra.finetuning.config import TuningConfig
+from electra.finetuning.config import JobsConfig, TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
 from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
@@ -39,6 +42,7 @@ from electra.runfolder import (
     check_same_settings,
     file_checksum,
     is_missing_or_empty,
+    lock_file,
     lock_folder,
     read_json,
     read_stored,
@@ -55,6 +59,7 @@ DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "sche
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
+LOST_JOB_SECONDS = 300.0
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_PIPES, MPS_LOGS, VISIBLE_DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
 MPS_TIMEOUT = 20  # seconds
@@ -167,12 +172,17 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
     return f"create one with: electra finetune --model {output} --train … --output … (or --task)"
 
 
-def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
+def run_jobs(jobs: list[Job], config: JobsConfig) -> list[JobResult]:
     """Run all unfinished jobs, the longest first; returns the results of all jobs."""
     unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
     for model, length in {(job.model, job.length) for job in unfinished}:
         warn_untrained_length(model, length)
-    for number, (job, result) in enumerate(run_here_or_in_workers(unfinished, workers), start=1):
+    if config.ray is not None and unfinished:
+        uses_gpu = unfinished[0].hardware.device != "cpu"
+        results = map_on_ray(partial(run_on_node, Path.cwd()), unfinished, config.ray, uses_gpu)
+    else:
+        results = run_here_or_in_workers(unfinished, config.workers)
+    for number, (job, result) in enumerate(results, start=1):
         name, value = next(iter(result.metrics["dev"].items()))
         metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
         print(
@@ -193,18 +203,29 @@ def run_here_or_in_workers(jobs: Sequence[Job], workers: int | None) -> Iterator
         yield from ((job, job.run()) for job in jobs)
         return
     with clean_up_on_stop_signals(), start_mps() if uses_gpu else nullcontext(False) as has_mps:
-        count = min(workers or default_gpu_workers(has_mps), len(jobs))
+        gpus = visible_gpus() if uses_gpu else []
+        count = min(workers or len(gpus) * default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
         with block_signals():
-            pool = ProcessPoolExecutor(count, context, init_job_worker, (count,))
+            numbers = context.SimpleQueue()  # each worker takes one
+            for number in range(count):
+                numbers.put(number)
+            pool = ProcessPoolExecutor(count, context, init_job_worker, (count, numbers, gpus))
         with pool, stop_workers_on_error(pool):
             with block_signals():
                 futures = [pool.submit(run_in_worker, job) for job in jobs]
             yield from (future.result() for future in as_completed(futures))
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them."""
+    listed = os.environ.get(VISIBLE_DEVICES)
+    names = [str(number) for number in range(torch.cuda.device_count())] if listed is None else listed.split(",")
+    return names[: torch.cuda.device_count()]  # CUDA ignores what follows an invalid entry
+
+
 def default_gpu_workers(has_mps: bool) -> int:
-    """Two without MPS: one can load and evaluate while the other trains."""
+    """The workers of a GPU. Two without MPS: one can load and evaluate while the other trains."""
     return min(MAX_WORKERS, max(2, torch.cuda.mem_get_info()[0] // MEMORY_PER_WORKER)) if has_mps else 2
 
 
@@ -234,9 +255,26 @@ def run_in_worker(job: Job) -> tuple[Job, JobResult]:
         os._exit(1)  # the pool would treat the exception as the job's and start the next job
 
 
-def init_job_worker(workers: int) -> None:
-    """Divide the cores among the workers, and end with the parent process."""
+def run_on_node(folder: Path, job: Job) -> tuple[Job, JobResult]:
+    """Run a job on a node of a cluster, in the folder that its paths are relative to.
+
+    If a node is lost, the job may be started again on another while it ends: the lock makes the second one wait."""
+    output = folder / job.folder.parent
+    if not (folder.is_dir() and output.is_dir()):
+        raise DataError(
+            f"{platform.node()} has no folder {output}; all nodes of the Ray cluster need model, data and output under "
+            "the same paths"
+        )
+    os.chdir(folder)
+    with lock_file(job.folder, LOST_JOB_SECONDS):
+        return run_in_worker(job)
+
+
+def init_job_worker(workers: int, numbers: Any, gpus: list[str]) -> None:
+    """Divide cores and GPUs among the workers, and end with the parent process."""
     init_worker()
+    if gpus:
+        os.environ[VISIBLE_DEVICES] = gpus[numbers.get() % len(gpus)]  # before CUDA is initialized
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
