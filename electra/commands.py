@@ -65,6 +65,11 @@ COMMANDS = {
         "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
     ),
     "glue": Command("finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
+    "probe": Command(
+        "finetuning.config:ProbeConfig",
+        "finetuning.probe:probe",
+        "compare pre-trained models by cross-validation on GLUE's training rows",
+    ),
     "evaluate": Command(
         "finetuning.config:EvaluateConfig", "finetuning.predict:evaluate", "evaluate a fine-tuned model on a file"
     ),
