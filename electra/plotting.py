@@ -247,3 +247,17 @@ def draw_rows_with_errors(axes: Any, panel: ErrorBars) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set(xlabel=panel.ylabel)
+
+
+def plot_token_map(path: Path, positions: NDArray, tokens: list[str], num_labels: int) -> bool:
+    """Plot tokens at `positions` [N, 2]; the first `num_labels` of them by name."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.scatter(positions[:, 0], positions[:, 1], s=3, color="tab:gray", alpha=0.4)
+        for (x, y), token in list(zip(positions.tolist(), tokens, strict=True))[:num_labels]:
+            axes.text(x, y, token.replace("$", r"\$"), fontsize=6, ha="center", va="center")
+        axes.set_title(f"embeddings of the {len(tokens):,} most frequent tokens")
+        axes.axis("off")
+
+    return save_figure(path, (12, 12), draw, dpi=110)

@@ -139,15 +139,18 @@ def write_splits(task: Task, folder: Path, limit: int | None, slice_rows: int, s
         folds = [(order[held_out : held_out + slice_rows], order[:held_out])]
     else:
         folds = [(np.delete(order, slice(fold, None, FOLDS)), order[fold::FOLDS]) for fold in range(FOLDS)]
-    tasks = []
-    for fold, (train, dev) in enumerate(folds):
-        splits = {}
-        for split, indices in {"train": train, "dev": dev}.items():
-            path = folder / f"{task.name}-{fold}-{split}.jsonl"
-            path.write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
-            splits[split] = str(path)
-        tasks.append(replace(task, splits=splits))
-    return tasks
+    return [
+        write_rows(task, values, {"train": train, "dev": dev}, folder / f"{task.name}-{fold}")
+        for fold, (train, dev) in enumerate(folds)
+    ]
+
+
+def write_rows(task: Task, values: list[dict[str, Any]], rows: dict[str, NDArray], folder: Path) -> Task:
+    """The task with some of its rows, by split, in files of a new folder."""
+    folder.mkdir()
+    for split, indices in rows.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
+    return replace(task, splits={split: str(folder / f"{split}.jsonl") for split in rows})
 
 
 def count_rows(task: Task) -> dict[str, int]:

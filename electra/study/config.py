@@ -1,4 +1,4 @@
-"""The settings of `electra study`."""
+"""The settings of `electra study` and `electra analyze`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,3 +73,47 @@ class StudyConfig:
             for word in getattr(self, name):
                 if "=" not in word:
                     raise ConfigError(f"has {word!r}; write KEY=VALUE", field=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeConfig:
+    """Show what a discriminator has learnt: a map of its token embeddings, where it finds replaced tokens by position
+    and token frequency, the calibration of its probabilities, and with --glue the score of fine-tuning on few examples.
+
+    electra analyze --model runs/x --data shards/ --glue glue/ --output analysis/
+
+    Fine-tunings that are finished are not repeated when the command is."""
+
+    model: Path
+    """A pre-training run or a model folder (written by electra) with a discriminator. Without a generator, text is
+    corrupted by token frequencies."""
+    data: Path
+    """Folder of shards; the text comes from its validation split."""
+    output: Path
+    """Folder for numbers and figures."""
+    rows: int = 1024
+    """Number of held-out rows; fewer if the validation split is smaller."""
+    map_tokens: int = 2000
+    """Number of the most frequent tokens on the map."""
+    glue: str | None = None
+    """The folder of GLUE's official download, or hub:glue, for the few-shot curve; only training files are read."""
+    tasks: tuple[Glue6Task, ...] = ("sst2", "qnli", "mrpc")
+    """Tasks of the few-shot curve."""
+    examples: tuple[int, ...] = (32, 100, 320, 1000, 3200)
+    """Numbers of training examples; those that a task does not have are left out."""
+    seeds: int = 3
+    """Number of random subsets, and seeds, for each number of examples."""
+    finetuning: tuple[str, ...] = ()
+    """Settings of electra finetune, as KEY=VALUE; by default few examples are repeated for at least 200 steps."""
+    workers: int | None = None
+    """Fine-tunings in parallel, one process each; default as in electra finetune."""
+    device: Device = "auto"
+    """auto: the GPU if there is one, else the CPU."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "rows", "seeds", "workers", at_least=1)
+        check_range(self, "map_tokens", at_least=3)
+        if any(count < 1 for count in self.examples):
+            raise ConfigError(f"has {min(self.examples)}; it must be at least 1", field="examples")

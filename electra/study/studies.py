@@ -115,7 +115,7 @@ STUDIES: dict[StudyName, Study] = {
     ),
     "compute": Study(
         question="How does the score grow with compute, for ELECTRA and for BERT?",
-        source="Figures 1, 2 and 4, Table 1",
+        source="Figures 1 and 4, Table 1",
         settings=[
             compute_setting(name, settings, size, budget)
             for size in COMPUTE_SIZES
