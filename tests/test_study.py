@@ -113,7 +113,7 @@ def test_the_probe_compares_the_runs(tmp_path, study_config, no_training, output
     result = study(config)
     assert result.measure == "probe"
     assert all(0 <= each.probe.mean <= 1 for each in result.settings)
-    assert result.settings[1].difference.error >= pytest.approx(0.6 * 2**0.5)  # two runs of one seed each
+    assert result.settings[1].difference.error > 0.84  # √2 · 0.6: two runs of one seed each
     assert "assumed standard deviation of 0.6 points" in result.verdict
     assert len((output / "probe.jsonl").read_text().splitlines()) == 2 * 5
     assert study(config).settings == result.settings

@@ -1,7 +1,7 @@
 """What all runs of a study are compared by: the probe, and the RTD loss on rows that one generator corrupted once."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -156,7 +156,7 @@ def probe_mean(scores: Scores) -> float:
     return float(np.mean([array.mean() for array in scores.values()]))
 
 
-def estimate_probe(runs: list[Scores], variance: float) -> Estimate:
+def estimate_probe(runs: Sequence[Scores], variance: float) -> Estimate:
     """The mean over runs, which differ by their seed; `variance` is that between seeds."""
     estimates = [estimate_mean_of_tasks(scores.values()) for scores in runs]
     errors = [estimate.error or 0.0 for estimate in estimates]
