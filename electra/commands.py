@@ -74,6 +74,7 @@ COMMANDS = {
     "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
     "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
     "embed": Command("serve.config:EmbedConfig", "serve.embed:embed", "compute embeddings of texts or of a file"),
+    "serve": Command("serve.config:ServeConfig", "serve.command:serve", "answer HTTP requests with a model"),
     "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),

@@ -15,6 +15,7 @@ EXTRAS = {
     "yaml": ("pyyaml", "--config files in YAML"),
     "sklearn": ("scikit-learn", "estimators for scikit-learn"),
     "onnx": ("onnxruntime", "export to ONNX, with onnx and onnxscript"),
+    "server": ("fastapi", "electra serve, with uvicorn"),
 }
 
 

@@ -233,7 +233,11 @@ def test_doctor_knows_all_extras_and_their_libraries():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     extras = {name: libraries for name, libraries in project["optional-dependencies"].items() if name != "dev"}
     names = {name: [re.match(r"[\w-]+", library)[0] for library in libraries] for name, libraries in extras.items()}
-    assert {name: [library] for name, (library, _) in EXTRAS.items()} == names
+    assert EXTRAS.keys() == names.keys()
+    for name, (library, purpose) in EXTRAS.items():
+        others = [each for each in names[name] if each != library]
+        assert {library, *others} == set(names[name])
+        assert all(other in purpose for other in others)
 
 
 def test_doctor_shows_how_to_install_an_extra():
