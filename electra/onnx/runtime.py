@@ -1,7 +1,6 @@
 """Models in ONNX Runtime with the interface of ours in PyTorch, from a folder that `electra export --to onnx` wrote."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -14,31 +13,13 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.predict import Predictor
-from electra.finetuning.tasks import Task
 from electra.huggingface.convert import from_huggingface_config
 from electra.huggingface.names import get_architecture
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, Generator
 from electra.model.encoder import Encoder
-from electra.onnx.export import FOLDER, FP32, HIDDEN, INT8, check_libraries, open_session
-from electra.runfolder import CONFIG, read_json, read_stored, write_stored
-
-TASK = "task.json"  # of a fine-tuned model
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnnxTask:
-    """What predictions need beside the ONNX file of a fine-tuned model."""
-
-    task: Task
-    length: int  # maximum length in tokens
-
-
-def write_task(folder: Path, task: Task, length: int) -> None:
-    """Write the task of a model that was exported: its outputs are in the unit of the scores, for one window of each
-    text. Files of the training data are not named."""
-    exported = replace(task, splits={}, scale=1.0, offset=0.0, windows=1)
-    write_stored(folder / TASK, asdict(OnnxTask(task=exported, length=length)))
+from electra.onnx.export import FOLDER, FP32, HIDDEN, INT8, TASK, OnnxTask, check_libraries, open_session
+from electra.runfolder import CONFIG, read_json, read_stored
 
 
 def is_onnx_folder(folder: Path) -> bool:

@@ -21,9 +21,8 @@ from electra.finetuning.config import PredictorConfig
 from electra.finetuning.features import group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
-from electra.model.electra import Discriminator, Electra
-from electra.model.encoder import Encoder
+from electra.model.config import PACKAGED_MODEL, EmbeddingPooling, EncoderConfig
+from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor, is_onnx_folder
 from electra.serve.config import DetectConfig, FillConfig, TextConfig
@@ -129,10 +128,10 @@ class Model:
         if self.electra.discriminator is not None and not self.has_rtd_head:
             raise ConfigError("this model is an encoder without a replaced token detection head; it can only embed")
         discriminator = self.electra.require_discriminator()
-        rows = self.tokenize(texts, discriminator.encoder)
+        rows = self.tokenize(texts, discriminator.encoder.config)
         replaced: dict[int, list[float]] = {}
         for group in group_by_tokens(np.array([len(row.ids) for row in rows]), self.max_tokens):
-            inputs = self.pad([rows[index] for index in group], discriminator.encoder)
+            inputs = self.pad([rows[index] for index in group], discriminator.encoder.config)
             probabilities = discriminator(*inputs).sigmoid()  # [B, L]
             check_finite(probabilities, "the discriminator")
             replaced |= zip(group.tolist(), probabilities.tolist(), strict=True)
@@ -151,13 +150,13 @@ class Model:
         if count < 1:
             raise ConfigError(f"is {count}; it must be at least 1", field="count")
         generator = self.electra.require_generator()
-        rows = self.tokenize(texts, generator.encoder)
+        rows = self.tokenize(texts, generator.encoder.config)
         positions = [self.mask_positions(text, row) for text, row in zip(texts, rows, strict=True)]
         # the vocabulary logits of a [MASK] take more memory than the states of a token
         sizes = [max(len(row.ids), TOKENS_PER_MASK * len(each)) for row, each in zip(rows, positions, strict=True)]
         masks: dict[int, list[MaskPrediction]] = {}
         for group in group_by_tokens(np.array(sizes), self.max_tokens):
-            inputs = self.pad([rows[index] for index in group], generator.encoder)
+            inputs = self.pad([rows[index] for index in group], generator.encoder.config)
             at = pad_sequence([torch.tensor(positions[index]) for index in group], batch_first=True)  # [B, M]
             probabilities = generator(*inputs, positions=at.to(self.device)).logits.softmax(-1)  # [B, M, V]
             check_finite(probabilities, "the generator")
@@ -198,23 +197,23 @@ class Model:
 
     def create_embedder(self, **settings: Any) -> Embedder:
         """Embeddings with the keyword arguments of `Embedder`."""
-        encoder = self.main_encoder()
-        return Embedder(encoder, self.plain_tokenizer, self.device, self.max_length(encoder), **settings)
+        encoder = self.main_part().encoder
+        return Embedder(encoder, self.plain_tokenizer, self.device, self.max_length(encoder.config), **settings)
 
     @cached_property
     def plain_tokenizer(self) -> TextTokenizer:
         """A copy for embeddings: encoding special tokens as text is a setting of the library's object."""
         return deepcopy(self.tokenizer)
 
-    def main_encoder(self) -> Encoder:
-        """The discriminator's encoder, or that of a lone generator."""
-        return (self.electra.discriminator or self.electra.require_generator()).encoder
+    def main_part(self) -> Discriminator | MaskedLanguageModel:
+        """The discriminator, or a lone generator."""
+        return self.electra.discriminator or self.electra.require_generator()
 
-    def max_length(self, encoder: Encoder) -> int:
+    def max_length(self, encoder: EncoderConfig) -> int:
         """Tokens after which texts are truncated."""
-        return min(encoder.config.positions, self.trained_length or encoder.config.positions)
+        return min(encoder.positions, self.trained_length or encoder.positions)
 
-    def tokenize(self, texts: Sequence[str], encoder: Encoder) -> list[TokenizedText]:
+    def tokenize(self, texts: Sequence[str], encoder: EncoderConfig) -> list[TokenizedText]:
         """The tokens of texts, truncated to the length that the model was trained on."""
         length = self.max_length(encoder)
         encoded = [encoding.ids for encoding in self.tokenizer.library.encode_batch(list(texts))]
@@ -223,10 +222,10 @@ class Model:
             for ids in encoded
         ]
 
-    def pad(self, rows: Sequence[TokenizedText], encoder: Encoder) -> tuple[Tensor, Tensor]:
+    def pad(self, rows: Sequence[TokenizedText], encoder: EncoderConfig) -> tuple[Tensor, Tensor]:
         """Padded token ids and attention mask [B, L]."""
         ids = [torch.tensor(row.ids) for row in rows]
-        input_ids = pad_sequence(ids, batch_first=True, padding_value=encoder.config.pad_id)
+        input_ids = pad_sequence(ids, batch_first=True, padding_value=encoder.pad_id)
         attention_mask = torch.arange(input_ids.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
         return input_ids.to(self.device), attention_mask.to(self.device)
 
