@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {  # the log has commands of past versions
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "electra/kernels/README.md")
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "electra/kernels/README.md")
     if path.name != "log.md"
 }
 TEXT = "\n".join(PAGES.values())
