@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from electra.commands import COMMANDS, function_name, make_command_function
+from electra.commands import COMMANDS, function_name, import_object, make_command_function
 
 __version__ = "0.1.0"
 FUNCTIONS = {function_name(command): command for command in COMMANDS}
@@ -20,9 +20,7 @@ __all__ = ["__version__", "load", *FUNCTIONS]
 def __getattr__(name: str) -> Callable[..., Any]:
     """Import `load` and the commands when they are first used: torch takes seconds to import."""
     if name == "load":
-        from electra.serve.inference import load
-
-        return load
+        return import_object("serve.inference:load")
     if name in FUNCTIONS:
         return make_command_function(FUNCTIONS[name])
     raise AttributeError(f"module 'electra' has no attribute {name!r}")
