@@ -6,7 +6,6 @@ prefix `run_` (`electra.run_report`); three others are `electra.train_tokenizer`
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from electra.commands import COMMANDS, function_name, import_object, make_command_function
@@ -16,7 +15,6 @@ FUNCTIONS = {function_name(command): command for command in COMMANDS}
 __all__ = ["__version__", "load", *FUNCTIONS]
 
 
-@cache
 def __getattr__(name: str) -> Callable[..., Any]:
     """Import `load` and the commands when they are first used: torch takes seconds to import."""
     if name == "load":

@@ -10,6 +10,7 @@ import keyword
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def function_name(command: str) -> str:
     return f"run_{name}" if path.exists() or path.with_suffix(".py").exists() else name
 
 
+@cache
 def make_command_function(name: str) -> Callable[..., Any]:
     """A command as a function of flat keyword arguments, named like its flags."""
     command = COMMANDS[name]
