@@ -92,12 +92,14 @@ COMMANDS = {
     "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
     "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
     "embed": Command("serve.config:EmbedConfig", "serve.embed:embed", "compute embeddings of texts or of a file"),
+    "serve": Command("serve.config:ServeConfig", "serve.command:serve", "answer HTTP requests with a model"),
     "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware in use and what features need"),
     "completion": Command(
         "completion:CompletionConfig", "completion:write_completion", "complete commands and flags in a shell"
     ),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
+    "study": Command("study.config:StudyConfig", "study.command:study", "repeat one of the paper's studies"),
     "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face or ONNX"),
     "import": Command("export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"),
 }
@@ -123,7 +125,7 @@ def make_command_function(name: str) -> Callable[..., Any]:
         callback = settings.pop("callback", None) if command.writes_metrics else None
         if callback is not None and "workers" in settings_by_name(config_class):
             settings["workers"] = 1  # jobs in other processes cannot call it
-        config = build_config(config_class, **settings)
+        config: Any = build_config(config_class, **settings)
         run = command.load_function()
         if callback is None:
             return run(config)
