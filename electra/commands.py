@@ -77,7 +77,9 @@ COMMANDS = {
     "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
-    "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face or ONNX"),
+    "export": Command(
+        "export.config:ExportConfig", "export.command:export", "export a model to Hugging Face, to ONNX or as a page"
+    ),
     "import": Command("export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"),
 }
 

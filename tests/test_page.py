@@ -247,7 +247,7 @@ def test_scores_of_a_classifier_equal_pytorch(tuned_site, finetuned, open_page):
     page.click(".card >> nth=1")
     text = "the small bird sat on the mat ."
     page.wait_for_function("() => document.querySelector('#class-summary').textContent.includes('bird')")
-    assert page.input_value("textarea") == text
+    assert page.input_value("#text-0") == text
     [predicted] = electra.load(finetuned.output, device="cpu").predict([text])
     labels = json.loads((tuned_site / "model/model.json").read_text())["labels"]
     expected = [predicted[f"p({label})"] for label in labels]

@@ -34,7 +34,7 @@ class ExportConfig:
     """The text that the model was trained on and its licences, for the model card; --to package needs it."""
     int8: bool | None = None
     """With --to onnx: also write a file with int8 weights, a quarter of the size and faster. With --to page: int8
-    weights, the default unless they are too coarse for the model; --no-int8: fp32."""
+    or, with --no-int8, fp32 weights; by default int8 for models above 20 MB, unless it is too coarse for them."""
     examples: Path | None = None
     """With --to page: a text file with one example per line; the two texts of a pair are separated by a tab. Default:
     some English sentences."""

@@ -31,6 +31,7 @@ MODEL = "model"  # folder of what belongs to the model
 DESCRIPTION = "model.json"
 EXAMPLES = "examples.txt"
 MAX_EXAMPLES, MAX_EXAMPLE_CHARACTERS = 30, 2000
+MIN_INT8_BYTES = 20_000_000  # of fp32 weights: below, int8 saves little of the page's size, and verdicts stay exact
 MAX_MAP_TOKENS = 65_536  # the neighbours of more would take minutes
 
 
@@ -61,7 +62,7 @@ def open_command(folder: str | Path) -> str:
 def write_page(model: Path, output: Path, *, int8: bool | None = None, examples: Path | None = None) -> PageResult:
     """Write a complete static site for a run, a model folder or an output of electra finetune.
 
-    `int8` None: int8 weights unless they are too coarse for the model. `examples`: a text file, one per line."""
+    `int8` None: int8 weights for large models, unless that is too coarse. `examples`: a text file, one per line."""
     check_libraries()
     shown = read_examples(examples or STATIC / EXAMPLES)
     sources = load_sources(model, output)
@@ -70,7 +71,7 @@ def write_page(model: Path, output: Path, *, int8: bool | None = None, examples:
     require_node_packages()
     has_map = main.encoder.config.vocab_size <= MAX_MAP_TOKENS
     with create_folder_atomically(output) as draft, create_progress_bar() as progress:
-        counts = [count_advances(source.exportable_model(), int8 is not False) for source in sources.values()]
+        counts = [count_advances(source.exportable_model(), wants_int8(source, int8)) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
         shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(EXAMPLES, VENDOR.name))
         (draft / VENDOR.name).mkdir()
@@ -114,13 +115,17 @@ def load_sources(model: Path, output: Path) -> dict[str, ExportSource]:
     return sources
 
 
+def wants_int8(source: ExportSource, int8: bool | None) -> bool:
+    return 4 * source.count_parameters() > MIN_INT8_BYTES if int8 is None else int8
+
+
 def write_model(source: ExportSource, path: Path, int8: bool | None, advance: Callable[[], None]) -> OnnxFile:
     """Write the ONNX file of a model in int8 or fp32."""
     model = source.exportable_model()
     settings: dict[str, Any] = {"keep_head": source.purpose != "generator", "advance": advance}
     with TemporaryDirectory() as folder:
         try:
-            file = write_verified_files(model, Path(folder), int8=int8 is not False, **settings)[-1]
+            file = write_verified_files(model, Path(folder), int8=wants_int8(source, int8), **settings)[-1]
         except DataError:
             if int8 is not None:
                 raise
@@ -150,6 +155,7 @@ def describe(main: ExportSource, model: Path, sources: dict[str, ExportSource]) 
         description |= {
             "labels": list(task.labels),
             "columns": [task.text, task.text_b] if task.text_b else [task.text],
+            "has_entities": task.scheme is not None,
             "has_unanswerable": task.has_unanswerable,
             "null_threshold": task.null_threshold,
         }

@@ -125,6 +125,7 @@ const methods = {
         const best = scores.indexOf(Math.max(...scores));
         return { ...word, label: about.labels[best], probability: scores[best] };
       });
+    if (about.has_entities) tagged.forEach((word, at) => (word.label = startEntity(word.label, tagged[at - 1]?.label)));
     return { words: tagged, isTruncated: tagged.length < split.words.length };
   },
 
@@ -165,6 +166,11 @@ const methods = {
     return Array.from({ length: about.vocabulary }, (_, id) => names[id] ?? "");
   },
 };
+
+/** An I- that continues no entity is a B-. */
+function startEntity(label, before = "O") {
+  return label.startsWith("I-") && before.slice(2) !== label.slice(2) ? `B-${label.slice(2)}` : label;
+}
 
 function logSoftmax(logits) {
   return softmax(logits).map(Math.log);
