@@ -12,7 +12,11 @@ from typing import Any
 
 from electra.config import build_config
 
-WAIT_POLICY = "OMP_WAIT_POLICY"
+OPENMP = {"GOMP_SPINCOUNT": "10000"}
+"""How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
+between two operations. With torch's default, 300,000 iterations, steps beside one other busy process are several times
+slower; threads that sleep at once are slower on quiet cores (benchmarks/cpu_threads.py, docs/log.md)."""
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", *OPENMP)
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,9 @@ class Command:
 
 
 def import_object(reference: str) -> Any:
-    """The object that "module:name" refers to.
-
-    Its module may import torch, whose OpenMP threads would spin while they wait: next to any other busy process, steps
-    on a CPU then take several times as long as with threads that sleep (docs/log.md)."""
-    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+    """The object that "module:name" refers to; its module may import torch, which reads OpenMP's variables."""
+    if not any(name in os.environ for name in WAIT_VARIABLES):
+        os.environ.update(OPENMP)
     module, name = reference.split(":")
     return getattr(importlib.import_module(f"electra.{module}"), name)
 
@@ -63,6 +65,11 @@ COMMANDS = {
         "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
     ),
     "glue": Command("finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
+    "probe": Command(
+        "finetuning.config:ProbeConfig",
+        "finetuning.probe:probe",
+        "compare pre-trained models by cross-validation on GLUE's training rows",
+    ),
     "evaluate": Command(
         "finetuning.config:EvaluateConfig", "finetuning.predict:evaluate", "evaluate a fine-tuned model on a file"
     ),
@@ -74,9 +81,13 @@ COMMANDS = {
     "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
     "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
     "embed": Command("serve.config:EmbedConfig", "serve.embed:embed", "compute embeddings of texts or of a file"),
-    "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
+    "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware in use and what features need"),
+    "completion": Command(
+        "completion:CompletionConfig", "completion:write_completion", "complete commands and flags in a shell"
+    ),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
+    "study": Command("study.config:StudyConfig", "study.command:study", "repeat one of the paper's studies"),
     "export": Command(
         "export.config:ExportConfig", "export.command:export", "export a model to Hugging Face, to ONNX or as a page"
     ),
