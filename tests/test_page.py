@@ -276,6 +276,7 @@ def make_tuned_page(encoder_folder, tmp_path_factory):
 
 
 @needs_browser
+@pytest.mark.slow
 def test_tags_equal_pytorch(make_tuned_page, open_page):
     model, site = make_tuned_page("tags", write_tags)
     page = open_page(site)
@@ -288,6 +289,7 @@ def test_tags_equal_pytorch(make_tuned_page, open_page):
 
 
 @needs_browser
+@pytest.mark.slow
 def test_answers_equal_pytorch(make_tuned_page, open_page):
     model, site = make_tuned_page("question-answering", write_questions)
     page = open_page(site)

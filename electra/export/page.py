@@ -17,12 +17,13 @@ from electra.data.tokenizer import SETTINGS, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
 from electra.export.node_packages import FILES, VENDOR, require_node_packages
-from electra.export.source import ExportSource, copy_tokenizer_files_with_json, load_export_source
+from electra.export.onnx_files import copy_tokenizer_files_with_json, exportable_model, write_onnx_files
+from electra.export.source import ExportSource, load_export_source
 from electra.export.vocabulary_map import EPOCHS, compute_map
 from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
 from electra.onnx.export import INPUTS, INT8, check_libraries
-from electra.onnx.verify import OnnxFile, count_advances, write_verified_files
+from electra.onnx.verify import OnnxFile, count_advances
 from electra.runfolder import create_folder_atomically, dump_json
 from electra.training.checkpoint import find_model_folder
 
@@ -71,7 +72,7 @@ def write_page(model: Path, output: Path, *, int8: bool | None = None, examples:
     require_node_packages()
     has_map = main.encoder.config.vocab_size <= MAX_MAP_TOKENS
     with create_folder_atomically(output) as draft, create_progress_bar() as progress:
-        counts = [count_advances(source.exportable_model(), wants_int8(source, int8)) for source in sources.values()]
+        counts = [count_advances(exportable_model(source), wants_int8(source, int8)) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
         shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(EXAMPLES, VENDOR.name))
         (draft / VENDOR.name).mkdir()
@@ -121,15 +122,13 @@ def wants_int8(source: ExportSource, int8: bool | None) -> bool:
 
 def write_model(source: ExportSource, path: Path, int8: bool | None, advance: Callable[[], None]) -> OnnxFile:
     """Write the ONNX file of a model in int8 or fp32."""
-    model = source.exportable_model()
-    settings: dict[str, Any] = {"keep_head": source.purpose != "generator", "advance": advance}
     with TemporaryDirectory() as folder:
         try:
-            file = write_verified_files(model, Path(folder), int8=wants_int8(source, int8), **settings)[-1]
+            file = write_onnx_files(source, Path(folder), wants_int8(source, int8), advance)[-1]
         except DataError:
             if int8 is not None:
                 raise
-            file = write_verified_files(model, Path(folder), int8=False, **settings)[-1]
+            file = write_onnx_files(source, Path(folder), False, advance)[-1]
         name = Path(file.name).name
         shutil.copyfile(Path(folder, name), path)
     return replace(file, name=name)
@@ -137,8 +136,8 @@ def write_model(source: ExportSource, path: Path, int8: bool | None, advance: Ca
 
 def describe(main: ExportSource, model: Path, sources: dict[str, ExportSource]) -> dict[str, Any]:
     """What the page's scripts need to know about a model."""
-    encoder, tokenizer, task = main.encoder.config, load_tokenizer(main.folder), main.task
-    vocabulary = tokenizer.vocabulary
+    encoder, tokenizer = main.encoder.config, load_tokenizer(main.folder)
+    task = None if main.finetuned is None else main.finetuned.task
     description: dict[str, Any] = {
         "name": model.resolve().name,
         "kind": "detection" if task is None else task.kind,
@@ -148,7 +147,7 @@ def describe(main: ExportSource, model: Path, sources: dict[str, ExportSource]) 
         "parameters": {name: source.count_parameters() for name, source in sources.items()},
         "layers": encoder.layers,
         "width": encoder.width,
-        "vocabulary": vocabulary.size,
+        "vocabulary": encoder.vocab_size,
         "tokens": dict(tokenizer.special_tokens),
     }
     if task is not None:

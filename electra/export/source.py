@@ -1,19 +1,19 @@
 """Models to export: one of a pre-trained pair or a fine-tuned one, as a class of `transformers`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, Vocabulary, load_tokenizer, read_trained_length
+from electra.data.tokenizer import TOKENIZER_FILES, Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
-from electra.finetuning.model import load_finetuned_model
+from electra.finetuning.model import FinetunedConfig, load_finetuned_model
 from electra.finetuning.predict import is_finetuned
-from electra.finetuning.tasks import Task
 from electra.huggingface.convert import (
     TASK_HEADS,
     Tensors,
@@ -28,10 +28,10 @@ from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSE
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.encoder import Encoder
-from electra.model.storage import WEIGHTS, copy_tokenizer_files, has_rtd_head, load_model, read_tensor_names
-from electra.onnx.export import ExportableModel, Outputs
-from electra.runfolder import write_file
+from electra.model.storage import WEIGHTS, has_rtd_head, load_model, read_tensor_names
 from electra.training.checkpoint import find_model_folder
+
+Outputs = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ExportSource:
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
     length: int  # tokens that the tokenizer truncates to
     input_axes: tuple[str, ...] = ("batch", "length")
-    task: Task | None = None  # of a fine-tuned model
+    finetuned: FinetunedConfig | None = None
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors.items():
@@ -60,10 +60,6 @@ class ExportSource:
 
     def count_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values())
-
-    def exportable_model(self) -> ExportableModel:
-        """The model in fp32, for ONNX."""
-        return ExportableModel(self.model.float(), self.encoder, self.outputs, self.input_axes).eval()
 
 
 def load_export_source(config: ExportConfig) -> ExportSource:
@@ -169,7 +165,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         purpose=kind.huggingface_task,
         length=finetuned.length,
         input_axes=model.exported_axes,
-        task=task,
+        finetuned=finetuned,
     )
 
 
@@ -177,13 +173,3 @@ def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabular
     """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     return load_tokenizer(folder).vocabulary if encoder.is_modern() and has_tokenizer else None
-
-
-def copy_tokenizer_files_with_json(source: ExportSource, folder: Path) -> list[str]:
-    """Copy the tokenizer files; JavaScript libraries read no vocab.txt, so tokenizer.json is written if it is
-    missing."""
-    copied = copy_tokenizer_files(source.folder, folder, source.length)
-    if copied and TOKENIZER_JSON not in copied:
-        tokenizer = load_tokenizer(folder)
-        write_file(folder / TOKENIZER_JSON, tokenizer.library.to_str(pretty=True) + "\n")
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]

@@ -46,7 +46,7 @@ export async function startMap(model, about) {
       canvas.style.color = `var(${name})`;
       return getComputedStyle(canvas).color;
     };
-    colors = { types: TYPES.map((_, index) => probe(`--type-${index}`)), ink: probe("--ink"), paper: probe("--card"), hot: probe("--hot"), font: color("--sans") || "sans-serif" };
+    colors = { types: TYPES.map((_, index) => probe(`--type-${index}`)), ink: probe("--ink"), paper: probe("--card"), hot: probe("--hot-ink"), font: color("--sans") || "sans-serif" };
   }
 
   function resize() {
