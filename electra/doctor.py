@@ -74,6 +74,7 @@ FEATURES = {
     "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
     "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),
     "page": Feature("a page that runs a model (--to page)", ("onnx", "onnxscript", "onnxruntime"), find_missing_npm),
+    "server": Feature("electra serve", ("fastapi", "uvicorn")),
 }
 
 

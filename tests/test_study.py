@@ -153,6 +153,9 @@ def test_a_folder_of_others_is_refused(study_config, tmp_path):
     (tmp_path / "out" / "notes.txt").touch()
     with pytest.raises(DataError, match="not the output of electra study"):
         study(study_config())
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="not the output of electra study"):
+        study(study_config())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.onnx.export import FOLDER, check_libraries
+from electra.onnx.export import FOLDER, check_libraries, write_task
 from electra.onnx.verify import (
     TIMED_LENGTH,
     OnnxFile,
@@ -125,6 +125,8 @@ def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
         bar = progress.add_task("ONNX, compared with PyTorch", total=count_advances(model, bool(config.int8)))
         write_json(draft / CONFIG, source.settings)
         copied = copy_tokenizer_files_with_json(source, draft)
+        if source.finetuned is not None:
+            write_task(draft, source.finetuned.task, source.length)
         (draft / FOLDER).mkdir()
         files = write_onnx_files(source, draft / FOLDER, bool(config.int8), lambda: progress.advance(bar))
         write_card(source, draft, config)

@@ -46,8 +46,8 @@ class ExportSource:
     settings: Settings
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
     length: int  # tokens that the tokenizer truncates to
-    input_axes: tuple[str, ...] = ("batch", "length")
     finetuned: FinetunedConfig | None = None
+    input_axes: tuple[str, ...] = ("batch", "length")
 
     def __post_init__(self) -> None:
         for name, tensor in self.tensors.items():
@@ -164,8 +164,8 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         settings=settings,
         purpose=kind.huggingface_task,
         length=finetuned.length,
-        input_axes=model.exported_axes,
         finetuned=finetuned,
+        input_axes=model.exported_axes,
     )
 
 
