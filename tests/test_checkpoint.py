@@ -19,6 +19,7 @@ from electra.training.checkpoint import (
     TrainState,
     find_model_folder,
     load_checkpoint,
+    optimizer_state_tensors,
     prune_checkpoints,
     read_training_state,
     save_checkpoint,
@@ -37,7 +38,9 @@ def save(run: Path, step: int, optimizer: str = "adamw") -> tuple[nn.Module, lis
         each.step()
     weights = {name: value.detach() for name, value in model.named_parameters()}
     state = CheckpointState(TrainState(step), {"row": 7})
-    save_checkpoint(run, model, optimizers, state, lambda folder: write_tensors(folder / WEIGHTS, weights))
+    save_checkpoint(
+        run, optimizer_state_tensors(model, optimizers), state, lambda folder: write_tensors(folder / WEIGHTS, weights)
+    )
     return model, optimizers
 
 
@@ -102,7 +105,7 @@ def test_a_full_disk_leaves_no_partial_checkpoint(tmp_path):
 
     save(tmp_path, 1)
     with pytest.raises(OSError, match="No space left"):
-        save_checkpoint(tmp_path, nn.Linear(1, 1), [], CheckpointState(TrainState(2), {}), fail)
+        save_checkpoint(tmp_path, {}, CheckpointState(TrainState(2), {}), fail)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000001"]
     assert not list(tmp_path.rglob(f"*{PARTIAL}"))
 

@@ -90,6 +90,9 @@ class ToyTask:
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]:
         return {"mfu": 0.5}
 
+    def gather_weights(self) -> None:
+        pass
+
     def write_model(self, folder: Path) -> None:
         write_tensors(folder / WEIGHTS, {name: value.detach() for name, value in self.model.named_parameters()})
 

@@ -316,6 +316,9 @@ class FinetuningTask:
     def speed_metrics(self, tokens_per_second: float) -> Metrics:
         return {}
 
+    def gather_weights(self) -> None:
+        """Nothing: the model is never sharded."""
+
     def write_model(self, folder: Path) -> None:
         save_finetuned_model(self.model, self.task, self.job.length, folder, self.pretrained.folder)
 

@@ -32,16 +32,21 @@ class MasterWeights(Generic[Model]):
     """Keeps `model`, a copy of a model in `dtype` for forward and backward; with fp32 it is the model itself.
 
     The optimizer updates the original's parameters, the master weights; `update_half_precision_weights` copies them.
-    Their gradients are written to `gradient_views` if given.
+    Their gradients are written to `gradient_views` if given. A model that is sharded over ranks is not copied: FSDP
+    casts its weights.
     """
 
     def __init__(
-        self, model: Model, dtype: torch.dtype, gradient_views: Mapping[nn.Parameter, Tensor] | None = None
+        self,
+        model: Model,
+        dtype: torch.dtype,
+        gradient_views: Mapping[nn.Parameter, Tensor] | None = None,
+        is_sharded: bool = False,
     ) -> None:
         self.original = self.model = model
         self.device, self.dtype = next(model.parameters()).device, dtype
         self.cast_parameters: list[MasterParameter] = []
-        if dtype != torch.float32:
+        if dtype != torch.float32 and not is_sharded:
             self.model = deepcopy(model)
             self.master, self.half, slices = flatten_linears(model, dtype)
             if gradient_views is None:

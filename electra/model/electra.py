@@ -199,6 +199,13 @@ class Electra(nn.Module):
         if self.generator is not None and self.discriminator is not None:
             SHARING[config.sharing](self.generator, self.discriminator)
 
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of this model where hooks of `forward` apply: FSDP gathers weights there."""
+        return function(self, *arguments)
+
+    def encoders(self) -> list[Encoder]:
+        return [module for module in self.modules() if isinstance(module, Encoder)]
+
     def require_generator(self) -> Generator:
         if self.generator is None:
             raise ConfigError(

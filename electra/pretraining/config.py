@@ -79,7 +79,7 @@ BUDGETS = ("steps", "tokens", "minutes")
 
 CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they do not affect the weights
     *("data", "output", "resume", "dry_run", "json"),
-    *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches"),
+    *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches", "shard_weights"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
     *("corrupted_rows", "tensorboard", "track"),
 }
@@ -178,6 +178,9 @@ class PretrainConfig:
     corrupted_rows: Path | None = None
     """Also evaluate the discriminator on these held-out rows, written by electra corrupt: fixed_rtd_loss and
     fixed_rtd_auc compare runs whose generators, masks or objectives differ."""
+    shard_weights: bool = False
+    """Divide weights, gradients and optimizer states over the ranks of torchrun (FSDP2), for models that do not fit on
+    one GPU; needs --optimizer adamw, and steps are not compiled."""
     resume: bool = False
     """Continue from the last checkpoint in --output with the settings of that run; start the run if there is none."""
     dry_run: bool = False
@@ -201,6 +204,10 @@ class PretrainConfig:
         if rows % count:
             divisors = ", ".join(str(number) for number in range(1, rows + 1) if rows % number == 0)
             raise ConfigError(f"is {count}; it must divide the batch of {rows} rows: {divisors}", field="micro_batches")
+        if self.shard_weights and self.optimizer.name != "adamw":
+            raise ConfigError(f"--shard-weights needs --optimizer adamw, not {self.optimizer.name}")
+        if self.shard_weights and self.hardware.compile == "on":
+            raise ConfigError("give --shard-weights or --compile on, not both")
         if self.init.sinusoidal_positions and self.model.style == "modern":
             raise ConfigError("sinusoidal_positions needs position embeddings, which --style modern does not have")
 

@@ -1,5 +1,6 @@
 """The training task of one phase: model, batches, objective and evaluation, for the trainer."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ from electra.data.shards import TOKENIZER, Shards
 from electra.kernels import dispatch
 from electra.kernels.master_weights import MasterWeights
 from electra.model.electra import Electra
-from electra.model.encoder import Encoder
 from electra.model.storage import write_model_into
 from electra.objectives.evaluation import describe_metrics, evaluate, held_out_loss
-from electra.objectives.objectives import OBJECTIVES, Counts, Losses, ObjectiveContext
+from electra.objectives.objectives import OBJECTIVES, Counts, Loss, Losses, ObjectiveContext
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
 from electra.pretraining.initialize import (
     copy_first_segment_embedding,
@@ -25,6 +25,7 @@ from electra.pretraining.initialize import (
 from electra.pretraining.phases import Phase
 from electra.training.distributed import GradientBuffer, World
 from electra.training.hardware import choose_dtype, peak_flops_per_second, should_compile
+from electra.training.sharding import copy_parameters, shard_model
 
 
 class PretrainingTask:
@@ -34,12 +35,14 @@ class PretrainingTask:
         device = world.device
         self.phase, self.shards, self.world, self.device = phase, shards, world, device
         self.config = config = phase.config
-        dispatch.set_kernel_mode(config.hardware.kernels)
-        self.model = Electra(phase.model).to(device)
-        self.gradients = GradientBuffer(self.model) if world.is_distributed else None
+        is_sharded, dtype = config.shard_weights, choose_dtype(config.hardware.precision, device)
+        dispatch.set_kernel_mode("off" if is_sharded else config.hardware.kernels)
+        self.model = Electra(phase.model).to("cpu" if is_sharded else device)
+        parameters = [] if is_sharded else list(self.model.parameters())
+        self.gradients = GradientBuffer(parameters, device) if world.is_distributed else None
         views = None if self.gradients is None else self.gradients.views
-        self.master_weights = MasterWeights(self.model, choose_dtype(config.hardware.precision, device), views)
-        self.is_compiled = should_compile(config.hardware, device)
+        self.master_weights = MasterWeights(self.model, dtype, views, is_sharded)
+        self.is_compiled = not is_sharded and should_compile(config.hardware, device)
         self.captures_graph = self.is_compiled and device.type == "cuda"
         self.objective = OBJECTIVES[config.objective.name]
         self.loader = self.build_loader()
@@ -65,11 +68,17 @@ class PretrainingTask:
         self.trained_length = config.loader.length
         losses = self.objective.losses
         self.compute_losses = torch.compile(losses, dynamic=False) if self.is_compiled else losses
+        self.whole_model = self.model
+        """The model with all weights, for evaluation and checkpoints: a copy of a sharded one, see `gather_weights`."""
+        if is_sharded:
+            self.whole_model = deepcopy(self.model)
+            layers = {layer: None for encoder in self.model.encoders() for layer in encoder.layers}  # perhaps shared
+            shard_model(self.model, layers, world, dtype)
 
     def build_loader(self) -> BatchLoader:
         """The loader of training batches, with cu_seqlens if the attention kernel uses them."""
         config = self.config
-        encoders = [module for module in self.master_weights.model.modules() if isinstance(module, Encoder)]
+        encoders = self.master_weights.model.encoders()
         for encoder in encoders:
             encoder.activation_checkpointing = config.hardware.activation_checkpointing
         with self.master_weights.autocast():
@@ -109,7 +118,14 @@ class PretrainingTask:
     def losses(self, batch: Batch) -> Losses:
         self.master_weights.update_half_precision_weights()
         with self.master_weights.autocast():
+            if self.config.shard_weights:
+                return {name: Loss(*fields) for name, fields in self.model(self.flat_losses, batch).items()}
             return self.compute_losses(self.master_weights.model, batch, self.context)
+
+    def flat_losses(self, model: Electra, batch: Batch) -> dict[str, tuple[Tensor, Tensor, float]]:
+        """The losses as tuples, in which FSDP finds the tensors that gradients come from."""
+        losses = self.compute_losses(model, batch, self.context)
+        return {name: (loss.sum, loss.count, loss.weight) for name, loss in losses.items()}
 
     def backward(self, loss: Tensor) -> None:
         self.master_weights.backward(loss)
@@ -125,18 +141,31 @@ class PretrainingTask:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on held-out rows; also writes samples.md."""
-        self.model.eval()
+        self.gather_weights()
+        model = self.whole_model.to(self.device).eval()
         world, tokenizer, batches = self.world, self.shards.tokenizer, self.world.share(self.held_out)
         with self.master_weights.autocast(), torch.no_grad():
-            loss = held_out_loss(self.model, batches, self.context, world.gather)
-            metrics = evaluate(self.model, batches, self.unigram, self.context.vocabulary, world.gather)
+            loss = held_out_loss(model, batches, self.context, world.gather)
+            metrics = evaluate(model, batches, self.unigram, self.context.vocabulary, world.gather)
             if self.corrupted_rows:
-                metrics |= self.corrupted_rows.evaluate(self.model, tokenizer, world)
+                metrics |= self.corrupted_rows.evaluate(model, tokenizer, world)
             if world.is_main:
                 frequencies = self.context.frequencies
-                write_samples_page(self.config.output, self.model, self.held_out[0], tokenizer, frequencies)
-        self.model.train()
+                write_samples_page(self.config.output, model, self.held_out[0], tokenizer, frequencies)
+        model.train()
+        if model is not self.model:
+            model.cpu()
         return {"loss": loss} | metrics
+
+    def gather_weights(self) -> None:
+        """Copy the weights of a sharded model to `whole_model`; all ranks must call this."""
+        if self.whole_model is not self.model:
+            copy_parameters(self.model, self.whole_model)
+
+    def divide_weights(self) -> None:
+        """Copy the weights of `whole_model` to a sharded model."""
+        if self.whole_model is not self.model:
+            copy_parameters(self.whole_model, self.model)
 
     def describe_metrics(self, metrics: dict[str, float]) -> str:
         return describe_metrics(metrics)
@@ -153,8 +182,8 @@ class PretrainingTask:
 
     def write_model(self, folder: Path) -> None:
         if not self.trains_segments:
-            copy_first_segment_embedding(self.model)
-        write_model_into(self.model, folder, self.shards.folder / TOKENIZER, self.trained_length)
+            copy_first_segment_embedding(self.whole_model)
+        write_model_into(self.whole_model, folder, self.shards.folder / TOKENIZER, self.trained_length)
 
     def state_dict(self) -> dict[str, Any]:
         return self.loader.state_dict() | {"phase": self.phase.index, "objective": self.config.objective.name}

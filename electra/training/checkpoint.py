@@ -32,6 +32,7 @@ from electra.runfolder import (
     write_json,
 )
 from electra.training.logging import METRICS
+from electra.training.sharding import divide_like, gather
 
 try:
     import fcntl
@@ -137,8 +138,7 @@ class CheckpointState:
 
 def save_checkpoint(
     run: Path,
-    model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
+    optimizer_states: dict[str, Tensor],
     state: CheckpointState,
     write_model: Callable[[Path], None],
 ) -> Path:
@@ -147,7 +147,7 @@ def save_checkpoint(
     if not (folder / STATE).is_file():  # a resumed run may save a step again, with equal content
         with create_folder_atomically(folder) as draft:
             write_model(draft)
-            write_tensors(draft / TRAINING, optimizer_state_tensors(model, optimizers))
+            write_tensors(draft / TRAINING, optimizer_states)
             write_json(draft / STATE, asdict(state))
             write_checksums(draft)
     return folder
@@ -173,14 +173,16 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> 
         for name, parameter in model.named_parameters():
             if name not in weights or weights[name].shape != parameter.shape:
                 raise DataError(f"{folder / WEIGHTS} does not fit the model: {name} is missing or has another shape")
-            parameter.copy_(weights[name])
+            parameter.copy_(divide_like(weights[name], parameter))
 
 
 def optimizer_state_tensors(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimizers' states by parameter name and key: layers.0.weight/exp_avg."""
+    """The optimizers' states by parameter name and key: layers.0.weight/exp_avg.
+
+    Sharded states are gathered: all ranks must call this."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": value
+        f"{names[id(parameter)]}/{key}": gather(value)
         for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
@@ -199,7 +201,7 @@ def load_optimizer_states(
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         loaded = {
-            index: states.pop(names[id(parameter)])
+            index: {key: divide_like(value, parameter) for key, value in states.pop(names[id(parameter)]).items()}
             for index, parameter in enumerate(parameters)
             if names[id(parameter)] in states
         }

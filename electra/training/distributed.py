@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -104,8 +104,8 @@ class World:
 
     def check_same_start(self, model: nn.Module, step: int) -> None:
         """Raise if the ranks do not start with the same weights at the same step."""
-        bits = [parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in model.parameters()]
-        starts = self.gather([(step, torch.stack(bits).tolist())])
+        parameters = [each.detach() for each in model.parameters() if type(each) is nn.Parameter]  # not those of FSDP
+        starts = self.gather([(step, [each.view(torch.int32).sum(dtype=torch.int64).item() for each in parameters])])
         for rank, start in enumerate(starts):
             if start != starts[0]:
                 steps = " and ".join(f"rank {each} at step {starts[each][0]:,}" for each in (0, rank))
@@ -209,21 +209,21 @@ def backend_is_gloo() -> bool:
 
 
 class GradientBuffer:
-    """The gradients of all parameters, and the losses, as views of one tensor."""
+    """The gradients of parameters, and the losses, as views of one tensor; FSDP sums the gradients of sharded ones."""
 
-    def __init__(self, model: nn.Module) -> None:
-        parameters = list(model.parameters())
+    def __init__(self, parameters: list[nn.Parameter], device: torch.device) -> None:
         ends, end = {}, 0
         for parameter in parameters:
             ends[parameter] = end
             end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.flat = torch.zeros(end + MAX_LOSSES, device=parameters[0].device)
+        self.flat = torch.zeros(end + MAX_LOSSES, device=device)
         self.views = {
             parameter: self.flat[start : start + parameter.numel()].view_as(parameter)
             for parameter, start in ends.items()
         }
         self.loss_values = self.flat[end:]  # [MAX_LOSSES]
-        self.count_values = torch.zeros(MAX_LOSSES, device=parameters[0].device)
+        self.count_values = torch.zeros(MAX_LOSSES, device=device)
+        self.is_sharded = not parameters
         self.loss_names: list[str] = []
         self.count_names: list[str] = []
 
@@ -276,7 +276,8 @@ class DistributedStep:
         write_counts, write_gradients, update_weights = self.parts
         write_counts(batch)
         self.world.add_over_ranks(self.buffer.count_values)
-        write_gradients(batch)
+        with self.world.report_lost_rank() if self.buffer.is_sharded else nullcontext():  # FSDP communicates meanwhile
+            write_gradients(batch)
         self.world.add_over_ranks(self.buffer.flat)
         return update_weights(None)
 

@@ -21,6 +21,7 @@ from electra.training.checkpoint import (
     TrainState,
     checkpoint_name,
     load_checkpoint,
+    optimizer_state_tensors,
     prune_checkpoints,
     read_training_state,
     save_checkpoint,
@@ -30,6 +31,7 @@ from electra.training.distributed import DistributedStep, GradientBuffer, World
 from electra.training.hardware import is_out_of_memory, is_out_of_shared_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
+from electra.training.sharding import gather
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
@@ -60,6 +62,7 @@ class TrainingTask(Protocol):
     def should_stop(self) -> bool: ...  # before the budget is used up
     def describe_metrics(self, metrics: dict[str, float]) -> str: ...  # those of `evaluate`, in words
     def speed_metrics(self, tokens_per_second: float) -> dict[str, float]: ...  # further metrics of speed
+    def gather_weights(self) -> None: ...  # of a sharded model, on all ranks, before one of them calls `write_model`
     def write_model(self, folder: Path) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...  # JSON, such as the position in the data
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -286,6 +289,9 @@ class Trainer:
             except Exception as error:
                 is_capturing = self.cuda_graphs and torch.cuda.is_current_stream_capturing()
                 is_memory = is_out_of_memory(error)
+                is_sharded = self.gradients is not None and self.gradients.is_sharded
+                if is_memory and is_sharded:  # the other ranks wait for this one in the middle of a batch
+                    raise ConfigError(f"not enough memory; use --micro-batches {2 * self.micro_batches}") from None
                 if is_capturing or not (is_memory or is_out_of_shared_memory(error)):
                     raise
                 kernel = None if is_memory else disable_largest_kernel()
@@ -329,7 +335,7 @@ class Trainer:
         """Clip gradients and update the weights, unless a loss or the gradient is not finite."""
         gradients = [parameter.grad for parameter in self.task.model.parameters() if parameter.grad is not None]
         loss_scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        norm = nn.utils.get_total_norm(gradients) / loss_scale
+        norm = gather(nn.utils.get_total_norm(gradients)) / loss_scale
         metrics = losses | {"gradient_norm": norm}
         is_finite = torch.isfinite(torch.stack(list(metrics.values()))).all()
         max_norm = self.optimizer_config.max_grad_norm or math.inf
@@ -420,11 +426,13 @@ class Trainer:
         if self.evaluated_step == state.step and self.metrics["loss"] < best_loss:  # False for NaN
             state.best_checkpoint = checkpoint_name(state.step)
             state.best_loss = self.metrics["loss"]
+        self.task.gather_weights()
+        optimizer_states = optimizer_state_tensors(self.task.model, self.optimizers)
         if not self.world.is_main:
             return self.folder / CHECKPOINTS / checkpoint_name(state.step)
         trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps())
         content = CheckpointState(trainer_state, self.task.state_dict())
-        folder = save_checkpoint(self.folder, self.task.model, self.optimizers, content, self.task.write_model)
+        folder = save_checkpoint(self.folder, optimizer_states, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)
         return folder
 
