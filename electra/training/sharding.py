@@ -31,7 +31,7 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, dty
         raise ConfigError("--shard-weights needs --precision bf16 or fp32, not fp16")
     mesh = init_device_mesh(world.device.type, (world.size,))
     casts = {} if dtype == torch.float32 else {"param_dtype": dtype, "reduce_dtype": torch.float32}
-    policy = MixedPrecisionPolicy(**casts, cast_forward_inputs=False)  # type: ignore[arg-type]  # a dict of dtypes
+    policy = MixedPrecisionPolicy(**casts, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
