@@ -4,10 +4,11 @@
 
 step = compute + all-reduce + Muon, without overlap, as `electra pretrain` does it:
 
-- compute: FLOPs of a GPU's rows at the rate that one H200 reached in docs/results.md (--tflops), which is assumed not to
-  fall with fewer rows.
-- all-reduce: 4 bytes for each parameter, summed within a node (--nvlink, GB/s of a GPU in one direction) and between nodes
-  (--network, GB/s of a node in one direction): 2 (g − 1)/g S / nvlink + 2 (n − 1)/n S / network for n nodes of g GPUs.
+- compute: FLOPs of a GPU's rows at the rate that one H200 reached in docs/results.md (--tflops), which is assumed not
+  to fall with fewer rows.
+- all-reduce: 4 bytes for each parameter, summed within a node (--nvlink, GB/s of a GPU in one direction) and between
+  nodes (--network, GB/s of a node in one direction): 2 (g − 1)/g S / nvlink + 2 (n − 1)/n S / network for n nodes of g
+  GPUs.
 - Muon: Newton-Schulz iterations, which every rank computes for all matrices, at the same rate of FLOPs. Dividing them
   over the ranks would need an all-gather of the updates; its time is shown beside what it would save.
 """

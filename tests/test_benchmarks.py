@@ -137,3 +137,13 @@ def test_two_ranks_are_compared_with_two_micro_batches(shards):
     report = json.loads(ended.stdout)
     assert report["differences"]["two ranks"] == report["differences"]["micro-batches"]
     assert set(report["differences"]["world of one"].values()) == {0.0}
+
+
+def test_the_model_of_a_step_counts_bytes_and_products(monkeypatch):
+    """A ring of g GPUs moves 2 (g − 1)/g of the bytes; for a 2 × 3 matrix an iteration is 2·2·2·3 + 2·2³ + 2·2·2·3."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    module = importlib.import_module("scaling_model")
+    assert module.all_reduce_seconds(800, gpus=1, per_node=8, nvlink=100, network=10) == 0
+    assert module.all_reduce_seconds(800, gpus=8, per_node=8, nvlink=100, network=10) == pytest.approx(14)
+    assert module.all_reduce_seconds(800, gpus=16, per_node=8, nvlink=100, network=10) == pytest.approx(14 + 80)
+    assert module.newton_schulz_flops((3, 2)) == 5 * (24 + 16 + 24)
