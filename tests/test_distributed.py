@@ -26,9 +26,8 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders, lock_folder
 from electra.training.checkpoint import read_training_state
-from electra.training.distributed import LostRankError, World, join_ranks
+from electra.training.distributed import LostRankError, World, join_ranks, seed_dropout
 from electra.training.logging import read_metrics
-from electra.training.trainer import seed_dropout
 
 WEIGHTS_BOUND, LOSS_BOUND = 1e-5, 1e-5  # the same batch in other parts is summed in another order
 CASES = {

@@ -208,6 +208,11 @@ def backend_is_gloo() -> bool:
     return distributed.get_backend() == "gloo"
 
 
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Seed torch's generator for a step; on a CPU it uses 32 bits of the seed."""
+    torch.manual_seed(seed * 1_000_003 + step + rank * 2_654_435_761)
+
+
 class GradientBuffer:
     """The gradients of parameters, and the losses, as views of one tensor; FSDP sums the gradients of sharded ones."""
 

@@ -27,7 +27,7 @@ from electra.training.checkpoint import (
     save_checkpoint,
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
-from electra.training.distributed import DistributedStep, GradientBuffer, World
+from electra.training.distributed import DistributedStep, GradientBuffer, World, seed_dropout
 from electra.training.hardware import is_out_of_memory, is_out_of_shared_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
@@ -448,8 +448,3 @@ class Trainer:
             signal=signal,
             was_finished=not signal and not self.is_warm,
         )
-
-
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seed torch's generator for a step; on a CPU it uses 32 bits of the seed."""
-    torch.manual_seed(seed * 1_000_003 + step + rank * 2_654_435_761)
