@@ -16,7 +16,7 @@ import torch
 from electra.config import build_config, flat_values, replace_settings
 from electra.data.shards import Shards
 from electra.errors import TrainingError
-from electra.finetuning.jobs import CONTINUE, VISIBLE_DEVICES
+from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
 from electra.pretraining.describe import estimate_run
