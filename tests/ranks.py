@@ -22,7 +22,7 @@ from electra.runfolder import checkpoint_folders, dump_json
 from electra.training.logging import METRICS, read_metrics
 
 CONTEXT = multiprocessing.get_context("fork")
-SECONDS = 30  # in which ranks end
+SECONDS = 120  # in which ranks end, also on a busy machine
 
 
 def free_port() -> int:
