@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.finetuning.config import ProbeScore
 from electra.finetuning.glue import GLUE_6, markdown_table
 from electra.finetuning.tasks import GLUE_TASKS
@@ -31,6 +31,7 @@ from electra.runfolder import dump_json
 Key = tuple[str, str, str, int, int]  # model, setting, task, fold, seed
 Row = tuple[str, str]  # model and setting
 Scores = dict[tuple[int, int], list[float]]  # of one task by fold and seed: one value, or one per part of a slice
+LINE_START = b'{"model": '
 StoredMetrics = Mapping[str, float | None]  # None: undefined, as the correlation of constant predictions
 
 
@@ -63,7 +64,10 @@ def read_results(path: Path) -> list[ProbeResult]:
         try:
             result = msgspec.json.decode(line, type=ProbeResult)
             results[result.key] = result
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            is_complete = isinstance(error, msgspec.ValidationError)
+            if is_complete or not (line.startswith(LINE_START) or LINE_START.startswith(line)):
+                raise DataError(f"{path} is not a file of electra probe; choose another --output") from None
             print(f"{path}: ignored an incomplete line", file=sys.stderr)
     return list(results.values())
 
