@@ -327,7 +327,7 @@ class Trial:
             operations = run_electra(command, self.good).operations
             shutil.rmtree((self.good / output_of(command)).parent)
             make_parent(command, self.good)
-            run_electra(command, self.good, (signal.SIGTERM, operations // 2))
+            run_electra(command, self.good, (signal.SIGTERM, operations // 3))
         for kind in PLAIN:
             shutil.copytree(self.good / kind, self.good / f"plain-{kind}")
             remove_checksums(self.good / f"plain-{kind}")
@@ -406,6 +406,7 @@ class Trial:
         """Files that were changed or removed, except those that a successful command replaces in its output."""
         output = output_of(case.command)
         lost = [name for name, content in before.items() if after.get(name) != content]
+        lost = [name for name in lost if not name.endswith(".electra-partial")]
         replaced = ("metrics.jsonl", "config.json") if case.group.startswith("plain") else ("metrics.jsonl",)
         is_own = (lambda name: Path(name).name not in FOREIGN) if code == 0 else (lambda name: name.endswith(replaced))
         return [name for name in lost if not name.startswith(f"{output}/") or not is_own(name)]
@@ -530,6 +531,9 @@ def run_cases(trial: Trial, cases: list[Case], numbers: range, path: Path, end: 
             outcome = replace(result.outcome, output="", errors=result.outcome.errors[-3000:])
             file.write(json.dumps([number, result.name, result.faults, outcome.__dict__]) + "\n")
             file.flush()
+            if result.faults:
+                faults, error = ", ".join(result.faults), outcome.errors.strip()[-600:]
+                print(f"{faults}: {result.case.group}: {result.case.name}\n{error}\n", file=sys.stderr, flush=True)
 
 
 def import_libraries() -> None:
@@ -587,12 +591,6 @@ def main() -> None:
         if options.list:
             last = (result.outcome.errors.strip().splitlines() or [""])[-1]
             print(f"{result.name}: {result.case.group}: {result.case.name}: {last[:300]}")
-        if result.faults:
-            error = result.outcome.errors.strip()[-600:]
-            print(
-                f"{', '.join(result.faults)}: {result.case.group}: {result.case.name}\n{error}\n",
-                file=sys.stderr,
-            )
     print(format_table(results))
     peak = max(result.outcome.resident_bytes for result in results)
     print(f"\n{len(results):,} cases in {time.monotonic() - start:.0f} s; at most {peak / 1e6:.0f} MB resident")
