@@ -301,8 +301,8 @@ def result_of(command: str, folder: Path, outcome: Outcome) -> dict[str, str | N
         last = max((name.split("/")[2] for name in files if name.startswith(f"{output}/checkpoints/")), default="none")
         names = [f"{output}/checkpoints/{last}/{name}.safetensors" for name in ("model", "training")]
     else:
-        suffixes = (".safetensors", ".txt", ".csv", ".md", ".npy", ".parquet", ".conll", ".gz", ".jsonl", ".onnx")
-        suffixes += (".json",) if command.startswith("predict") else ()
+        suffixes = (".safetensors", ".txt", ".csv", ".md", ".npy", ".parquet", ".conll", ".gz", ".onnx")
+        suffixes += (".json", ".jsonl") if command.startswith("predict") else ()
         names = sorted(name for name in files if name.startswith(output) and name.endswith(suffixes))
     return {name: files.get(name) for name in names}
 
@@ -549,11 +549,13 @@ def import_libraries() -> None:
 
     from electra import plotting, resumable
     from electra.finetuning import predict
+    from electra.onnx import verify
     from electra.serve import embed
 
     torch.set_num_threads(1)
     predict.CHUNK_SIZE = embed.CHUNK_SIZE = 3  # several parts of a small file,
     resumable.SAVE_SECONDS = 0.0  # each of which is saved
+    verify.TIMED_SECONDS = 0.0
     plotting.save_figure = lambda path, *arguments, **options: path.write_bytes(b"") == 0  # plots take most of the time
 
 

@@ -4,6 +4,7 @@ It states what the run folder and the shards record; what is no longer there is 
 """
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,12 +73,14 @@ def metadata(source: ExportSource, is_onnx: bool) -> str:
 def describe_origin(folder: Path) -> list[str]:
     """How a model was trained and what was measured, as far as the folders that it came from still exist."""
     output = folder.parent.parent
-    with suppress(DataError, OSError):
+    try:
         if (folder.parent / RESULT).exists() and is_finetuning_output(output):
             record = read_stored(output / CONFIG, FinetuningRecord)
             return [*describe_finetuning(folder.parent, record), *describe_pretraining(Path(record.settings["model"]))]
         return describe_pretraining(folder)
-    return []
+    except (DataError, OSError) as error:
+        print(f"the model card does not say how the model was trained: {error}", file=sys.stderr)
+        return []
 
 
 def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str]:
