@@ -142,7 +142,7 @@ def run_short_demo(output: Path) -> None:
         patch.setattr(demo, "documentation_texts", lambda: texts)
         patch.setattr(demo, "is_prose", lambda paragraph: True)
         patch.setattr(demo, "has_packaged_model", lambda: False)
-        patch.setattr(demo, "VOCAB_SIZE", 60)
+        patch.setattr(demo, "VOCAB_SIZE", 100)
         patch.setattr(demo, "NEW", demo.NEW | {"width": 16, "heads": 1, "batch_size": 4, "generator_width": 16})
         patch.setattr(demo, "compare", stop_demo)
         with suppress(DemoStoppedError):
@@ -179,10 +179,11 @@ def test_a_file_in_the_place_of_the_output_is_kept(commands, name, tmp_path):
     run_beside_foreign_files(commands[name], tmp_path / "folder", trees, b"precious")
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) if name == "demo" else name for name in NAMES_OF_COMMANDS]
+SLOW = ("demo", "glue with a submission")
+PROPERTY_CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES_OF_COMMANDS]
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", PROPERTY_CASES)
 @settings(max_examples=15, **QUICK)
 @given(trees=TREES, content=CONTENT)
 @example(trees=[(0, ["unfinished.json"])], content=b"{}")
@@ -204,7 +205,7 @@ def copy_output(outputs: dict[str, Path], name: str, tmp_path_factory) -> Path:
     return Path(shutil.copytree(outputs[name], tmp_path_factory.mktemp("own") / "output"))
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", PROPERTY_CASES)
 @settings(max_examples=8, **QUICK)
 @given(trees=TREES, content=CONTENT)
 def test_an_own_folder_keeps_other_files_in_it(commands, outputs, name, tmp_path_factory, trees, content):

@@ -342,8 +342,9 @@ def finetune(model, folder, capsys, flags="", **settings):
     return rows, json.loads(run(f"finetune --model {model} {files} --kind {KIND} {TUNING} {flags} --json", capsys))
 
 
-def interrupt(*arguments: object) -> None:
-    raise KeyboardInterrupt
+def stop(file: ResumableFile) -> None:
+    file.close()
+    raise SystemExit(143)  # as SIGTERM does
 
 
 @pytest.mark.parametrize("style", ["classic", "modern"])
@@ -389,9 +390,10 @@ def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     kept = [file.name for file in (tmp_path / "squad").iterdir() if file.read_text() == "precious"]
     assert sorted(kept) == ["notes.json", "rows", "rows.jsonl"]
     assert not list(tmp_path.glob(".*"))
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="130"):
-        patch.setattr(ResumableFile, "discard", interrupt)  # when all rows are written, and no file of the folder
-        run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/stopped --device cpu", capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableFile, "discard", stop)  # when all rows are written, and no file of the folder
+        with pytest.raises(SystemExit, match="143"):
+            run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/stopped --device cpu", capsys)
     assert not [*tmp_path.glob(".*"), *tmp_path.glob("stopped*")]
 
     loaded = electra.load(tmp_path / "out", device="cpu")
