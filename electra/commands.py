@@ -63,6 +63,11 @@ COMMANDS = {
         "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
     ),
     "glue": Command("finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
+    "probe": Command(
+        "finetuning.config:ProbeConfig",
+        "finetuning.probe:probe",
+        "compare pre-trained models by cross-validation on GLUE's training rows",
+    ),
     "evaluate": Command(
         "finetuning.config:EvaluateConfig", "finetuning.predict:evaluate", "evaluate a fine-tuned model on a file"
     ),
@@ -74,7 +79,10 @@ COMMANDS = {
     "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
     "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
     "embed": Command("serve.config:EmbedConfig", "serve.embed:embed", "compute embeddings of texts or of a file"),
-    "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware and libraries in use"),
+    "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware in use and what features need"),
+    "completion": Command(
+        "completion:CompletionConfig", "completion:write_completion", "complete commands and flags in a shell"
+    ),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
     "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face or ONNX"),

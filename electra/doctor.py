@@ -1,45 +1,143 @@
-"""`electra doctor`: the hardware and libraries of this machine, and what a run would use."""
+"""`electra doctor`: the hardware and libraries of this machine, what a run would use, and what features need."""
 
 import os
+import platform
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from electra.commands import WAIT_POLICY
+from electra.config import Positional
+from electra.errors import check_choice
 
-EXTRAS = {
-    # optional dependencies of pyproject.toml: library, purpose
-    "hub": ("datasets", "corpora from the Hugging Face hub"),
-    "parquet": ("pyarrow", "Parquet files"),
-    "zstd": ("pyarrow", ".zst files"),
-    "plot": ("matplotlib", "plots"),
-    "tensorboard": ("tensorboard", "TensorBoard"),
-    "yaml": ("pyyaml", "--config files in YAML"),
-    "sklearn": ("scikit-learn", "estimators for scikit-learn"),
-    "onnx": ("onnxruntime", "export to ONNX, with onnx and onnxscript"),
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that a feature needs and this machine does not have."""
+
+    what: str
+    command: str  # that installs it; empty if no command can
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that needs more than the package itself."""
+
+    purpose: str
+    libraries: tuple[str, ...] = ()  # those of the extra with the name of the feature, if there is one
+    check: Callable[[], Missing | None] = lambda: None
+
+
+def find_missing_gpu() -> Missing | None:
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and shutil.which("nvidia-smi"):
+        version = torch.__version__.split("+")[0]
+        return Missing("a PyTorch that is built for CUDA", f"pip install --force-reinstall torch=={version}")
+    return Missing("an NVIDIA GPU with its driver", "")
+
+
+def find_missing_compiler() -> Missing | None:
+    from electra.training import hardware
+
+    device = hardware.choose_device("auto")
+    if hardware.can_compile(device):
+        return None
+    if device.type == "cuda" and shutil.which("gcc"):
+        return Missing("triton", "pip install triton")
+    installers = {"apt-get": "sudo apt-get install g++", "dnf": "sudo dnf install gcc-c++"}
+    installers |= {"xcode-select": "xcode-select --install"} if platform.system() == "Darwin" else {}
+    command = next((command for program, command in installers.items() if shutil.which(program)), "")
+    return Missing(hardware.COMPILERS[device.type], command)
+
+
+FEATURES = {
+    "gpu": Feature("training and inference on a GPU", check=find_missing_gpu),
+    "kernels": Feature("our Triton kernels on a GPU", ("triton",), find_missing_gpu),
+    "compile": Feature("torch.compile (--compile on)", check=find_missing_compiler),
+    "hub": Feature("corpora from the Hugging Face hub", ("datasets",)),
+    "parquet": Feature("Parquet files", ("pyarrow",)),
+    "zstd": Feature(".zst files", ("pyarrow",)),
+    "plot": Feature("plots", ("matplotlib",)),
+    "tensorboard": Feature("TensorBoard (--tensorboard)", ("tensorboard",)),
+    "yaml": Feature("--config files in YAML", ("pyyaml",)),
+    "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
+    "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Show the hardware and libraries of this machine, and what a run would use."""
+    """Show the hardware and libraries of this machine, what a run would use, and which features work; with the name of
+    a feature, only what it needs and the command that installs what is missing (exit code 1 if anything is)."""
 
+    feature: Positional[str | None] = None
+    """A feature of the list, such as kernels or onnx."""
     json: bool = False
     """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.feature is not None:
+            check_choice(self, "feature", FEATURES)
+
+
+@dataclass(frozen=True)
+class FeatureState:
+    purpose: str
+    versions: dict[str, str]  # of installed libraries
+    missing: list[Missing]
+
+    def __str__(self) -> str:
+        if not self.missing:
+            versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+            return f"yes   {self.purpose}{versions and f': {versions}'}"
+        commands = " && ".join(each.command for each in self.missing if each.command)
+        needs = " and ".join(each.what for each in self.missing)
+        return f"no    {self.purpose}: needs {needs}{commands and f'; run: {commands}'}"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     environment: dict[str, str]
     uses: dict[str, str]
-    extras: dict[str, str]
+    features: dict[str, FeatureState]
+    exit_code: int = 0
 
     def __str__(self) -> str:
         lines = []
-        for title, table in (("this machine", self.environment), ("a run uses", self.uses), ("extras", self.extras)):
-            lines += [title, *(f"  {name:<15}{value}" for name, value in table.items())]
+        tables: dict[str, Mapping[str, object]]
+        tables = {"this machine": self.environment, "a run uses": self.uses, "features": self.features}
+        for title, table in tables.items():
+            lines += [title, *(f"  {name:<15}{value}" for name, value in table.items())] if table else []
         return "\n".join(lines)
 
 
 def diagnose(config: DoctorConfig) -> Diagnosis:
+    """Describe this machine, or look for what one feature needs."""
+    if config.feature is not None:
+        state = check_feature(FEATURES[config.feature])
+        return Diagnosis({}, {}, {config.feature: state}, exit_code=int(bool(state.missing)))
+    from electra.training import hardware
+
+    features = {name: check_feature(feature) for name, feature in FEATURES.items()}
+    return Diagnosis(hardware.describe_environment(), describe_uses(), features)
+
+
+def check_feature(feature: Feature) -> FeatureState:
+    """The versions of a feature's libraries, and what is missing."""
+    from electra.training.hardware import installed_version
+
+    found = {library: installed_version(library) for library in feature.libraries}
+    missing = [each] if (each := feature.check()) else []
+    if absent := [library for library, version in found.items() if version is None]:
+        missing.append(Missing(", ".join(absent), f"pip install {' '.join(absent)}"))
+    return FeatureState(feature.purpose, {name: version for name, version in found.items() if version}, missing)
+
+
+def describe_uses() -> dict[str, str]:
+    """What a run with default settings uses of this machine."""
     import torch
 
     from electra.model.config import PACKAGED_MODEL
@@ -49,23 +147,11 @@ def diagnose(config: DoctorConfig) -> Diagnosis:
     device = hardware.choose_device("auto")
     precision = hardware.choose_dtype("auto", device)
     memory = hardware.device_memory_bytes(device)
-    can_compile = hardware.can_compile(device)
-    uses = {
+    return {
         "device": device.type,
         "precision": str(precision).removeprefix("torch."),
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
         "threads": f"{torch.get_num_threads()}, {WAIT_POLICY} {os.environ.get(WAIT_POLICY, 'not set')}",
         "packaged model": str(PACKAGED_MODEL) if has_packaged_model() else "none, so that commands need --model",
-        "torch.compile": "works" if can_compile else f"needs {hardware.COMPILERS[device.type]}",
     }
-    extras = {name: describe_extra(*row) for name, row in EXTRAS.items()}
-    return Diagnosis(hardware.describe_environment(), uses, extras)
-
-
-def describe_extra(library: str, purpose: str) -> str:
-    """The version of an extra's library, or how to install it."""
-    from electra.training.hardware import installed_version
-
-    version = installed_version(library)
-    return f"{purpose}: {library} {version}" if version else f"{purpose}: pip install {library}"

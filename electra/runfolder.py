@@ -98,7 +98,7 @@ def create_folder_atomically(folder: Path) -> Iterator[Path]:
             draft.mkdir()
             yield draft
             for file in [path for path in draft.rglob("*") if path.is_file()]:
-                with file.open("rb") as content:
+                with file.open("rb+" if os.name == "nt" else "rb") as content:  # Windows flushes writable files only
                     os.fsync(content.fileno())  # the rename may reach the disk before the content
             os.replace(draft, folder)
         finally:
@@ -166,10 +166,12 @@ def hold_lock(path: Path, locked: Path) -> Iterator[None]:
         yield
         return
     try:
-        path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+        with suppress(PermissionError):  # Windows lets nobody write or remove a locked file
+            path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
+        with suppress(PermissionError):
+            path.unlink(missing_ok=True)  # while it is locked: a waiting process then creates a new one
         lock.release()
 
 

@@ -42,7 +42,7 @@ def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iter
             raise KeyboardInterrupt
         received.append(number)
         if not quiet:  # print is not reentrant
-            os.write(sys.stderr.fileno(), b"stopping after this step and saving a checkpoint\n")
+            os.write(2, b"stopping after this step and saving a checkpoint\n")
 
     with handle_signals(handle, *STOP_SIGNALS):
         yield received

@@ -25,7 +25,7 @@ PACKAGES = [
     "serve",
 ]
 ORDER = ["errors", "config", "random", "signals", "runfolder", "resumable", "plotting", *PACKAGES]
-ORDER += ["sklearn", "commands", "__init__", "doctor", "demo", "cli", "__main__"]
+ORDER += ["sklearn", "commands", "__init__", "doctor", "demo", "cli", "completion", "__main__"]
 
 
 def module_name(path: Path) -> str:

@@ -1,11 +1,9 @@
-"""Inference with trained models: detect, fill and embed, from Python and from the command line; electra doctor."""
+"""Inference with trained models: detect, fill and embed, from Python and from the command line."""
 
 import io
 import json
-import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 
 import electra
 from electra.cli import main
-from electra.doctor import EXTRAS, describe_extra
 from electra.errors import ConfigError, DataError
 from electra.serve.inference import Detection
 from electra.training import hardware
@@ -218,27 +215,6 @@ def test_a_folder_without_a_model_is_reported(run, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="has no checkpoint yet"):
         electra.load(tmp_path)
-
-
-def test_doctor_shows_what_a_run_uses(capsys):
-    main(["doctor"])
-    assert "  torch.compile  " in capsys.readouterr().out
-    main(["doctor", "--json"])
-    diagnosis = json.loads(capsys.readouterr().out)
-    assert diagnosis["environment"]["torch"] == torch.__version__
-    assert diagnosis["uses"]["device"] in ("cpu", "cuda")
-
-
-def test_doctor_knows_all_extras_and_their_libraries():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-    extras = {name: libraries for name, libraries in project["optional-dependencies"].items() if name != "dev"}
-    names = {name: [re.match(r"[\w-]+", library)[0] for library in libraries] for name, libraries in extras.items()}
-    assert {name: [library] for name, (library, _) in EXTRAS.items()} == names
-
-
-def test_doctor_shows_how_to_install_an_extra():
-    assert describe_extra("pytest", "tests") == f"tests: pytest {pytest.__version__}"
-    assert describe_extra("no-such-library", "nothing") == "nothing: pip install no-such-library"
 
 
 def test_the_recorded_commit_is_not_that_of_another_repository(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import SpanHead, TaskKind
@@ -12,6 +12,8 @@ from electra.training.config import Device, HardwareConfig, OptimizerConfig, Pre
 
 DEFAULT_LAYERS = (-4, -3, -2, -1)
 """Of --frozen: the best in BERT's paper."""
+Glue6Task = Literal["cola", "sst2", "mrpc", "stsb", "qnli", "rte"]
+ProbeScore = Literal["metric", "auc", "loss"]
 SAVE_EVERY = 2000
 """Steps between checkpoints; small tasks finish without one."""
 
@@ -288,6 +290,56 @@ class GlueConfig:
     @staticmethod
     def dependent_defaults(values: dict[str, Any]) -> dict[str, Any]:
         return {"seeds": 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """Compare pre-trained models, or settings of fine-tuning, by cross-validation on GLUE's training rows.
+
+    electra probe --model runs/a runs/b --data glue/ --output probe.jsonl
+
+    The dev files are not read, so that they stay unbiased for the models that are chosen. Each result is appended to
+    --output when its fine-tuning ends; those already there are not computed again, so an interrupted command can be
+    repeated, and models, settings, tasks and seeds can be added. Without --model, only the tables are printed."""
+
+    model: tuple[Path, ...] = ()
+    """Pre-training runs, model folders (written by electra) or Hugging Face folders (ELECTRA, BERT, ModernBERT)."""
+    data: str | None = None
+    """The folder of GLUE's official download, or hub:glue."""
+    output: Path
+    """File of results, .jsonl."""
+    tasks: tuple[Glue6Task, ...] = get_args(Glue6Task)
+    """Tasks. cola, mrpc, rte and stsb: five-fold cross-validation; sst2 and qnli: one slice of the training rows,
+    evaluated on others."""
+    settings: tuple[str, ...] = ("default",)
+    """Names of fine-tuning settings, each followed by KEY=VALUE for those that differ from the defaults of electra
+    finetune: paper muon optimizer=muon learning_rate=1e-3."""
+    seeds: int = 2
+    """Number of fine-tuning seeds."""
+    slice_rows: int = 20_000
+    """Training rows of sst2 and qnli."""
+    slice_held_out: int = 8_000
+    """Rows to evaluate sst2 and qnli on, at most a fifth of all."""
+    rows: int | None = None
+    """Use at most this many rows of each task, for a trial."""
+    score: tuple[ProbeScore, ...] = ("metric", "auc")
+    """Scores to tabulate. metric: the task's main metric; auc: area under the ROC curve (stsb: Spearman again); loss:
+    held-out cross-entropy (stsb: squared error)."""
+    baseline: tuple[str, ...] = ()
+    """MODEL, or MODEL and SETTING, that the others are compared with; default the table's first row."""
+    workers: int | None = None
+    """Fine-tunings in parallel, one process each; default as in electra finetune."""
+    hardware: HardwareConfig
+    json: bool = False
+    """Print the tables as JSON."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "seeds", "workers", "slice_rows", "slice_held_out", at_least=1)
+        check_range(self, "rows", at_least=20)
+        if self.model and self.data is None:
+            raise ConfigError("--model needs --data: the folder of GLUE's official download, or hub:glue")
+        if not self.output.parent.is_dir():
+            raise ConfigError(f"is {self.output}, but there is no folder {self.output.parent}", field="output")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,13 @@ import zipfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 from numpy.typing import NDArray
 
 from electra.errors import DataError
 from electra.finetuning.assess import find_single_prediction
-from electra.finetuning.config import GlueConfig
+from electra.finetuning.config import Glue6Task, GlueConfig
 from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
@@ -30,7 +31,7 @@ from electra.finetuning.tasks import GLUE_TASKS, HUB, TEST, Task, get_glue_task,
 from electra.runfolder import convert_stored, read_json, remove_written_folder, write_file, write_stored
 
 TABLE, TABLE_MARKDOWN = "table.json", "table.md"
-GLUE_6 = ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")
+GLUE_6 = get_args(Glue6Task)
 LARGE_TASKS = ("sst2", "qqp", "mnli", "qnli")
 EXCLUDED_FROM_MEAN = "wnli"  # as in the paper: its dev rows contradict its training rows
 TRAINABLE_TASKS = [name for name, task in GLUE_TASKS.items() if task.predicted_by is None]

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
@@ -186,7 +186,7 @@ def estimated_cost(job: Job) -> int:
     return local_file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
 
 
-def run_here_or_in_workers(jobs: list[Job], workers: int | None) -> Iterator[tuple[Job, JobResult]]:
+def run_here_or_in_workers(jobs: Sequence[Job], workers: int | None) -> Iterator[tuple[Job, JobResult]]:
     """Run jobs, here or in worker processes, and yield each with its result when it finishes."""
     uses_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
     if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):

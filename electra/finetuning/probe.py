@@ -1,0 +1,288 @@
+"""`electra probe`: compare pre-trained models, or settings of fine-tuning, on GLUE's training rows alone.
+
+Selecting models on a dev set biases their scores there; the probe never reads the dev files. CoLA, MRPC, RTE and STS-B
+are evaluated by five-fold cross-validation over their training rows; QNLI and SST-2, which have more, train on one
+slice of 20,000 rows and are evaluated on 8,000 others. Folds and slices are the same in every run. That makes 22
+fine-tunings per model, setting and seed. The scores are not comparable with published ones: there are fewer rows, and
+training rows of SST-2 are phrases of which some contain others.
+"""
+
+import gc
+import json
+import math
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from electra.config import build_config
+from electra.errors import ConfigError, DataError, TrainingError
+from electra.finetuning.config import ProbeConfig, TuningConfig
+from electra.finetuning.features import Outputs
+from electra.finetuning.job import FinetuningTask, Job, build_trainer
+from electra.finetuning.jobs import estimated_cost, find_model_to_finetune, run_here_or_in_workers
+from electra.finetuning.metrics import Metrics
+from electra.finetuning.probe_results import Key, ProbeResult, ProbeScores, append_result, compare_rows, read_results
+from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
+from electra.objectives.evaluation import roc_auc
+from electra.runfolder import dump_json, lock_file
+from electra.training.config import Device
+
+FOLDS = 5
+SLICED_TASKS = ("qnli", "sst2")
+MAX_HELD_OUT_FRACTION = 0.2  # of a slice
+PERMUTATION_SEED = 0  # of the rows
+ATTEMPTS = 2  # an error on the GPU may be that of another process that shares it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeJob(Job):
+    """A fine-tuning that returns its held-out metrics and writes nothing but cached features.
+
+    If it fails, it returns None, and the error is in its folder.
+    """
+
+    model_name: str
+    setting: str
+    fold: int
+
+    @property
+    def key(self) -> Key:
+        return self.model_name, self.setting, self.task.name, self.fold, self.seed
+
+    @property
+    def error_file(self) -> Path:
+        return self.folder / "error.txt"
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that a stored result must share to count as this job's."""
+        names = ("model", "setting", "task", "fold", "seed")
+        fields = {"checkpoint": str(self.model), "tuning": asdict(self.tuning), "rows": count_rows(self.task)}
+        return json.loads(dump_json(dict(zip(names, self.key, strict=True)) | fields))  # as read from the file
+
+    def run(self, quiet: bool = False) -> ProbeResult | None:  # type: ignore[override]
+        try:
+            start = time.perf_counter()
+            result = finetune(self)
+            return replace(result, seconds=time.perf_counter() - start)
+        except Exception as error:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            is_expected = isinstance(error, ConfigError | DataError | TrainingError)
+            self.error_file.write_text(str(error) if is_expected else traceback.format_exc())
+        finally:
+            gc.collect()  # CUDA graphs are in reference cycles; destroying one while another is captured is an error
+        if multiprocessing.parent_process() is not None and not is_device_usable(self.hardware.device):
+            os._exit(1)  # after some errors of CUDA, every later job of this process would fail
+        return None
+
+
+def finetune(job: ProbeJob) -> ProbeResult:
+    """Train as `electra finetune` does, without checkpoints, and evaluate at the end."""
+    finetuning = FinetuningTask(job)
+    trainer = build_trainer(finetuning, quiet=True)
+    trainer.run_step = trainer.build_step()
+    while not trainer.is_finished():
+        trainer.step()
+    trainer.check_nonfinite_steps()
+    logits, targets = finetuning.compute_outputs("dev").logits, finetuning.splits["dev"].labels.cpu().numpy()
+    parts = [slice(part, None, FOLDS) for part in range(FOLDS)] if job.task.name in SLICED_TASKS else []
+    return ProbeResult(
+        **job.identity(),
+        steps=trainer.state.step,
+        seconds=0.0,
+        metrics=held_out_metrics(finetuning, logits, targets),
+        parts=[held_out_metrics(finetuning, logits[part], targets[part]) for part in parts],
+    )
+
+
+def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArray) -> Metrics:
+    """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
+    task, output_type = finetuning.task, finetuning.kind
+    labels = targets if task.labels else task.denormalize_scores(targets)
+    metrics = task.compute_metrics(output_type.predict(Outputs(logits), task), labels)
+    metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
+    if task.labels:
+        metrics["auc"] = roc_auc(logits[:, 1] - logits[:, 0], targets == 1)
+    return metrics
+
+
+def is_device_usable(device: Device) -> bool:
+    """Whether this process can still compute on the GPU, if it uses one."""
+    if device == "cpu" or not torch.cuda.is_initialized():
+        return True
+    try:
+        ones = torch.ones(8, 8, device="cuda")
+        return (ones @ ones).sum().item() == 512
+    except RuntimeError:
+        return False
+
+
+# Splits: files of rows, the same in every run.
+
+
+def write_splits(task: Task, folder: Path, limit: int | None, slice_rows: int, slice_held_out: int) -> list[Task]:
+    """The task with training rows as its train and dev splits, once per fold."""
+    values = [row.values for row in read_split_rows(task, "train")]
+    order = np.random.default_rng(PERMUTATION_SEED).permutation(len(values))[:limit]
+    if task.name in SLICED_TASKS:
+        held_out = min(slice_held_out, int(MAX_HELD_OUT_FRACTION * len(order)))
+        folds = [(order[held_out : held_out + slice_rows], order[:held_out])]
+    else:
+        folds = [(np.delete(order, slice(fold, None, FOLDS)), order[fold::FOLDS]) for fold in range(FOLDS)]
+    tasks = []
+    for fold, (train, dev) in enumerate(folds):
+        splits = {}
+        for split, indices in {"train": train, "dev": dev}.items():
+            path = folder / f"{task.name}-{fold}-{split}.jsonl"
+            path.write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
+            splits[split] = str(path)
+        tasks.append(replace(task, splits=splits))
+    return tasks
+
+
+def count_rows(task: Task) -> dict[str, int]:
+    return {split: Path(path).read_bytes().count(b"\n") for split, path in task.splits.items()}
+
+
+# Running.
+
+
+def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
+    """The jobs that have no result yet; raises if one has a result of other settings, rows or another checkpoint."""
+    results = {result.key: result for result in read_results(output)}
+    for job in jobs:
+        stored = asdict(results[job.key]) if job.key in results else {}
+        for name, value in job.identity().items() if stored else ():
+            if stored[name] != value:
+                raise ConfigError(
+                    f"{output} has results of {' '.join(map(str, job.key))} with {name} {stored[name]}, "
+                    f"but now it is {value}; choose another --output or another name for the setting"
+                )
+    return [job for job in jobs if job.key not in results]
+
+
+def run_probe_jobs(jobs: list[ProbeJob], workers: int | None, output: Path) -> dict[Key, str]:
+    """Run jobs, the longest first, and append their results; returns the errors of those that failed twice."""
+    pending, total = sorted(jobs, key=estimated_cost, reverse=True), len(jobs)
+    finished: set[Key] = set()
+    attempts: Counter[Key] = Counter()
+    errors: dict[Key, str] = {}
+    while pending:
+        broken = None
+        try:
+            for job, result in run_here_or_in_workers(pending, workers):
+                assert isinstance(job, ProbeJob)
+                if isinstance(result, ProbeResult):
+                    append_result(output, result)
+                    finished.add(job.key)
+                    report_progress(f"{len(finished)} of {total}", job, result)
+        except TrainingError as error:  # a worker process ended
+            broken = str(error)
+        failed = [job for job in pending if job.error_file.exists()]
+        for job in failed:
+            attempts[job.key] += 1
+            errors[job.key] = job.error_file.read_text()
+            job.error_file.unlink()
+        unfinished = [job for job in pending if job.key not in finished and attempts[job.key] < ATTEMPTS]
+        if broken and not failed and len(unfinished) == len(pending):  # not one job ended in this round
+            errors |= {job.key: broken for job in unfinished}
+            break
+        pending = unfinished
+    return {key: error for key, error in errors.items() if key not in finished}
+
+
+def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
+    """Print a line about a finished job."""
+    metric = job.task.metrics[0]
+    value = result.metrics[metric]
+    name = f"{job.model_name}, {job.setting}, {job.task.name}, fold {job.fold}, seed {job.seed}"
+    score = f"{metric} {math.nan if value is None else 100 * value:.1f}"
+    print(f"{progress}: {name}: {score}, {result.steps:,} steps in {result.seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:
+    """Fine-tuning settings by name; a word without = starts the next one."""
+    name, pairs = "", dict[str, dict[str, str]]()
+    for word in words:
+        key, sign, value = word.partition("=")
+        if sign and not pairs:
+            raise ConfigError(f"is {' '.join(words)}; write a name, then KEY=VALUE …", field="settings")
+        if sign:
+            pairs[name][key.replace("-", "_")] = value
+        elif word in pairs:
+            raise ConfigError(f"has {word} twice; give each a name of its own", field="settings")
+        else:
+            name, pairs[word] = word, {}
+    return {name: build_config(TuningConfig, **values) for name, values in pairs.items()}
+
+
+def prepare_probe_jobs(config: ProbeConfig, folder: Path) -> list[ProbeJob]:
+    """A job for each model, setting, task, fold and seed; writes the rows of the folds into `folder`."""
+    assert config.data is not None
+    for path in config.model:
+        if not path.is_dir():
+            raise DataError(f"no folder {path}; --model must be a run, a model folder or a Hugging Face folder")
+    sizes = (config.rows, config.slice_rows, config.slice_held_out)
+    tasks = [write_splits(get_glue_task(name, config.data), folder, *sizes) for name in config.tasks]
+    settings = parse_settings(config.settings)
+    jobs: list[ProbeJob] = []
+    for path in config.model:
+        model = find_model_to_finetune(path)
+        for setting, tuning in settings.items():
+            for fold, task in ((fold, task) for folds in tasks for fold, task in enumerate(folds)):
+                jobs += [
+                    ProbeJob(
+                        model=model,
+                        task=task,
+                        tuning=tuning,
+                        hardware=config.hardware,
+                        seed=seed,
+                        folder=folder / f"job-{len(jobs)}-{seed}",  # features are cached beside it
+                        model_name=str(path),
+                        setting=setting,
+                        fold=fold,
+                    )
+                    for seed in range(1, config.seeds + 1)
+                ]
+    return jobs
+
+
+@dataclass(frozen=True)
+class ProbeTables:
+    """The tables of a results file, and the fine-tunings that failed."""
+
+    output: str
+    scores: list[ProbeScores]
+    failed: dict[str, str] = field(default_factory=dict)  # errors by job
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failed else 0
+
+    def __str__(self) -> str:
+        failed = [f"failed: {job}: {error}" for job, error in self.failed.items()]
+        return "\n\n".join([*map(str, self.scores), *failed])
+
+
+def probe(config: ProbeConfig) -> ProbeTables:
+    """Fine-tune what has no result in `config.output` yet, and tabulate all results in it."""
+    errors: dict[Key, str] = {}
+    if config.model:
+        with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary, lock_file(config.output):
+            jobs = without_finished(prepare_probe_jobs(config, Path(temporary)), config.output)
+            errors = run_probe_jobs(jobs, config.workers, config.output)
+    results = read_results(config.output)
+    if not results and not errors:
+        raise DataError(f"no results in {config.output}; give --model and --data to compute some")
+    scores = [compare_rows(results, score, config.baseline) for score in config.score if results]
+    return ProbeTables(str(config.output), scores, {" ".join(map(str, key)): error for key, error in errors.items()})
