@@ -28,7 +28,17 @@ OUR_NAMES = (
     *("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer", "tokens", "model", "checkpoints"),
     *("step-00000010", "step-000000001", "step-000000003", "step-000000004", "seed-1", "seed-2", "CoLA", "RTE"),
     *("cola", "rte", "text", "x.lock", "lock", "lock.partial", "confusion.png", "tensorboard", "README.md"),
-    *("errors.md", "rows.csv", "rows.npy", "rows.parquet", "rows.safetensors", "glue.zip", "answers", "answers-2"),
+    *(
+        "errors.md",
+        "rows.csv",
+        "rows.jsonl",
+        "rows.npy",
+        "rows.parquet",
+        "rows.safetensors",
+        "glue.zip",
+        "answers",
+        "answers-2",
+    ),
     *("predictions.json", "nbest_predictions.json", "null_odds.json", "onnx", "model.onnx", "model_quantized.onnx"),
     *(
         "modules.json",
@@ -116,6 +126,15 @@ def commands(shards, finished_run, encoder_folder, tmp_path_factory) -> dict[str
             submission=output / "glue.zip",
             **tuning,
         ),
+        "probe": lambda output: make_command_function("probe")(
+            model=[encoder_folder],
+            data=str(glue),
+            output=output / "rows.jsonl",
+            tasks=["rte"],
+            seeds=1,
+            settings=["quick", "epochs=1", "length=16"],
+            device="cpu",
+        ),
         "predict": lambda output: predict(model=folder / "tuned", input=train, output=output / "rows.csv"),
         "predict of answers": lambda output: predict(
             model=folder / "answering", input=folder / "questions.jsonl", output=output / "answers"
@@ -158,11 +177,25 @@ def stop_demo(*arguments: object) -> None:
 
 
 NAMES_OF_COMMANDS = [
-    *("tokenizer", "shard", "pretrain", "finetune", "finetune of answers", "glue", "glue with a submission", "predict"),
-    *("predict of answers", "embed", "embed to a table", "corrupt", "report", "export", "export of an encoder"),
+    *("tokenizer", "shard", "pretrain", "finetune", "finetune of answers", "glue", "glue with a submission", "probe"),
+    *(
+        "predict",
+        "predict of answers",
+        "embed",
+        "embed to a table",
+        "corrupt",
+        "report",
+        "export",
+        "export of an encoder",
+    ),
     *("export of a generator", "export of a fine-tuned model", "export to onnx", "export to package", "import", "demo"),
 ]
-FIRST = {"glue with a submission": "glue.zip", "predict": "rows.csv", "predict of answers": "answers/predictions.json"}
+FIRST = {
+    "glue with a submission": "glue.zip",
+    "probe": "rows.jsonl",
+    "predict": "rows.csv",
+    "predict of answers": "answers/predictions.json",
+}
 FIRST |= {"embed": "rows.npy", "embed to a table": "rows.parquet", "corrupt": "rows.safetensors", "demo": "demo/run"}
 
 
@@ -179,7 +212,7 @@ def test_a_file_in_the_place_of_the_output_is_kept(commands, name, tmp_path):
     run_beside_foreign_files(commands[name], tmp_path / "folder", trees, b"precious")
 
 
-SLOW = ("demo", "glue with a submission")
+SLOW = ("demo", "glue with a submission", "probe")
 PROPERTY_CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES_OF_COMMANDS]
 
 

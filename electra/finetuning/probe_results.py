@@ -14,7 +14,7 @@ correlation of folds, whose training rows overlap.
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.finetuning.config import ProbeScore
 from electra.finetuning.glue import GLUE_6, markdown_table
 from electra.finetuning.tasks import GLUE_TASKS
@@ -56,6 +56,9 @@ class ProbeResult:
         return self.model, self.setting, self.task, self.fold, self.seed
 
 
+FIRST_BYTES = f'{{"{fields(ProbeResult)[0].name}": "'.encode()  # of a line, also of an incomplete one
+
+
 def read_results(path: Path) -> list[ProbeResult]:
     """The results in a file, of equal keys the last; a line that a killed process left incomplete is ignored."""
     results = {}
@@ -64,6 +67,9 @@ def read_results(path: Path) -> list[ProbeResult]:
             result = msgspec.json.decode(line, type=ProbeResult)
             results[result.key] = result
         except msgspec.MsgspecError:
+            if not FIRST_BYTES.startswith(line[: len(FIRST_BYTES)]):
+                message = f"{path} has lines that electra probe did not write; choose another --output"
+                raise DataError(message) from None
             print(f"{path}: ignored an incomplete line", file=sys.stderr)
     return list(results.values())
 
