@@ -241,8 +241,10 @@ def test_a_stop_signal_that_a_library_turns_into_another_error_stops(monkeypatch
             raise ValueError("could not determine the shape of object type") from None
 
     monkeypatch.setattr("electra.report.flops.count_flops", stopped)
+    before = signal.signal(signal.Signals[name], signal.default_int_handler)  # a background process ignores SIGINT
     with pytest.raises(exception):
         main(["flops"])
+    signal.signal(signal.Signals[name], before)
 
 
 @pytest.mark.parametrize("library", ["cyclopts", "torch"])
