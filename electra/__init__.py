@@ -24,12 +24,10 @@ __all__ = ["__version__", "load", *COMMANDS]
 
 def __getattr__(name: str) -> Callable[..., Any]:
     """Import `load` and the commands when they are first used: torch takes seconds to import."""
+    from electra.commands import import_object, make_command_function
+
     if name == "load":
-        from electra.serve.inference import load
-
-        return load
+        return import_object("serve.inference:load")
     if name in COMMANDS:
-        from electra.commands import make_command_function
-
         return make_command_function(COMMANDS[name])
     raise AttributeError(f"module 'electra' has no attribute {name!r}")

@@ -12,7 +12,11 @@ from typing import Any
 
 from electra.config import build_config
 
-WAIT_POLICY = "OMP_WAIT_POLICY"
+OPENMP = {"GOMP_SPINCOUNT": "10000"}
+"""How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
+between two operations. With torch's default, 300,000 iterations, steps beside one other busy process are several times
+slower; threads that sleep at once are slower on quiet cores (benchmarks/cpu_threads.py, docs/log.md)."""
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", *OPENMP)
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,9 @@ class Command:
 
 
 def import_object(reference: str) -> Any:
-    """The object that "module:name" refers to.
-
-    Its module may import torch, whose OpenMP threads would spin while they wait: next to any other busy process, steps
-    on a CPU then take several times as long as with threads that sleep (docs/log.md)."""
-    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
+    """The object that "module:name" refers to; its module may import torch, which reads OpenMP's variables."""
+    if not any(name in os.environ for name in WAIT_VARIABLES):
+        os.environ.update(OPENMP)
     module, name = reference.split(":")
     return getattr(importlib.import_module(f"electra.{module}"), name)
 
@@ -85,6 +87,7 @@ COMMANDS = {
     ),
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
+    "study": Command("study.config:StudyConfig", "study.command:study", "repeat one of the paper's studies"),
     "export": Command("export.config:ExportConfig", "export.command:export", "export a model to Hugging Face or ONNX"),
     "import": Command("export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"),
 }

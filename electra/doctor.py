@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from electra.commands import WAIT_POLICY
+from electra.commands import OPENMP, WAIT_VARIABLES
 from electra.config import Positional
 from electra.errors import check_choice
 
@@ -152,6 +152,13 @@ def describe_uses() -> dict[str, str]:
         "precision": str(precision).removeprefix("torch."),
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
-        "threads": f"{torch.get_num_threads()}, {WAIT_POLICY} {os.environ.get(WAIT_POLICY, 'not set')}",
+        "threads": f"{torch.get_num_threads()}, waiting as {wait_settings()}",
         "packaged model": str(PACKAGED_MODEL) if has_packaged_model() else "none, so that commands need --model",
     }
+
+
+def wait_settings() -> str:
+    """The environment variables that say how threads wait for each other."""
+    settings = {name: os.environ[name] for name in WAIT_VARIABLES if name in os.environ}
+    chosen = "electra's choice: spin briefly, then sleep" if settings == OPENMP else "from the environment"
+    return f"{', '.join(f'{name}={value}' for name, value in settings.items())} ({chosen})"

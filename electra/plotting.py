@@ -1,7 +1,7 @@
-"""Plots as PNG files. Without matplotlib, which is optional, none are written and functions return False."""
+"""Plots as PNG or SVG files. Without matplotlib, which is optional, none are written and functions return False."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def save_figure(path: Path, size: tuple[float, float], draw: Callable[[Any], Non
     canvas = figure.Figure(figsize=size, layout="constrained")
     draw(canvas)
     with open_atomic(path, "wb") as file:
-        canvas.savefig(file, format="png", dpi=dpi)
+        canvas.savefig(file, format=path.suffix.removeprefix("."), dpi=dpi)
     return True
 
 
@@ -196,3 +196,68 @@ def draw_texts(axes: Any, texts: list[tuple[list[str], list[float]]]) -> None:
             box = {"facecolor": (1, 1 - probability, 1 - probability), "edgecolor": "none", "pad": 2}
             axes.text(column, -row - 0.3, token, fontsize=8.5, family="monospace", bbox=box)
             column += len(token) + 1
+
+
+@dataclass(frozen=True)
+class ErrorBars:
+    """One pair of axes with points and their standard errors, by line."""
+
+    title: str
+    ylabel: str
+    xlabel: str = ""  # empty: a row for each point, with its label
+    is_log: bool = False
+    lines: dict[str, list[tuple[str, float, float, float]]] = field(default_factory=dict)  # label, x, y, error
+
+    def add(self, line: str, label: str, x: float, y: float, error: float = 0.0) -> None:
+        self.lines.setdefault(line, []).append((label, x, y, error))
+
+
+def plot_error_bars(path: Path, panels: list[ErrorBars], title: str) -> bool:
+    """Plot points with error bars of one standard error, panels side by side."""
+
+    def draw(figure: Any) -> None:
+        figure.suptitle(title)
+        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False).flat, strict=True):
+            if panel.xlabel:
+                draw_lines_with_errors(axes, panel)
+            else:
+                draw_rows_with_errors(axes, panel)
+            axes.set_title(panel.title)
+            axes.grid(alpha=0.3)
+
+    return save_figure(path, (6 * len(panels), 4.5), draw, dpi=120)
+
+
+def draw_lines_with_errors(axes: Any, panel: ErrorBars) -> None:
+    for name, points in panel.lines.items():
+        _, x, y, errors = zip(*sorted(points, key=lambda point: point[1]), strict=True)
+        axes.errorbar(x, y, yerr=errors, marker="o", capsize=3, label=name or None)
+    axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+    if panel.is_log:
+        axes.set_xscale("log")
+    if any(panel.lines):
+        axes.legend(fontsize=8)
+
+
+def draw_rows_with_errors(axes: Any, panel: ErrorBars) -> None:
+    labels = list(dict.fromkeys(label for points in panel.lines.values() for label, *_ in points))
+    for points in panel.lines.values():
+        rows = [labels.index(label) for label, *_ in points]
+        axes.errorbar([y for *_, y, _ in points], rows, xerr=[error for *_, error in points], fmt="o", capsize=3)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set(xlabel=panel.ylabel)
+
+
+def plot_token_map(path: Path, positions: NDArray, tokens: list[str], num_labels: int) -> bool:
+    """Plot tokens at `positions` [N, 2]; the first `num_labels` of them by name."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.scatter(positions[:, 0], positions[:, 1], s=3, color="tab:gray", alpha=0.4)
+        for (x, y), token in list(zip(positions.tolist(), tokens, strict=True))[:num_labels]:
+            axes.text(x, y, token.replace("$", r"\$"), fontsize=6, ha="center", va="center")
+        axes.set_title(f"embeddings of the {len(tokens):,} most frequent tokens")
+        axes.axis("off")
+
+    return save_figure(path, (12, 12), draw, dpi=110)

@@ -54,7 +54,7 @@ class RowRandomness:
     """The source of random numbers for the rows of a batch."""
 
     seed: int
-    step: Tensor  # []
+    step: Tensor  # [] or [B]
     row_ids: Tensor  # [B]
 
     def keys(self, purpose: Purpose) -> Tensor:

@@ -17,7 +17,7 @@ import pytest
 import electra
 import electra.__main__
 from electra.cli import main, name_flags_in_errors, parse_config
-from electra.commands import COMMANDS
+from electra.commands import COMMANDS, WAIT_VARIABLES
 from electra.config import flat_values, settings_by_name
 from electra.data.train_tokenizer import TokenizerConfig
 from electra.errors import ConfigError
@@ -468,11 +468,25 @@ def test_resume_without_a_run_and_a_run_without_resume(tmp_path, capsys):
     assert "--resume" in error
 
 
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
-def test_openmp_threads_wait_passively_unless_the_user_chose_otherwise(given):
-    code = "import os, sys; from electra.commands import COMMANDS; COMMANDS['doctor'].load_function(); "
-    code += "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    environment |= {"OMP_WAIT_POLICY": given} if given else {}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [given or "PASSIVE", "False"]  # set before torch is imported
+PRINT_AT_TORCH_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"))
+            sys.exit(0)
+sys.meta_path.insert(0, Finder())
+import electra, electra.commands
+"""
+
+
+@pytest.mark.parametrize("code", ["electra.load", "electra.commands.COMMANDS['pretrain'].load_function()"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000 None"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None ACTIVE"), ({"GOMP_SPINCOUNT": "7"}, "7 None")],
+)
+def test_openmp_threads_spin_briefly_unless_the_user_chose_otherwise(given, expected, code):
+    environment = {name: value for name, value in os.environ.items() if name not in WAIT_VARIABLES} | given
+    command = [sys.executable, "-c", f"{PRINT_AT_TORCH_IMPORT}{code}"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == expected

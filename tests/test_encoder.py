@@ -191,7 +191,7 @@ def test_dropout_follows_embeddings_attention_and_feedforward(location, zeroed):
     encoder = Encoder(replace(WIDE, layers=1, attention_dropout=0.0, dropout=0.5))
     for name in zeroed:  # dropout of zeros changes nothing
         nn.init.zeros_(encoder.layers[0].get_submodule(name).weight)
-    encoder.embeddings.dropout.p = 0.5 if location == "embeddings" else 0.0
+    encoder.embedding_dropout.p = 0.5 if location == "embeddings" else 0.0
     assert not torch.equal(encoder(TEXT), encoder(TEXT))
 
 

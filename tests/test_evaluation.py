@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_score
 
-from electra.data.loader import Batch
+from electra.data.loader import Batch, merge_batches, validation_batches
+from electra.data.packing import LoaderConfig
+from electra.data.shards import open_shards
 from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.objectives.evaluation import (
     SEED,
@@ -114,3 +116,14 @@ def test_the_held_out_loss_weights_all_tokens_equally_however_they_are_batched(m
     context = ObjectiveContext(vocabulary=vocabulary)
     split, whole = (held_out_loss(electra, batches, context) for batches in (batch.micro_batches(2), [batch]))
     assert split == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["packed", "segment-pairs", "examples"])
+def test_merged_batches_have_the_metrics_of_their_parts(make_pair, shards, packing):
+    opened = open_shards(shards)
+    electra, vocabulary = make_pair("none").eval(), opened.tokenizer.vocabulary
+    parts = list(validation_batches(opened, LoaderConfig(length=8, batch_size=4, packing=packing), max_batches=3))
+    merged = merge_batches(parts)
+    assert merged.num_rows == 12
+    expected = evaluate(electra, parts, UNIFORM, vocabulary)
+    assert evaluate(electra, [merged], UNIFORM, vocabulary) == pytest.approx(expected, abs=1e-5)

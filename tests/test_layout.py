@@ -22,6 +22,7 @@ PACKAGES = [
     "report",
     "onnx",
     "export",
+    "study",
     "serve",
 ]
 ORDER = ["errors", "config", "random", "signals", "runfolder", "resumable", "plotting", *PACKAGES]

@@ -109,7 +109,7 @@ def test_local_attention_of_the_modern_style():
         ({"discriminator": None}, "sharing is embeddings, which needs a generator and a discriminator"),
         ({"generator": replace(NARROW, embedding_width=8)}, "the same embedding_width in both models"),
         ({"generator": replace(NARROW, style="modern")}, "the same style in both models"),
-        ({"generator": replace(NARROW, dropout=0.2)}, "the same dropout in both models, but the generator has 0.2"),
+        ({"generator": replace(NARROW, positions=20)}, "the same positions in both models, but the generator has 20"),
     ],
 )
 def test_pairs_that_cannot_share_are_an_error(settings, message):

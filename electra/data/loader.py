@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
@@ -46,7 +46,7 @@ class Batch:
     """Rows of one training step, or of one micro-batch of it."""
 
     input_ids: Tensor  # [B, L]
-    step: Tensor  # [] training step, from 0
+    step: Tensor  # [] training step, from 0; [B] in a batch that was merged from several
     row_ids: Tensor  # [B] index of each row in the global batch, over all ranks and micro-batches
     attention_mask: Tensor | None = None  # [B, L] bool, False at padding; None: no padding
     segment_ids: Tensor | None = None  # [B, L] 0 in segment A, 1 in segment B; None: all A
@@ -88,6 +88,14 @@ class Batch:
         """The batch with the boundaries of its at most `max_documents` documents."""
         assert self.document_ids is not None
         return replace(self, cu_seqlens=compute_cu_seqlens(self.document_ids, max_documents))
+
+
+def merge_batches(batches: Sequence[Batch]) -> Batch:
+    """One batch with the rows of several, which keep their masks and samples."""
+    rows = [replace(batch, step=batch.step.expand(batch.num_rows), cu_seqlens=None) for batch in batches]
+    columns = {field.name: [getattr(batch, field.name) for batch in rows] for field in fields(Batch)}
+    merged = {name: None if tensors[0] is None else torch.cat(tensors) for name, tensors in columns.items()}
+    return Batch(**merged)  # type: ignore[arg-type]  # only optional fields are None
 
 
 def compute_cu_seqlens(document_ids: Tensor, max_documents: int | None = None) -> Tensor:

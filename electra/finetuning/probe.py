@@ -67,7 +67,7 @@ class ProbeJob(Job):
     def identity(self) -> dict[str, Any]:
         """The fields that a stored result must share to count as this job's."""
         names = ("model", "setting", "task", "fold", "seed")
-        fields = {"checkpoint": str(self.model), "tuning": asdict(self.tuning), "rows": count_rows(self.task)}
+        fields = {"checkpoint": self.model.name, "tuning": asdict(self.tuning), "rows": count_rows(self.task)}
         return json.loads(dump_json(dict(zip(names, self.key, strict=True)) | fields))  # as read from the file
 
     def run(self, quiet: bool = False) -> ProbeResult | None:  # type: ignore[override]
@@ -139,15 +139,18 @@ def write_splits(task: Task, folder: Path, limit: int | None, slice_rows: int, s
         folds = [(order[held_out : held_out + slice_rows], order[:held_out])]
     else:
         folds = [(np.delete(order, slice(fold, None, FOLDS)), order[fold::FOLDS]) for fold in range(FOLDS)]
-    tasks = []
-    for fold, (train, dev) in enumerate(folds):
-        splits = {}
-        for split, indices in {"train": train, "dev": dev}.items():
-            path = folder / f"{task.name}-{fold}-{split}.jsonl"
-            path.write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
-            splits[split] = str(path)
-        tasks.append(replace(task, splits=splits))
-    return tasks
+    return [
+        write_rows(task, values, {"train": train, "dev": dev}, folder / f"{task.name}-{fold}")
+        for fold, (train, dev) in enumerate(folds)
+    ]
+
+
+def write_rows(task: Task, values: list[dict[str, Any]], rows: dict[str, NDArray], folder: Path) -> Task:
+    """The task with some of its rows, by split, in files of a new folder."""
+    folder.mkdir()
+    for split, indices in rows.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
+    return replace(task, splits={split: str(folder / f"{split}.jsonl") for split in rows})
 
 
 def count_rows(task: Task) -> dict[str, int]:
@@ -226,17 +229,17 @@ def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:
     return {name: build_config(TuningConfig, **values) for name, values in pairs.items()}
 
 
-def prepare_probe_jobs(config: ProbeConfig, folder: Path) -> list[ProbeJob]:
+def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Path) -> list[ProbeJob]:
     """A job for each model, setting, task, fold and seed; writes the rows of the folds into `folder`."""
     assert config.data is not None
-    for path in config.model:
+    for path in models.values():
         if not path.is_dir():
             raise DataError(f"no folder {path}; --model must be a run, a model folder or a Hugging Face folder")
     sizes = (config.rows, config.slice_rows, config.slice_held_out)
     tasks = [write_splits(get_glue_task(name, config.data), folder, *sizes) for name in config.tasks]
     settings = parse_settings(config.settings)
     jobs: list[ProbeJob] = []
-    for path in config.model:
+    for name, path in models.items():
         model = find_model_to_finetune(path)
         for setting, tuning in settings.items():
             for fold, task in ((fold, task) for folds in tasks for fold, task in enumerate(folds)):
@@ -248,13 +251,21 @@ def prepare_probe_jobs(config: ProbeConfig, folder: Path) -> list[ProbeJob]:
                         hardware=config.hardware,
                         seed=seed,
                         folder=folder / f"job-{len(jobs)}-{seed}",  # features are cached beside it
-                        model_name=str(path),
+                        model_name=name,
                         setting=setting,
                         fold=fold,
                     )
                     for seed in range(1, config.seeds + 1)
                 ]
     return jobs
+
+
+def run_probe(config: ProbeConfig, models: dict[str, Path]) -> dict[str, str]:
+    """Fine-tune what has no result in `config.output` yet, of models by name; returns the errors of what failed."""
+    with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary, lock_file(config.output):
+        jobs = without_finished(prepare_probe_jobs(config, models, Path(temporary)), config.output)
+        errors = run_probe_jobs(jobs, config.workers, config.output)
+    return {" ".join(map(str, key)): error for key, error in errors.items()}
 
 
 @dataclass(frozen=True)
@@ -276,13 +287,9 @@ class ProbeTables:
 
 def probe(config: ProbeConfig) -> ProbeTables:
     """Fine-tune what has no result in `config.output` yet, and tabulate all results in it."""
-    errors: dict[Key, str] = {}
-    if config.model:
-        with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary, lock_file(config.output):
-            jobs = without_finished(prepare_probe_jobs(config, Path(temporary)), config.output)
-            errors = run_probe_jobs(jobs, config.workers, config.output)
+    errors = run_probe(config, {str(path): path for path in config.model}) if config.model else {}
     results = read_results(config.output)
     if not results and not errors:
         raise DataError(f"no results in {config.output}; give --model and --data to compute some")
     scores = [compare_rows(results, score, config.baseline) for score in config.score if results]
-    return ProbeTables(str(config.output), scores, {" ".join(map(str, key)): error for key, error in errors.items()})
+    return ProbeTables(str(config.output), scores, errors)

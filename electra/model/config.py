@@ -118,7 +118,7 @@ class EncoderConfig:
         return layer % self.global_attention_every == 0
 
 
-TABLE_FIELDS = ("style", "vocab_size", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon", "dropout")
+TABLE_FIELDS = ("style", "vocab_size", "embedding_width", "positions", "segments", "pad_id", "norm_epsilon")
 
 EQUAL_FIELDS: dict[Sharing, tuple[str, ...]] = {
     # sharing: the settings that generator and discriminator must have in common
@@ -168,11 +168,12 @@ class ElectraConfig:
         parts = {"generator": self.generator, "discriminator": self.discriminator}
         return {part: encoder for part, encoder in parts.items() if encoder is not None}
 
-    def with_dropout(self, dropout: float | None) -> ElectraConfig:
-        """The pair with another dropout; None keeps its own."""
+    def with_dropout(self, dropout: float | None, generator_dropout: float | None = None) -> ElectraConfig:
+        """The pair with another dropout, perhaps a different one in the generator; None keeps its own."""
+        of_generator = dropout if generator_dropout is None else generator_dropout
         return replace(
             self,
-            generator=self.generator and self.generator.with_dropout(dropout),
+            generator=self.generator and self.generator.with_dropout(of_generator),
             discriminator=self.discriminator and self.discriminator.with_dropout(dropout),
         )
 
@@ -283,6 +284,8 @@ class ModelConfig:
     scale_init_by_width: bool = False
     """Initialise weights with standard deviation 0.02·√(768/width) instead of 0.02 at every width, as released: narrow
     encoders then learn from context sooner."""
+    generator_dropout: float | None = None
+    """Dropout of the generator, if it is not that of the discriminator."""
     generator_width: int | None = None
     """Hidden size of the generator, if it is not the size's fraction of the discriminator's."""
     generator_layers: int | None = None
@@ -312,6 +315,8 @@ class ModelConfig:
         width = discriminator.width if self.sharing == "all" else max(1, int(discriminator.width * width_ratio))
         width = width if self.generator_width is None else self.generator_width
         sizes: dict[str, Any] = {"layers": layers}
+        if self.generator_dropout is not None:
+            sizes |= {"dropout": self.generator_dropout, "attention_dropout": self.generator_dropout}
         if width != discriminator.width:
             feedforward = (
                 gated_feedforward_width(4 * width) if discriminator.is_modern() else 4 * width

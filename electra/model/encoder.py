@@ -58,7 +58,7 @@ class TokenEmbeddings(nn.Module):
         return self.embed_with_base(input_ids, segment_ids)  # [B, L, E]
 
     def embed_with_base(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """The sum of all embeddings, including the base's, before norm and dropout."""
+        """The sum of all embeddings, including the base's, before the norm."""
         embedded = self.embed_without_base(input_ids, segment_ids)
         if self.base is None:
             return embedded
@@ -80,17 +80,16 @@ class TokenEmbeddings(nn.Module):
 
 
 class ClassicEmbeddings(TokenEmbeddings):
-    """Token, position and segment embeddings with LayerNorm and dropout (classic style)."""
+    """Token, position and segment embeddings with LayerNorm (classic style)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__(config)
         self.position = nn.Embedding(config.positions, config.embedding_width)
         self.segment = nn.Embedding(config.segments, config.embedding_width)
         self.norm = Fp32LayerNorm(config.embedding_width, config.norm_epsilon)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
-        return self.dropout(self.norm(self.embed_with_base(input_ids, segment_ids)))  # [B, L, E]
+        return self.norm(self.embed_with_base(input_ids, segment_ids))  # [B, L, E]
 
     def embed_without_base(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
         """The sum in the order of `transformers`, for equal rounding."""
@@ -304,6 +303,8 @@ class Encoder(nn.Module):
         is_modern = config.is_modern()
         has_projection = config.embedding_width != config.width
         self.embeddings = TokenEmbeddings(config) if is_modern else ClassicEmbeddings(config)
+        # not part of the embeddings, which a generator with another dropout may share
+        self.embedding_dropout = nn.Identity() if is_modern else nn.Dropout(config.dropout)
         self.project = create_linear(config, config.embedding_width, config.width) if has_projection else nn.Identity()
         self.embedding_norm = ModernEmbeddingNorm(config) if is_modern else nn.Identity()
         self.layers = nn.ModuleList(
@@ -333,7 +334,7 @@ class Encoder(nn.Module):
         `cu_seqlens` are the boundaries of the documents (`electra.data.loader.compute_cu_seqlens`); in a compiled graph
         long rows need them to avoid a mask [B, 1, L, L]."""
         self.config.check_length(input_ids.shape[1])
-        hidden = self.embedding_norm(self.project(self.embeddings(input_ids, segment_ids)))  # [B, L, D]
+        hidden = self.embed(input_ids, segment_ids)
         biases = self.attention_biases(input_ids, attention_mask, document_ids, cu_seqlens)
         is_fused = self.can_fuse_modern_layers(hidden, biases)
         run_layers = self.run_fused_modern_layers if is_fused else self.run_layers
@@ -345,10 +346,15 @@ class Encoder(nn.Module):
         """Hidden states [B, L, D] of the embeddings and of each layer, the last one after the final norm: those of
         `transformers` with output_hidden_states."""
         self.config.check_length(input_ids.shape[1])
-        states = [self.embedding_norm(self.project(self.embeddings(input_ids, segment_ids)))]
+        states = [self.embed(input_ids, segment_ids)]
         for layer, bias in zip(self.layers, self.attention_biases(input_ids, attention_mask, None, None), strict=True):
             states.append(layer(states[-1], bias))
         return [*states[:-1], self.final_norm(states[-1])]
+
+    def embed(self, input_ids: Tensor, segment_ids: Tensor | None) -> Tensor:
+        """The input of the first layer [B, L, D]."""
+        embedded = self.embedding_dropout(self.embeddings(input_ids, segment_ids))  # [B, L, E]
+        return self.embedding_norm(self.project(embedded))
 
     def run_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
         for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):

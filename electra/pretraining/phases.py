@@ -29,6 +29,7 @@ PHASE_SETTINGS = (
     "temperature",
     "packing",
     "dropout",
+    "generator_dropout",
 )
 
 
@@ -141,7 +142,12 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
     pair = pair_config_for_objectives(pair, [config.objective.name for config in configs])
     for encoder in pair.encoder_configs().values():
         encoder.check_length(max(config.loader.length for config in configs))
-    return [model_config_for_objective(pair.with_dropout(config.model.dropout), config.objective) for config in configs]
+    return [
+        model_config_for_objective(
+            pair.with_dropout(config.model.dropout, config.model.generator_dropout), config.objective
+        )
+        for config in configs
+    ]
 
 
 def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:

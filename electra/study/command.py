@@ -1,0 +1,47 @@
+"""`electra study`: train the runs of a study, measure them, and write its table, figure and verdicts."""
+
+from electra.data.shards import Shards, open_shards
+from electra.errors import DataError
+from electra.finetuning.probe import FOLDS, SLICED_TASKS
+from electra.runfolder import is_missing_or_empty, lock_folder
+from electra.signals import explain_stop
+from electra.study.config import StudyConfig
+from electra.study.measures import measure_runs, read_measures
+from electra.study.results import StudyResult, summarize_study, write_study
+from electra.study.runs import RUNS, StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
+from electra.study.studies import STUDIES
+
+
+def study(config: StudyConfig) -> StudyResult | StudyEstimate:
+    """Train and measure what is not finished, and summarize the study; a dry run returns an estimate instead."""
+    shards, runs = open_shards(config.data), plan_runs(STUDIES[config.name], config)
+    if not is_missing_or_empty(config.output) and not (config.output / RUNS).is_dir():
+        raise DataError(f"{config.output} is not empty and not the output of electra study; choose another --output")
+    if config.dry_run:
+        folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
+        return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)
+    if config.summarize:
+        return summarize(config, runs, shards, {})
+    (config.output / RUNS).mkdir(parents=True, exist_ok=True)
+    with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
+        failed = train_runs(runs, shards, config)
+        finished = [run for run in runs if run.is_finished(shards)]
+        if finished:
+            failed |= measure_runs(finished, shards, config)
+        return summarize(config, runs, shards, failed)
+
+
+def summarize(config: StudyConfig, runs: list[StudyRun], shards: Shards, failed: dict[str, str]) -> StudyResult:
+    """Write the tables and figures of the finished runs."""
+    measured = read_measures(runs, shards, config)
+    if not measured:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise DataError(
+            f"no run of the study {config.name} in {config.output} is finished{'; ' * bool(reasons)}{reasons}"
+        )
+    finished = {each.run.name for each in measured}
+    missing = [run.name for run in runs if run.name not in finished]
+    study = STUDIES[config.name]
+    return write_study(
+        summarize_study(config.name, study, measured, missing, failed), study, config.output / config.name
+    )

@@ -1,0 +1,119 @@
+"""The settings of `electra study` and `electra analyze`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+from electra.config import Positional
+from electra.errors import ConfigError, check_range
+from electra.finetuning.config import Glue6Task
+from electra.pretraining.config import BudgetConfig
+from electra.training.config import Device
+
+StudyName = Literal[
+    "objectives", "generator-size", "algorithms", "sharing", "compute", "mask-fraction", "sizes", "styles"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyConfig:
+    """Repeat one of the paper's studies: pre-train with each of its settings, measure all runs in the same way, and
+    write a table, a figure and a paragraph on which of the paper's orderings hold.
+
+    electra study objectives --data shards/ --glue glue/ --minutes 3 --seeds 2 --output study/
+
+    Runs are those of electra pretrain, in the folder runs of --output, named by their settings: several studies with
+    one --output share them. An interrupted command continues when it is repeated; finished runs and fine-tunings are
+    not repeated."""
+
+    ESSENTIALS: ClassVar = ("name", "data", "glue", "output", "minutes", "steps", "seeds", "dry_run", "parallel")
+
+    name: Positional[StudyName]
+    """objectives: ELECTRA, All-Tokens MLM, Replace MLM, ELECTRA 15 % and BERT; generator-size; algorithms: joint,
+    two-stage and adversarial training; sharing: of weights; compute: ELECTRA and BERT over budgets and sizes;
+    mask-fraction; sizes: tiny, small and base with equal budgets; styles: classic and modern encoders."""
+    data: Path
+    """Folder of shards, written by electra shard."""
+    output: Path
+    """Folder for the runs, their measures, and a folder of tables and figures for each study."""
+    glue: str | None = None
+    """The folder of GLUE's official download, or hub:glue: all encoders are compared by electra probe. Without it, only
+    by losses on held-out text."""
+    budget: BudgetConfig
+    seeds: int = 1
+    """Number of pre-training runs with each setting, with seeds 0, 1, …"""
+    pretraining: tuple[str, ...] = ()
+    """Settings of electra pretrain for all runs, as KEY=VALUE: size=tiny data_on_gpu=true."""
+    finetuning: tuple[str, ...] = ()
+    """Settings of electra finetune for all fine-tunings of the probe, as KEY=VALUE: epochs=1."""
+    tasks: tuple[Glue6Task, ...] = get_args(Glue6Task)
+    """Tasks of the probe."""
+    finetuning_seeds: int = 1
+    """Number of fine-tuning seeds of the probe."""
+    probe_rows: int | None = None
+    """Use at most this many rows of each task, for a trial."""
+    corrupted_rows: Path | None = None
+    """File of electra corrupt, on which all discriminators are evaluated; default: made with the generator of the
+    first run in --output."""
+    parallel: bool = False
+    """Use all GPUs, one run on each; their messages are in the folder logs of --output."""
+    summarize: bool = False
+    """Train nothing: tables and figures of what is finished."""
+    dry_run: bool = False
+    """Only print the number of runs, and estimates of their minutes and tokens."""
+    device: Device = "auto"
+    """auto: the GPU if there is one, else the CPU."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "seeds", "finetuning_seeds", at_least=1)
+        check_range(self, "probe_rows", at_least=20)
+        for name in ("pretraining", "finetuning"):
+            for word in getattr(self, name):
+                if "=" not in word:
+                    raise ConfigError(f"has {word!r}; write KEY=VALUE", field=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeConfig:
+    """Show what a discriminator has learnt: a map of its token embeddings, where it finds replaced tokens by position
+    and token frequency, the calibration of its probabilities, and with --glue the score of fine-tuning on few examples.
+
+    electra analyze --model runs/x --data shards/ --glue glue/ --output analysis/
+
+    Fine-tunings that are finished are not repeated when the command is."""
+
+    model: Path
+    """A pre-training run or a model folder (written by electra) with a discriminator. Without a generator, text is
+    corrupted by token frequencies."""
+    data: Path
+    """Folder of shards; the text comes from its validation split."""
+    output: Path
+    """Folder for numbers and figures."""
+    rows: int = 1024
+    """Number of held-out rows; fewer if the validation split is smaller."""
+    map_tokens: int = 2000
+    """Number of the most frequent tokens on the map."""
+    glue: str | None = None
+    """The folder of GLUE's official download, or hub:glue, for the few-shot curve; only training files are read."""
+    tasks: tuple[Glue6Task, ...] = ("sst2", "qnli", "mrpc")
+    """Tasks of the few-shot curve."""
+    examples: tuple[int, ...] = (32, 100, 320, 1000, 3200)
+    """Numbers of training examples; those that a task does not have are left out."""
+    seeds: int = 3
+    """Number of random subsets, and seeds, for each number of examples."""
+    finetuning: tuple[str, ...] = ()
+    """Settings of electra finetune, as KEY=VALUE; by default few examples are repeated for at least 200 steps."""
+    workers: int | None = None
+    """Fine-tunings in parallel, one process each; default as in electra finetune."""
+    device: Device = "auto"
+    """auto: the GPU if there is one, else the CPU."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "rows", "seeds", "workers", at_least=1)
+        check_range(self, "map_tokens", at_least=3)
+        if any(count < 1 for count in self.examples):
+            raise ConfigError(f"has {min(self.examples)}; it must be at least 1", field="examples")

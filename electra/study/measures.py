@@ -1,0 +1,174 @@
+"""What all runs of a study are compared by: the probe, and the RTD loss on rows that one generator corrupted once."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from electra.config import build_config
+from electra.data.shards import Shards
+from electra.finetuning.config import ProbeConfig
+from electra.finetuning.probe import run_probe
+from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
+from electra.model.storage import load_model
+from electra.pretraining.config import CorruptConfig
+from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
+from electra.report.runs import Run, read_run
+from electra.runfolder import file_checksum, is_missing_or_empty, read_stored, write_stored
+from electra.study.config import StudyConfig
+from electra.study.runs import StudyRun
+from electra.training.checkpoint import find_model_folder
+from electra.training.distributed import World
+from electra.training.hardware import choose_device
+
+PROBE, FIXED_RTD, CORRUPTED_ROWS = "probe.jsonl", "fixed-rtd", "corrupted.safetensors"
+NUM_CORRUPTED_ROWS = 4096
+PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
+TOKEN_LOSSES = ("replace_mlm_loss", "mlm_loss")  # of the encoder itself, which is not a discriminator
+
+Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
+
+
+@dataclass(frozen=True)
+class FixedRTD:
+    """Metrics of a discriminator on the corrupted rows, and what they are of."""
+
+    checkpoint: str
+    rows: str  # checksum of the file
+    metrics: dict[str, float]  # empty for a model without discriminator
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A finished run with its measures."""
+
+    run: StudyRun
+    cost: Run
+    fixed_rtd: dict[str, float]
+    scores: Scores | None  # of the probe
+
+    def token_loss(self) -> float | None:
+        """The held-out loss of an encoder that predicts tokens, and None of a discriminator."""
+        if self.fixed_rtd:
+            return None
+        return next((self.cost.final_metrics[name] for name in TOKEN_LOSSES if name in self.cost.final_metrics), None)
+
+
+def probe_config(config: StudyConfig) -> ProbeConfig:
+    """The probe of all runs in the folder of a study."""
+    return build_config(
+        ProbeConfig,
+        data=config.glue,
+        output=config.output / PROBE,
+        tasks=config.tasks,
+        settings=("default", *config.finetuning),
+        seeds=config.finetuning_seeds,
+        rows=config.probe_rows,
+        device=config.device,
+    )
+
+
+def measure_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
+    """Compute the measures that are missing; returns the errors of fine-tunings that failed."""
+    rows = find_corrupted_rows(runs[0], config)
+    for run in runs:
+        measure_fixed_rtd(run, rows, shards, config)
+    return run_probe(probe_config(config), {run.name: run.folder for run in runs}) if config.glue else {}
+
+
+def find_corrupted_rows(first: StudyRun, config: StudyConfig) -> Path:
+    """The file of corrupted rows; made with the generator of the study's first run if there is none."""
+    path = config.corrupted_rows or config.output / CORRUPTED_ROWS
+    if not path.exists():
+        packing = "examples" if first.config.loader.packing == "examples" else "packed"
+        write_corrupted_rows(
+            build_config(
+                CorruptConfig,
+                model=first.folder,
+                data=config.data,
+                output=path,
+                rows=NUM_CORRUPTED_ROWS,
+                packing=packing,
+                device=config.device,
+            )
+        )
+    return path
+
+
+@torch.no_grad()
+def measure_fixed_rtd(run: StudyRun, rows: Path, shards: Shards, config: StudyConfig) -> None:
+    """Evaluate the discriminator of a run on the corrupted rows, and store the metrics."""
+    folder, path = find_model_folder(run.folder), fixed_rtd_file(run, config)
+    checksum = file_checksum(rows)
+    if path.exists():
+        stored = read_stored(path, FixedRTD)
+        if (stored.checkpoint, stored.rows) == (folder.name, checksum):
+            return
+    device = choose_device(config.device)
+    electra = load_model(folder).float().to(device).eval()
+    positions = min(encoder.positions for encoder in electra.config.encoder_configs().values())
+    metrics = read_corrupted_rows(rows, shards.tokenizer, positions).evaluate(electra, shards.tokenizer, World(device))
+    path.parent.mkdir(exist_ok=True)
+    write_stored(path, asdict(FixedRTD(folder.name, checksum, metrics)))
+
+
+def fixed_rtd_file(run: StudyRun, config: StudyConfig) -> Path:
+    return config.output / FIXED_RTD / f"{run.name}.json"
+
+
+def read_measures(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> list[MeasuredRun]:
+    """The finished runs with those of their measures that were computed."""
+    names = {run.name for run in runs}
+    results = [
+        result
+        for result in read_results(config.output / PROBE)
+        if result.model in names and result.task in config.tasks and result.seed <= config.finetuning_seeds
+    ]
+    arrays, tasks = score_arrays(results, "metric"), {result.task for result in results}
+    measured = []
+    for run in runs:
+        if is_missing_or_empty(run.folder) or not run.is_finished(shards):
+            continue
+        scores = arrays.get((run.name, "default"), {})
+        path = fixed_rtd_file(run, config)
+        fixed_rtd = read_stored(path, FixedRTD).metrics if path.exists() else {}
+        is_complete = bool(scores) and scores.keys() == tasks
+        measured.append(MeasuredRun(run, read_run(run.folder, None), fixed_rtd, scores if is_complete else None))
+    return measured
+
+
+# Standard errors: that of the probe, which does not shrink with pre-training seeds because all share its rows, and
+# that of pre-training seeds, whose variance is pooled over the settings of a study.
+
+
+def pooled_variance(groups: list[list[float]]) -> float | None:
+    """The variance within groups; None if no group has two values."""
+    degrees = sum(len(group) - 1 for group in groups if group)
+    squares = sum(float(np.var(group)) * len(group) for group in groups if group)
+    return squares / degrees if degrees else None
+
+
+def probe_mean(scores: Scores) -> float:
+    return float(np.mean([array.mean() for array in scores.values()]))
+
+
+def estimate_probe(runs: Sequence[Scores], variance: float) -> Estimate:
+    """The mean over runs, which differ by their seed; `variance` is that between seeds."""
+    estimates = [estimate_mean_of_tasks(scores.values()) for scores in runs]
+    errors = [estimate.error or 0.0 for estimate in estimates]
+    squared = float(np.mean(np.square(errors))) + variance / len(runs)
+    return Estimate(float(np.mean([estimate.mean for estimate in estimates])), math.sqrt(squared))
+
+
+def estimate_probe_difference(pairs: list[tuple[Scores, Scores]], variance: float) -> Estimate:
+    """The mean difference of pairs of runs with the same seed, paired by task, fold and fine-tuning seed."""
+    differences = [{task: first[task] - second[task] for task in first} for first, second in pairs]
+    return estimate_probe(differences, 2 * variance)
+
+
+def estimate_loss(values: list[float], variance: float | None) -> Estimate:
+    return Estimate(float(np.mean(values)), None if variance is None else math.sqrt(variance / len(values)))

@@ -1,0 +1,324 @@
+"""The result of a study: a table, a figure, and which of the paper's orderings hold here."""
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from electra.finetuning.glue import markdown_table
+from electra.finetuning.probe_results import Estimate
+from electra.plotting import ErrorBars, plot_error_bars
+from electra.runfolder import write_file, write_json
+from electra.study.measures import (
+    PRETRAINING_SD,
+    MeasuredRun,
+    estimate_loss,
+    estimate_probe,
+    estimate_probe_difference,
+    pooled_variance,
+    probe_mean,
+)
+from electra.study.studies import Study, StudySetting
+
+Verdict = Literal["holds", "reversed", "within noise", "not measured"]
+STANDARD_ERRORS = 2.0  # a difference of fewer is within noise
+MeasureName = Literal["probe", "fixed RTD loss"]
+FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"
+
+
+@dataclass(frozen=True)
+class SettingResult:
+    """The runs with one setting: means over seeds."""
+
+    label: str
+    runs: list[str]
+    steps: float
+    tokens: float
+    minutes: float
+    flops: float
+    probe: Estimate | None
+    difference: Estimate | None  # of the measure, from the first setting's
+    fixed_rtd_loss: Estimate | None  # of discriminators
+    fixed_rtd_auc: Estimate | None
+    mlm_loss: Estimate | None  # of encoders that predict tokens
+    paper: float | None
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """An ordering that the paper reports, and what was measured."""
+
+    better: str
+    worse: str
+    paper: list[float]  # its scores, where they are printed
+    verdict: Verdict
+    difference: Estimate | None  # positive if the ordering is the same here
+
+    def describe(self, measure: MeasureName) -> str:
+        details = [] if self.difference is None else [format_difference(self.difference, measure)]
+        details += [f"paper: {self.paper[0]:.1f} and {self.paper[1]:.1f}"] if self.paper else []
+        return f"{self.better} above {self.worse}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def format_difference(difference: Estimate, measure: MeasureName) -> str:
+    digits = 2 if measure == "probe" else 4
+    error = "" if difference.error is None else f" ± {difference.error:.{digits}f}"
+    return f"{difference.mean:+.{digits}f}{error}"
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A study's settings with their measures, and its verdicts."""
+
+    name: str
+    question: str
+    source: str
+    measure: MeasureName
+    settings: list[SettingResult]
+    orderings: list[Ordering]
+    verdict: str  # in words
+    missing: list[str]  # runs that are not finished
+    failed: dict[str, str]  # errors by run or fine-tuning
+    output: str = ""
+    files: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failed else 0
+
+    def __str__(self) -> str:
+        missing = [f"not finished: {', '.join(self.missing)}"] if self.missing else []
+        failed = [f"failed: {name}: {error}" for name, error in self.failed.items()]
+        written = [f"written to {self.output}: {', '.join(self.files)}"] if self.files else []
+        table = markdown_table(table_cells(self.settings, self.measure))
+        return "\n\n".join([f"{self.question} ({self.source})", table, self.verdict, *missing, *failed, *written])
+
+
+class Comparison:
+    """Measures of the finished runs of a study, by setting and seed."""
+
+    def __init__(self, study: Study, measured: list[MeasuredRun]) -> None:
+        self.study = study
+        self.runs = {
+            setting.label: {each.run.seed: each for each in measured if each.run.setting == setting}
+            for setting in study.settings
+        }
+        has_scores = any(each.scores is not None for each in measured)
+        self.measure: MeasureName = "probe" if has_scores else "fixed RTD loss"
+        variance = pooled_variance(
+            [[probe_mean(each.scores) for each in runs.values() if each.scores] for runs in self.runs.values()]
+        )
+        self.is_assumed = variance is None
+        self.probe_variance = PRETRAINING_SD**2 if variance is None else variance
+        self.loss_variance = {name: self.pool(name) for name in (FIXED_RTD_LOSS, FIXED_RTD_AUC)}
+        self.mlm_variance = pooled_variance([self.token_losses(label) for label in self.runs])
+
+    def pool(self, name: str) -> float | None:
+        return pooled_variance([self.fixed_rtd(label, name) for label in self.runs])
+
+    def fixed_rtd(self, label: str, name: str) -> list[float]:
+        return [each.fixed_rtd[name] for each in self.runs[label].values() if name in each.fixed_rtd]
+
+    def token_losses(self, label: str) -> list[float]:
+        return [loss for each in self.runs[label].values() if (loss := each.token_loss()) is not None]
+
+    def difference(self, first: str, second: str) -> Estimate | None:
+        """How much better the first setting is than the second, by the seeds that both have."""
+        if self.measure == "probe":
+            pairs = [
+                (one.scores, other.scores)
+                for seed, one in self.runs[first].items()
+                if (other := self.runs[second].get(seed)) and one.scores is not None and other.scores is not None
+            ]
+            if not pairs:
+                return None
+            difference = estimate_probe_difference(pairs, self.probe_variance)
+            return Estimate(100 * difference.mean, None if difference.error is None else 100 * difference.error)
+        losses, others = (self.fixed_rtd(label, FIXED_RTD_LOSS) for label in (first, second))
+        if not losses or not others:
+            return None
+        variance = self.loss_variance[FIXED_RTD_LOSS]
+        error = None if variance is None else (variance / len(losses) + variance / len(others)) ** 0.5
+        return Estimate(float(np.mean(others) - np.mean(losses)), error)  # a lower loss is better
+
+    def setting_result(self, setting: StudySetting) -> SettingResult | None:
+        """The measures of a setting; None without a finished run."""
+        label, first = setting.label, self.study.settings[0].label
+        runs = list(self.runs[label].values())
+        if not runs:
+            return None
+        scores = [each.scores for each in runs if each.scores is not None]
+
+        def mean(value: Callable[[MeasuredRun], float]) -> float:
+            return float(np.mean([value(each) for each in runs]))
+
+        def loss(name: str) -> Estimate | None:
+            values = self.fixed_rtd(label, name)
+            return estimate_loss(values, self.loss_variance[name]) if values else None
+
+        token_losses = self.token_losses(label)
+        return SettingResult(
+            label=label,
+            runs=[each.run.name for each in runs],
+            steps=mean(lambda each: each.cost.steps),
+            tokens=mean(lambda each: each.cost.tokens),
+            minutes=mean(lambda each: each.cost.minutes),
+            flops=mean(lambda each: each.cost.flops),
+            probe=estimate_probe(scores, self.probe_variance) if scores else None,
+            difference=None if label == first else self.difference(label, first),
+            fixed_rtd_loss=loss(FIXED_RTD_LOSS),
+            fixed_rtd_auc=loss(FIXED_RTD_AUC),
+            mlm_loss=estimate_loss(token_losses, self.mlm_variance) if token_losses else None,
+            paper=setting.paper,
+        )
+
+    def ordering(self, better: str, worse: str) -> Ordering:
+        difference = self.difference(better, worse)
+        by_label = {setting.label: setting.paper for setting in self.study.settings}
+        paper = [value for value in (by_label[better], by_label[worse]) if value is not None]
+        return Ordering(better, worse, paper if len(paper) == 2 else [], judge(difference), difference)
+
+    def describe_errors(self) -> str:
+        """What the standard errors include."""
+        seeds = max((len(runs) for runs in self.runs.values()), default=0)
+        if self.measure == "fixed RTD loss":
+            return f"Standard errors are those of {seeds} pre-training seeds, pooled over the settings."
+        between = (
+            f"an assumed standard deviation of {100 * PRETRAINING_SD:.1f} points between pre-training seeds, of which "
+            "there is one"
+            if self.is_assumed
+            else f"the variation between {seeds} pre-training seeds, pooled over the settings "
+            f"(standard deviation {100 * self.probe_variance**0.5:.2f})"
+        )
+        return f"Standard errors include folds and fine-tuning seeds of the probe, and {between}."
+
+
+def judge(difference: Estimate | None) -> Verdict:
+    """Whether a difference, positive in the paper, is positive here by more than its error allows."""
+    if difference is None or difference.error is None:
+        return "not measured"
+    if abs(difference.mean) <= STANDARD_ERRORS * difference.error:
+        return "within noise"
+    return "holds" if difference.mean > 0 else "reversed"
+
+
+def summarize_study(
+    name: str, study: Study, measured: list[MeasuredRun], missing: list[str], failed: dict[str, str]
+) -> StudyResult:
+    comparison = Comparison(study, measured)
+    orderings = [comparison.ordering(*labels) for labels in study.orderings]
+    settings = [comparison.setting_result(setting) for setting in study.settings]
+    return StudyResult(
+        name=name,
+        question=study.question,
+        source=study.source,
+        measure=comparison.measure,
+        settings=[setting for setting in settings if setting is not None],
+        orderings=orderings,
+        verdict=f"{describe_orderings(orderings, comparison.measure)} {comparison.describe_errors()}",
+        missing=missing,
+        failed=failed,
+    )
+
+
+def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
+    """Which of the paper's orderings hold, which are reversed, and which differences are within noise."""
+    if not orderings:
+        return f"The paper reports no ordering of these settings. Measure: {measure}."
+    titles: dict[Verdict, str] = {
+        "holds": "Hold here",
+        "reversed": "Reversed here",
+        "within noise": f"Within noise (less than {STANDARD_ERRORS:g} standard errors)",
+        "not measured": "Not measured, or without a standard error (it needs --glue or --seeds 2)",
+    }
+    sentences = []
+    for verdict, title in titles.items():
+        if matching := [ordering.describe(measure) for ordering in orderings if ordering.verdict == verdict]:
+            sentences.append(f"{title}: {'; '.join(matching)}.")
+    counts = {verdict: sum(each.verdict == verdict for each in orderings) for verdict in titles}
+    count = (
+        f"Of the paper's {len(orderings)} orderings, {counts['holds']} hold by the {measure}, {counts['reversed']} are "
+        f"reversed, {counts['within noise']} are within noise and {counts['not measured']} are not measured."
+    )
+    return " ".join([count, *sentences])
+
+
+def table_cells(settings: list[SettingResult], measure: MeasureName) -> list[list[str]]:
+    """The rows of the Markdown table; the probe in percent."""
+    header = ["setting", "runs", "steps", "tokens", "minutes", "FLOPs", "probe", "difference", "fixed RTD loss"]
+    header += ["fixed RTD AUC", "MLM loss", "paper"]
+    rows = [header]
+    for each in settings:
+        costs = [f"{each.steps:,.0f}", f"{each.tokens:,.0f}", f"{each.minutes:.2f}", f"{each.flops:.3g}"]
+        losses = [format_loss(loss) for loss in (each.fixed_rtd_loss, each.fixed_rtd_auc, each.mlm_loss)]
+        probe = each.probe.format() if each.probe else ""
+        difference = format_difference(each.difference, measure) if each.difference else ""
+        paper = "" if each.paper is None else f"{each.paper:.1f}"
+        rows.append([each.label, str(len(each.runs)), *costs, probe, difference, *losses, paper])
+    used = [column for column in range(len(header)) if any(row[column] for row in rows[1:])] or [0]
+    return [[row[column] for column in used] for row in rows]
+
+
+def format_loss(loss: Estimate | None) -> str:
+    if loss is None:
+        return ""
+    return f"{loss.mean:.4f}" + ("" if loss.error is None else f" ± {loss.error:.4f}")
+
+
+def table_csv(settings: list[SettingResult]) -> str:
+    """The table as CSV, with means and standard errors in columns of their own."""
+    file = io.StringIO()
+    estimates = ("probe", "difference", "fixed_rtd_loss", "fixed_rtd_auc", "mlm_loss")
+    writer = csv.writer(file, lineterminator="\n")
+    costs = ("steps", "tokens", "minutes", "flops")
+    writer.writerow(
+        ["setting", "runs", *costs, *(name + end for name in estimates for end in ("", "_standard_error")), "paper"]
+    )
+    for each in settings:
+        values = [getattr(each, name) for name in estimates]
+        pairs = [number for value in values for number in ((value.mean, value.error) if value else (None, None))]
+        writer.writerow([each.label, " ".join(each.runs), *(getattr(each, name) for name in costs), *pairs, each.paper])
+    return file.getvalue()
+
+
+def write_study(result: StudyResult, study: Study, folder: Path) -> StudyResult:
+    """Write table.md, table.csv, study.json and the figure as PNG and SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = [name for name in ("figure.png", "figure.svg") if plot_study(folder / name, study, result)]
+    result = replace(result, output=str(folder), files=["study.md", "table.csv", "study.json", *plots])
+    image = ["![](figure.png)"] if plots else []
+    page = "\n\n".join([f"# {result.name}", str(replace(result, files=[])), *image])
+    write_file(folder / "study.md", page + "\n")
+    write_file(folder / "table.csv", table_csv(result.settings))
+    write_json(folder / "study.json", asdict(result))
+    return result
+
+
+def plot_study(path: Path, study: Study, result: StudyResult) -> bool:
+    """Plot the measure of all settings with error bars, and beside it the paper's scores."""
+    is_probe = result.measure == "probe"
+    by_label = {setting.label: setting for setting in study.settings}
+    ours = ErrorBars(
+        title="here",
+        ylabel="mean of the probe, %" if is_probe else "RTD loss on fixed corrupted rows",
+        xlabel=study.xlabel,
+        is_log=study.is_log,
+    )
+    paper = replace(ours, title="paper", ylabel="GLUE score", lines={})
+    for each in result.settings:
+        setting = by_label[each.label]
+        value = each.probe if is_probe else each.fixed_rtd_loss
+        x = each.flops if setting.x is None else setting.x
+        scale = 100 if is_probe else 1
+        if value is not None:
+            ours.add(setting.series, each.label, x, scale * value.mean, scale * (value.error or 0.0))
+        if each.paper is not None:
+            paper.add("", each.label, x, each.paper)
+    for line in study.paper_lines:
+        for x, score in line.points:
+            paper.add(line.label, line.label, x, score)
+    return plot_error_bars(path, [panel for panel in (ours, paper) if panel.lines], study.question)

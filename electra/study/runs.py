@@ -1,0 +1,226 @@
+"""The runs of a study: those of `electra pretrain`, named by their settings, one after the other or one per GPU."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from electra.config import build_config, flat_values, replace_settings
+from electra.data.shards import Shards
+from electra.errors import TrainingError
+from electra.finetuning.jobs import CONTINUE, VISIBLE_DEVICES
+from electra.pretraining.command import plan_and_check_phases, pretrain
+from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
+from electra.pretraining.describe import estimate_run
+from electra.pretraining.initialize import pair_config
+from electra.pretraining.phases import parse_phases, plan_phases
+from electra.report.runs import read_progress
+from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, write_file
+from electra.study.config import StudyConfig
+from electra.study.studies import Study, StudySetting
+from electra.training.hardware import choose_device
+
+RUNS, LOGS = "runs", "logs"
+POLL_SECONDS = 0.2
+DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000}  # disk space and time
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One pre-training run of a study."""
+
+    setting: StudySetting
+    seed: int
+    config: PretrainConfig
+
+    @property
+    def name(self) -> str:
+        return self.config.output.name
+
+    @property
+    def folder(self) -> Path:
+        return self.config.output
+
+    def is_finished(self, shards: Shards) -> bool:
+        """Whether its budget is used up; raises if its folder was started with other settings."""
+        if not checkpoint_folders(self.folder):
+            return False
+        stored = read_run_record(self.folder).pretraining
+        check_same_settings(self.folder, stored, flat_values(self.config), CHANGEABLE_ON_RESUME)
+        phases = plan_phases(self.config, pair_config(self.config, shards))
+        return read_progress(self.folder, phases).unfinished is None
+
+
+def plan_runs(study: Study, config: StudyConfig) -> list[StudyRun]:
+    """All runs of a study, the first seed of every setting first."""
+    words = [word.partition("=") for word in config.pretraining]
+    common: dict[str, Any] = DEFAULTS | {key.replace("-", "_"): value for key, _, value in words}
+    common |= {"data": config.data, "device": config.device}
+    return [plan_run(setting, seed, common, config) for seed in range(config.seeds) for setting in study.settings]
+
+
+def plan_run(setting: StudySetting, seed: int, common: dict[str, Any], config: StudyConfig) -> StudyRun:
+    """A run with the settings of `common`, over them those of `setting`."""
+    place = scale_budget(config, setting.budget) | {"seed": seed, "output": config.output}
+    default = build_config(PretrainConfig, **common | place)
+    unresolved = {name: value for name, value in setting.settings.items() if not isinstance(value, Fraction)}
+    pair = build_config(PretrainConfig, **common | place | unresolved).model.electra_config()
+    assert pair.discriminator is not None
+    assert pair.generator is not None
+    values = dict(unresolved)
+    if isinstance(fraction := setting.settings.get("generator_width"), Fraction):
+        width = max(1, int(pair.discriminator.width * fraction))
+        values |= {"generator_width": width} if width != pair.generator.width else {}
+    defaults = flat_values(default)
+    values = {name: value for name, value in values.items() if value != defaults[name]}
+    name = run_name(values, place, default.objective.name)
+    run = build_config(PretrainConfig, **common | place | values | {"output": config.output / RUNS / name})
+    return StudyRun(setting, seed, replace_settings(run, resume=True))
+
+
+def scale_budget(config: StudyConfig, fraction: Fraction) -> dict[str, Any]:
+    """A fraction of the study's budget, as a setting of electra pretrain."""
+    [(name, value)] = [(name, getattr(config.budget, name)) for name in BUDGETS if getattr(config.budget, name)]
+    return {name: float(value * fraction) if name == "minutes" else max(1, round(value * fraction))}
+
+
+def run_name(values: dict[str, Any], place: dict[str, Any], objective: str) -> str:
+    """The folder of a run: its objectives, the settings that differ from those of all runs, budget and seed."""
+    phases = parse_phases(values.get("phases", ()))
+    objectives = [str(phase.settings.get("objective", values.get("objective", objective))) for phase in phases]
+    others = {name: value for name, value in values.items() if name not in ("objective", "phases")}
+    others |= {name: value for name, value in place.items() if name != "output"}
+    return "_".join(
+        ["+".join(objectives), *(f"{name.replace('_', '-')}-{format_value(others[name])}" for name in others)]
+    )
+
+
+def format_value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class StudyEstimate:
+    """What a study will take; minutes and tokens of pre-training alone."""
+
+    runs: int
+    finished_runs: int
+    minutes: float
+    tokens: int
+    finetunings: int  # of the probe, all runs together
+    names: list[str]  # of the runs that are left
+
+    def __str__(self) -> str:
+        left = self.runs - self.finished_runs
+        lines = [f"{self.runs} runs, of which {self.finished_runs} are finished", *(f"  {name}" for name in self.names)]
+        if left:
+            lines.append(
+                f"the {left} others: about {self.minutes:.1f} minutes of training on one device, {self.tokens:,} tokens"
+            )
+        return "\n".join([*lines, f"{self.finetunings} fine-tunings of the probe in all"])
+
+
+def estimate_study(runs: list[StudyRun], shards: Shards, finetunings_per_run: int) -> StudyEstimate:
+    """Count runs, and estimate their minutes and tokens as `electra pretrain --dry-run` does."""
+    left = [run for run in runs if not run.is_finished(shards)]
+    estimates = [
+        estimate_run(
+            run.config, plan_and_check_phases(run.config, shards), shards, choose_device(run.config.hardware.device)
+        )
+        for run in left
+    ]
+    return StudyEstimate(
+        runs=len(runs),
+        finished_runs=len(runs) - len(left),
+        minutes=sum(run.config.budget.minutes or each.minutes for run, each in zip(left, estimates, strict=True)),
+        tokens=sum(estimate.tokens for estimate in estimates),
+        finetunings=len(runs) * finetunings_per_run,
+        names=[run.name for run in left],
+    )
+
+
+def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
+    """Train the runs that are not finished; returns the errors of those that failed, by name."""
+    pending = [run for run in runs if not run.is_finished(shards)]
+    for run in pending:
+        plan_and_check_phases(run.config, shards)  # raises before anything is trained
+    if choose_device(config.device).type == "cuda":
+        return train_on_gpus(pending, visible_gpus() if config.parallel else visible_gpus()[:1], config.output)
+    errors = {}
+    for number, run in enumerate(pending, start=1):
+        print(f"run {number} of {len(pending)}: {run.name}", file=sys.stderr, flush=True)
+        try:
+            result = pretrain(run.config)
+        except TrainingError as error:
+            errors[run.name] = str(error)
+            continue
+        if code := getattr(result, "exit_code", 0):
+            print(f"stopped; {CONTINUE}", file=sys.stderr)
+            sys.exit(code)
+    return errors
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get(VISIBLE_DEVICES)
+    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def train_on_gpus(runs: list[StudyRun], gpus: list[str], output: Path) -> dict[str, str]:
+    """Train each run in a process of its own, at most one on each GPU.
+
+    One process cannot train all of them: torch compiles a function for a few models only and then runs it eagerly."""
+    pending, errors = list(runs), dict[str, str]()
+    active: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]] = {}
+    with stop_processes_on_error(active), ExitStack() as logs:
+        while pending or active:
+            for gpu in [gpu for gpu in gpus if gpu not in active][: len(pending)]:
+                run = pending.pop(0)
+                print(f"run {len(runs) - len(pending)} of {len(runs)}: {run.name}", file=sys.stderr, flush=True)
+                log = logs.enter_context(open_log(output, run)) if len(gpus) > 1 else None
+                active[gpu] = run, start_run(run, gpu, output, log)
+            time.sleep(POLL_SECONDS)
+            for gpu, (run, process) in list(active.items()):
+                if (code := process.poll()) is not None:
+                    del active[gpu]
+                    errors |= {run.name: f"electra pretrain ended with exit code {code}"} if code else {}
+    return errors
+
+
+def open_log(output: Path, run: StudyRun) -> IO[bytes]:
+    (output / LOGS).mkdir(exist_ok=True)
+    return (output / LOGS / f"{run.name}.txt").open("ab")
+
+
+def start_run(run: StudyRun, gpu: str, output: Path, log: IO[bytes] | None) -> "subprocess.Popen[bytes]":
+    """Start `electra pretrain` on a GPU, with the settings of a run in a file."""
+    (output / LOGS).mkdir(exist_ok=True)
+    settings = output / LOGS / f"{run.name}.json"
+    write_file(
+        settings, dump_json({name: value for name, value in flat_values(run.config).items() if value is not None})
+    )
+    command = [sys.executable, "-m", "electra", "pretrain", "--config", str(settings)]
+    messages = sys.stderr if log is None else log  # standard output is the study's
+    return subprocess.Popen(command, env=os.environ | {VISIBLE_DEVICES: gpu}, stdout=messages, stderr=messages)
+
+
+@contextmanager
+def stop_processes_on_error(active: "dict[str, tuple[StudyRun, subprocess.Popen[bytes]]]") -> Iterator[None]:
+    """After an error or a signal, let all runs save a checkpoint, and wait for them."""
+    try:
+        yield
+    except BaseException:
+        for _, process in active.values():
+            process.terminate()
+        for _, process in active.values():
+            process.wait()
+        print(f"stopped; {CONTINUE}", file=sys.stderr)
+        raise

@@ -1,0 +1,308 @@
+"""electra study: shared and resumed runs, measures, verdicts, figures."""
+
+import csv
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import get_args
+
+import numpy as np
+import pytest
+from kills import killed
+from synthetic import write_glue
+
+from electra.cli import main
+from electra.config import build_config
+from electra.data.shards import open_shards
+from electra.errors import ConfigError, DataError
+from electra.finetuning.probe_results import Estimate
+from electra.runfolder import read_json
+from electra.study import runs as runs_module
+from electra.study.command import study
+from electra.study.config import StudyConfig, StudyName
+from electra.study.measures import MeasuredRun, estimate_probe_difference, pooled_variance
+from electra.study.results import Comparison, describe_orderings, judge, plot_study, summarize_study
+from electra.study.runs import plan_runs, train_on_gpus
+from electra.study.studies import STUDIES, Study, StudySetting
+from electra.training.logging import TrainResult
+
+SMALL = ("size=tiny", "layers=1", "width=32", "heads=2", "feedforward=64", "embedding_width=16", "length=16")
+SMALL += ("batch_size=8", "evaluation_rows=16", "save_every=2")
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """One folder for all studies, which share their runs."""
+    return tmp_path_factory.mktemp("studies") / "out"
+
+
+@pytest.fixture
+def study_config(shards, tmp_path):
+    def build(name: str = "styles", **values) -> StudyConfig:
+        settings = {"data": shards, "output": tmp_path / "out", "steps": 4, "pretraining": SMALL, "device": "cpu"}
+        return build_config(StudyConfig, name=name, **settings | values)
+
+    return build
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    monkeypatch.setattr(runs_module, "pretrain", lambda config: pytest.fail(f"trained {config.output.name}"))
+
+
+def run_names(config: StudyConfig) -> list[str]:
+    return [run.name for run in plan_runs(STUDIES[config.name], config)]
+
+
+def test_the_tables_are_consistent():
+    assert tuple(STUDIES) == get_args(StudyName)
+    for name, table in STUDIES.items():
+        labels = [setting.label for setting in table.settings]
+        assert len(set(labels)) == len(labels), name
+        assert {label for ordering in table.orderings for label in ordering} <= set(labels), name
+        scores = {setting.label: setting.paper for setting in table.settings}
+        for better, worse in table.orderings:  # as printed in the paper
+            assert scores[better] is None or scores[worse] is None or scores[better] > scores[worse], (better, worse)
+
+
+def test_studies_share_runs(study_config):
+    joint, *_, bert = run_names(study_config("algorithms"))
+    assert joint == "rtd_steps-4_seed-0"
+    assert {joint, bert} < set(run_names(study_config("objectives")))
+    assert joint in run_names(study_config("styles"))
+    quarter, *others = run_names(study_config("generator-size", pretraining=("size=small",)))
+    assert quarter == joint  # the default of small
+    assert others[-1] == "rtd_generator-width-256_steps-4_seed-0"
+
+
+def test_budgets_and_seeds_of_runs(study_config):
+    runs = plan_runs(STUDIES["compute"], study_config("compute", steps=None, minutes=3, seeds=2))
+    assert len(runs) == 2 * 12
+    assert [run.seed for run in runs[:13]] == [0] * 12 + [1]  # the first seed of every setting first
+    assert {run.config.budget.minutes for run in runs} == {3, 1.5, 0.75}
+
+
+@pytest.mark.parametrize("name", get_args(StudyName))
+def test_a_tiny_study_of_each_kind(name, output, study_config):
+    result = study(study_config(name, output=output))
+    assert [each.label for each in result.settings] == [setting.label for setting in STUDIES[name].settings]
+    assert (result.missing, result.failed) == ([], {})
+    assert {each.verdict for each in result.orderings} <= {"not measured"}  # one seed has no standard error
+    for each in result.settings:
+        assert (each.fixed_rtd_loss is None) != (each.mlm_loss is None)
+    rows = list(csv.DictReader((output / name / "table.csv").read_text().splitlines()))
+    assert [row["setting"] for row in rows] == [each.label for each in result.settings]
+    assert all((output / name / file).exists() for file in result.files)
+    assert {"figure.png", "figure.svg"} < set(result.files)
+    assert len(read_json(output / name / "study.json")["settings"]) == len(result.settings)
+
+
+def test_a_finished_study_is_only_summarized(output, study_config, no_training):
+    config = study_config("styles", output=output)
+    study(replace(config, pretraining=(*SMALL, "keep_checkpoints=2")))  # does not change the weights
+    assert study(replace(config, summarize=True)).missing == []
+    with pytest.raises(ConfigError, match=r"--learning-rate was 0\.003 and is now 0\.001"):
+        study(replace(config, pretraining=(*SMALL, "learning_rate=1e-3")))
+
+
+def test_the_probe_compares_the_runs(tmp_path, study_config, no_training, output):
+    """Runs of an earlier study are only measured."""
+    glue = str(write_glue(tmp_path / "glue", rows=40))
+    config = study_config("styles", output=output, glue=glue, tasks=("rte",), finetuning=("epochs=1", "length=16"))
+    result = study(config)
+    assert result.measure == "probe"
+    assert all(0 <= each.probe.mean <= 1 for each in result.settings)
+    assert result.settings[1].difference.error > 0.84  # √2 · 0.6: two runs of one seed each
+    assert "assumed standard deviation of 0.6 points" in result.verdict
+    assert len((output / "probe.jsonl").read_text().splitlines()) == 2 * 5
+    assert study(config).settings == result.settings
+    estimate = study(replace(config, dry_run=True, seeds=2))
+    assert (estimate.runs, estimate.finished_runs, estimate.finetunings) == (4, 2, 4 * 5)
+    assert estimate.tokens == 2 * 4 * 8 * 16
+
+
+def test_a_stopped_run_stops_the_study(study_config, monkeypatch, capsys):
+    stopped = TrainResult("run", "checkpoint", 1, 1, 1.0, 0, {}, signal=15)
+    monkeypatch.setattr(runs_module, "pretrain", lambda config: stopped)
+    with pytest.raises(SystemExit) as stop:
+        study(study_config())
+    assert stop.value.code == 128 + 15
+    assert "the same command continues" in capsys.readouterr().err
+
+
+def test_a_diverged_run_does_not_stop_the_others(study_config, monkeypatch, shards):
+    pretrain = runs_module.pretrain
+
+    def diverge(config):
+        if config.model.style == "modern":
+            raise runs_module.TrainingError("training diverged")
+        return pretrain(config)
+
+    monkeypatch.setattr(runs_module, "pretrain", diverge)
+    config = study_config()
+    result = study(replace(config, pretraining=(*SMALL, "style=classic")))
+    assert [each.label for each in result.settings] == ["classic"]
+    assert result.failed == {"rtd_style-modern_steps-4_seed-0": "training diverged"}
+    assert result.missing == list(result.failed)
+    assert result.exit_code == 1
+
+
+def test_a_folder_of_others_is_refused(study_config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").touch()
+    with pytest.raises(DataError, match="not the output of electra study"):
+        study(study_config())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["objective"], "must be one of objectives, generator-size"),
+        (["objectives", "--steps", "2", "--minutes", "1"], "give one of"),
+        (["objectives", "--steps", "2", "--pretraining", "tiny"], "--pretraining has 'tiny'; write KEY=VALUE"),
+        (["objectives", "--steps", "2", "--pretraining", "siz=tiny"], "did you mean size"),
+    ],
+)
+def test_wrong_flags(flags, message, shards, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["study", *flags, "--data", str(shards), "--output", str(tmp_path / "out")])
+    assert message in capsys.readouterr().err
+
+
+def start_python(code: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-S", "-c", code])
+
+
+def test_each_gpu_has_one_run_at_a_time(study_config, monkeypatch, tmp_path):
+    started: list[tuple[str, str]] = []
+    codes = {"rtd_steps-4_seed-0": "import time; time.sleep(1)", "electra-15_steps-4_seed-0": "raise SystemExit(3)"}
+
+    def start(run, gpu, output, log):
+        started.append((run.name, gpu))
+        return start_python(codes.get(run.name, ""))
+
+    monkeypatch.setattr(runs_module, "start_run", start)
+    runs = plan_runs(STUDIES["objectives"], study_config("objectives"))
+    errors = train_on_gpus(runs, ["0", "1"], tmp_path)
+    assert [name for name, _ in started] == [run.name for run in runs]
+    assert [gpu for _, gpu in started] == ["0", "1", "1", "1", "1"]
+    assert errors == {"electra-15_steps-4_seed-0": "electra pretrain ended with exit code 3"}
+
+
+def test_runs_on_gpus_are_stopped_and_awaited(study_config, monkeypatch, tmp_path):
+    process = start_python("import time; time.sleep(60)")
+    monkeypatch.setattr(runs_module, "start_run", lambda *arguments: process)
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs_module.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_on_gpus(plan_runs(STUDIES["styles"], study_config()), ["0"], tmp_path)
+    assert process.returncode == -15
+
+
+@pytest.mark.slow
+def test_a_process_per_run_trains_as_the_study_itself(study_config, shards, tmp_path):
+    """The path of GPUs, with electra pretrain on the CPU."""
+    config = study_config()
+    [first, *_] = plan_runs(STUDIES["styles"], config)
+    config.output.mkdir()
+    assert train_on_gpus([first], [""], config.output) == {}
+    assert first.is_finished(open_shards(shards))
+
+
+@pytest.mark.slow
+def test_a_killed_study_continues(study_config, tmp_path):
+    """Killed at several moments, it ends with the measures of an unbroken one."""
+    names = {"name": "styles", "seeds": 2, "steps": 60}
+    whole = study(study_config(output=tmp_path / "whole", **names))
+    config = study_config(**names)
+    kills = sum(killed(study, config, after=seconds) for seconds in (1.0, 2.0, 3.0))
+    assert kills
+    result = study(config)
+    for ours, theirs in zip(result.settings, whole.settings, strict=True):
+        assert ours.runs == theirs.runs
+        assert ours.fixed_rtd_loss == theirs.fixed_rtd_loss
+    assert result.orderings == whole.orderings
+
+
+# Verdicts.
+
+
+def measured(setting: StudySetting, seed: int, score: float | None = None, loss: float | None = None) -> MeasuredRun:
+    run = SimpleNamespace(setting=setting, seed=seed, name=f"{setting.label}-{seed}")
+    cost = SimpleNamespace(steps=1, tokens=1, minutes=1.0, flops=1e9, final_metrics={})
+    scores = None if score is None else {"rte": np.array([[score - 0.1], [score + 0.1]])}
+    return MeasuredRun(run, cost, {} if loss is None else {"fixed_rtd_loss": loss, "fixed_rtd_auc": 0.9}, scores)
+
+
+A, B = StudySetting("a", {}, 85.0), StudySetting("b", {"objective": "mlm"}, 82.0)
+STUDY = Study("Which?", "Table 0", [A, B], [("a", "b")])
+
+
+def test_seeds_and_folds_add_to_the_error_of_a_difference():
+    pairs = [({"rte": np.array([[0.7], [0.9]])}, {"rte": np.array([[0.6], [0.7]])})]
+    difference = estimate_probe_difference(pairs, variance=0.01**2)
+    assert difference.mean == pytest.approx(0.15)
+    assert difference.error**2 == pytest.approx(0.05**2 + 2 * 0.01**2)  # differences of folds: 0.1 and 0.2
+
+
+def test_the_variance_between_seeds_is_pooled_over_settings():
+    assert pooled_variance([[1.0, 3.0], [5.0, 5.0], []]) == pytest.approx((2 + 0) / 2)
+    assert pooled_variance([[1.0], [2.0]]) is None
+
+
+def test_a_difference_counts_if_it_exceeds_two_standard_errors():
+    assert judge(Estimate(0.21, 0.1)) == "holds"
+    assert judge(Estimate(-0.21, 0.1)) == "reversed"
+    assert judge(Estimate(0.19, 0.1)) == judge(Estimate(-0.19, 0.1)) == "within noise"
+    assert judge(Estimate(9.0, None)) == judge(None) == "not measured"
+
+
+@pytest.mark.parametrize(("score", "verdict"), [(0.5, "holds"), (0.59, "within noise"), (0.7, "reversed")])
+def test_orderings_are_judged_by_the_probe(score, verdict):
+    """One seed each: the error of the difference is √2 · 0.6 points, because both have the same folds."""
+    result = summarize_study("x", STUDY, [measured(A, 0, 0.6), measured(B, 0, score)], [], {})
+    [ordering] = result.orderings
+    assert ordering.verdict == verdict
+    assert ordering.difference.mean == pytest.approx(60 - 100 * score)
+    assert ordering.difference.error == pytest.approx(0.6 * 2**0.5)
+    assert ordering.describe(result.measure).endswith("paper: 85.0 and 82.0)")
+    assert result.settings[1].difference.mean == pytest.approx(100 * score - 60)
+
+
+def test_only_common_seeds_are_compared():
+    comparison = Comparison(STUDY, [measured(A, 0, 0.5), measured(A, 1, 0.9), measured(B, 1, 0.6)])
+    assert comparison.difference("a", "b").mean == pytest.approx(30)
+
+
+def test_a_lower_loss_is_better_and_a_model_without_discriminator_is_not_measured():
+    runs = [measured(A, 0, loss=0.2), measured(A, 1, loss=0.22), measured(B, 0, loss=0.3), measured(B, 1, loss=0.32)]
+    [ordering] = summarize_study("x", STUDY, runs, [], {}).orderings
+    assert (ordering.verdict, ordering.difference.mean) == ("holds", pytest.approx(0.1))
+    [ordering] = summarize_study("x", STUDY, [runs[0], measured(B, 0)], [], {}).orderings
+    assert ordering.verdict == "not measured"
+
+
+def test_the_paragraph_counts_the_verdicts():
+    results = [
+        summarize_study("x", STUDY, [measured(A, 0, 0.6), measured(B, 0, score)], [], {}) for score in (0.5, 0.7)
+    ]
+    text = describe_orderings([result.orderings[0] for result in results], "probe")
+    assert "2 orderings, 1 hold by the probe, 1 are reversed, 0 are within noise" in text
+    assert "Hold here: a above b (+10.00 ± 0.85; paper: 85.0 and 82.0)." in text
+    assert "Reversed here: a above b (-10.00 ± 0.85; paper: 85.0 and 82.0)." in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("name", ["objectives", "compute"])
+def test_the_figure_has_our_points_and_the_papers(name, suffix, tmp_path, real_plots):
+    pytest.importorskip("matplotlib")
+    runs = [measured(setting, 0, 0.5) for setting in STUDIES[name].settings]
+    result = summarize_study(name, STUDIES[name], runs, [], {})
+    path = tmp_path / f"figure.{suffix}"
+    assert plot_study(path, STUDIES[name], result)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
