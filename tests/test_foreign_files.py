@@ -57,6 +57,8 @@ NAMES = st.one_of(
 ).filter(lambda name: name not in (".", "..") and not name.endswith(".electra-partial"))
 TREES = st.lists(st.tuples(st.integers(0, 9), st.lists(NAMES, min_size=1, max_size=3)), min_size=1, max_size=4)
 CONTENT = st.sampled_from([b"", b"{}", b"precious", b"[1, 2]\n", b'{"a": 1}\n'])
+STUDY_SETTINGS = ("size=tiny", "layers=1", "width=32", "heads=2", "feedforward=64", "embedding_width=16", "length=16")
+STUDY_SETTINGS += ("batch_size=8", "evaluation_rows=16")
 QUICK = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
@@ -150,6 +152,9 @@ def commands(shards, finished_run, encoder_folder, tmp_path_factory) -> dict[str
         "export to onnx": lambda output: export(output=output, to="onnx", int8=True),
         "export to package": lambda output: export(output=output, to="package", training_data="none"),
         "import": lambda output: electra.import_model(**{"from": folder / "exported"}, output=output),
+        "study": lambda output: make_command_function("study")(
+            name="styles", data=shards, output=output, steps=2, pretraining=STUDY_SETTINGS, device="cpu"
+        ),
         "demo": lambda output: run_short_demo(output / "demo"),
     }
 
@@ -188,7 +193,15 @@ NAMES_OF_COMMANDS = [
         "export",
         "export of an encoder",
     ),
-    *("export of a generator", "export of a fine-tuned model", "export to onnx", "export to package", "import", "demo"),
+    *(
+        "export of a generator",
+        "export of a fine-tuned model",
+        "export to onnx",
+        "export to package",
+        "import",
+        "study",
+    ),
+    "demo",
 ]
 FIRST = {
     "glue with a submission": "glue.zip",
@@ -212,7 +225,7 @@ def test_a_file_in_the_place_of_the_output_is_kept(commands, name, tmp_path):
     run_beside_foreign_files(commands[name], tmp_path / "folder", trees, b"precious")
 
 
-SLOW = ("demo", "glue with a submission", "probe")
+SLOW = ("demo", "glue with a submission", "probe", "study")
 PROPERTY_CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES_OF_COMMANDS]
 
 

@@ -155,6 +155,15 @@ def test_a_folder_of_others_is_refused(study_config, tmp_path):
         study(study_config())
 
 
+def test_tables_of_others_are_kept(study_config, tmp_path):
+    for name in ("runs/notes.txt", "styles/study.md"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("precious")
+    with pytest.raises(DataError, match="styles is not empty"):
+        study(study_config("styles"))
+    assert (tmp_path / "out/styles/study.md").read_text() == "precious"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -7,7 +7,7 @@ from electra.runfolder import is_missing_or_empty, lock_folder
 from electra.signals import explain_stop
 from electra.study.config import StudyConfig
 from electra.study.measures import measure_runs, read_measures
-from electra.study.results import StudyResult, summarize_study, write_study
+from electra.study.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.study.runs import RUNS, StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.study.studies import STUDIES
 
@@ -17,6 +17,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     shards, runs = open_shards(config.data), plan_runs(STUDIES[config.name], config)
     if not is_missing_or_empty(config.output) and not (config.output / RUNS).is_dir():
         raise DataError(f"{config.output} is not empty and not the output of electra study; choose another --output")
+    check_own_folder(config.output / config.name)
     if config.dry_run:
         folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
         return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)
