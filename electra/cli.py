@@ -222,7 +222,8 @@ def build_parameter(setting: Setting, group: Group, values: dict[str, Any] | Non
     )
     kind = inspect.Parameter.POSITIONAL_ONLY if setting.is_positional else inspect.Parameter.KEYWORD_ONLY
     name = python_parameter_name(setting)
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[setting.value_type, details])
+    value_type = setting.value_type if default is not None else setting.value_type | None  # cyclopts may check it
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[value_type, details])
 
 
 def python_parameter_name(setting: Setting) -> str:

@@ -81,6 +81,7 @@ COMMANDS = {
     "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
     "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
     "embed": Command("serve.config:EmbedConfig", "serve.embed:embed", "compute embeddings of texts or of a file"),
+    "serve": Command("serve.config:ServeConfig", "serve.command:serve", "answer HTTP requests with a model"),
     "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware in use and what features need"),
     "completion": Command(
         "completion:CompletionConfig", "completion:write_completion", "complete commands and flags in a shell"

@@ -65,6 +65,7 @@ FEATURES = {
     "yaml": Feature("--config files in YAML", ("pyyaml",)),
     "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
     "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),
+    "server": Feature("electra serve", ("fastapi", "uvicorn")),
 }
 
 

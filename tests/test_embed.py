@@ -44,8 +44,8 @@ def test_hidden_states_of_all_layers_equal_those_of_transformers(folder, tmp_pat
         expected = theirs(**rows, output_hidden_states=True).hidden_states
         states = (
             electra.load(folder, device="cpu")
-            .main_encoder()
-            .hidden_states(rows["input_ids"], rows["attention_mask"].bool())
+            .main_part()
+            .encoder.hidden_states(rows["input_ids"], rows["attention_mask"].bool())
         )
     is_token = rows["attention_mask"].bool()
     for ours, other in zip(states, expected, strict=True):
@@ -61,7 +61,7 @@ def test_chosen_layers_are_pooled_over_all_tokens_but_padding_and_concatenated(f
     for text, vector in zip(TEXTS, vectors, strict=True):
         ids = torch.tensor([model.tokenizer.library.encode(text).ids])
         with torch.no_grad():
-            states = model.main_encoder().hidden_states(ids)
+            states = model.main_part().encoder.hidden_states(ids)
         torch.testing.assert_close(vector, torch.cat([pool(states[0][0]), pool(states[-1][0])]), atol=1e-5, rtol=1e-5)
 
 

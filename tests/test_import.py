@@ -146,10 +146,8 @@ def check_import_fails(source: Path, folder: Path, settings: dict, weights: dict
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"architectures": ["ElectraForTokenClassification"]},
-            r"is \['ElectraForTokenClassification'\]; supported are",
-        ),
+        ({"architectures": ["ElectraForCausalLM"]}, r"is \['ElectraForCausalLM'\]; supported are"),
+        ({"architectures": ["ElectraForTokenClassification"]}, "fine-tuned model exported for transformers"),
         ({"architectures": [["x"]]}, r"architectures is \[\['x'\]\]; supported are ElectraModel, "),
         ({"architectures": "ElectraModel"}, "architectures is 'ElectraModel'; supported are"),
         ({"architectures": None}, "architectures is None; supported are"),

@@ -10,7 +10,7 @@ from synthetic import write_glue, write_lines
 
 from electra.cli import main
 from electra.config import build_config
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.finetuning import jobs as jobs_module
 from electra.finetuning import probe as probe_module
 from electra.finetuning.config import ProbeConfig
@@ -172,6 +172,14 @@ def test_without_models_the_tables_of_earlier_results_are_printed(run, tmp_path,
     with pytest.raises(SystemExit):
         main(["probe", "--output", str(tmp_path / "other.jsonl")])
     assert "no results in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"precious\n", b"[1, 2]\n", b'{"a": 1}\n', b'{"model": 1}\n', b"\xff"])
+def test_a_file_of_others_is_kept(run, tmp_path, content):
+    (tmp_path / "results.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match="not a file of electra probe"):
+        run(tasks=("rte",))
+    assert (tmp_path / "results.jsonl").read_bytes() == content
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch

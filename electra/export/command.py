@@ -20,7 +20,7 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.onnx.export import FOLDER, FP32, INT8, ExportableModel, check_libraries, write_onnx
+from electra.onnx.export import FOLDER, FP32, INT8, ExportableModel, check_libraries, write_onnx, write_task
 from electra.onnx.quantize import write_int8
 from electra.onnx.verify import (
     TIMED_LENGTH,
@@ -124,6 +124,8 @@ def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
         bar = progress.add_task("tracing", total=1 + (1 + config.int8) * len(lengths))
         write_json(draft / CONFIG, source.settings)
         copied = copy_tokenizer_files_with_json(source, draft)
+        if source.finetuned is not None:
+            write_task(draft, source.finetuned.task, source.length)
         (draft / FOLDER).mkdir()
         fp32, int8 = draft / FOLDER / FP32, draft / FOLDER / INT8
         write_onnx(model, fp32)

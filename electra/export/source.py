@@ -12,7 +12,7 @@ from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
-from electra.finetuning.model import load_finetuned_model
+from electra.finetuning.model import FinetunedConfig, load_finetuned_model
 from electra.huggingface.convert import (
     TASK_HEADS,
     Tensors,
@@ -46,6 +46,7 @@ class ExportSource:
     settings: Settings
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
     length: int  # tokens that the tokenizer truncates to
+    finetuned: FinetunedConfig | None = None
     input_axes: tuple[str, ...] = ("batch", "length")
 
     def __post_init__(self) -> None:
@@ -163,6 +164,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         settings=settings,
         purpose=kind.huggingface_task,
         length=finetuned.length,
+        finetuned=finetuned,
         input_axes=model.exported_axes,
     )
 

@@ -294,11 +294,27 @@ def padded_length(longest: int, max_length: int, multiple: int = PAD_TO_MULTIPLE
     return min(-(-longest // multiple) * multiple, max_length)
 
 
-def inference_batches(lengths: NDArray, counts: NDArray, batch_size: int) -> Iterator[tuple[NDArray, int]]:
-    """Rows with equally many sequences and of similar length, in groups of up to `batch_size` sequences; and how many
-    rows a full group has."""
+def group_by_tokens(lengths: NDArray, max_tokens: int) -> Iterator[NDArray]:
+    """Indices of rows of similar length, in groups that have up to `max_tokens` with padding, or one row."""
+    rows = np.argsort(lengths, kind="stable")
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or (end + 1 - start) * lengths[rows[end]] > max_tokens:
+            yield rows[start:end]
+            start = end
+
+
+def inference_batches(
+    lengths: NDArray, counts: NDArray, batch_size: int, max_tokens: int | None = None
+) -> Iterator[tuple[NDArray, int]]:
+    """Rows with equally many sequences and of similar length, in groups of up to `batch_size` sequences or, if set,
+    `max_tokens`; and how many rows a full group has."""
     for count in np.unique(counts):
         rows = np.flatnonzero(counts == count)
+        if max_tokens is not None:
+            groups = group_by_tokens(lengths[rows] * count, max_tokens)
+            yield from ((rows[group], len(group)) for group in groups)
+            continue
         size = min(max(1, batch_size // int(count)), len(rows))
         yield from ((group, size) for group in sort_into_batches(rows, lengths, counts, size))
 
@@ -311,12 +327,15 @@ def compute_logits(
     max_length: int,
     pad_id: int,
     pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF,
+    max_tokens: int | None = None,
 ) -> NDArray:
-    """The model's logits of all rows in their order: [N, outputs], or [tokens, outputs] from a model of tokens."""
+    """The model's logits of all rows in their order: [N, outputs], or [tokens, outputs] from a model of tokens.
+
+    Batches have up to `batch_size` sequences or, if set, `max_tokens`."""
     device = features.starts.device
     lengths, counts = features.row_sizes()
     order, logits = [], []
-    for rows, size in inference_batches(lengths, counts, batch_size):
+    for rows, size in inference_batches(lengths, counts, batch_size, max_tokens):
         batch = make_full_batch(rows, lengths, counts, size, max_length, pad_to_multiple_of).to(device)
         order.append(rows)
         output = model(*features.collate(batch, pad_id), features.targets(batch))[: len(rows)].float().cpu().numpy()

@@ -74,12 +74,18 @@ class TaskModel(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
     ) -> Tensor:
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
-        hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        return self.head(POOL[self.pooling](hidden, attention_mask))
+        outputs = self.huggingface_outputs(input_ids, attention_mask, segment_ids)
+        return self.logits_of_outputs(outputs, attention_mask, segment_ids)
 
     def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Outputs by name of the class in `transformers` that this model is exported as; texts have one window."""
-        return {"logits": TaskModel.forward(self, input_ids, attention_mask, segment_ids)}
+        hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
+        return {"logits": self.head(POOL[self.pooling](hidden, attention_mask))}
+
+    @staticmethod
+    def logits_of_outputs(outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+        """What `forward` returns, from these outputs, which may come from an exported model."""
+        return outputs["logits"]
 
     def describe_head_input(self) -> str:
         return "the first token" if self.pooling == "cls" else "the mean of all tokens"
@@ -100,14 +106,9 @@ class WindowModel(TaskModel):
 class TagModel(TaskModel):
     """Logits of every token, from the same head for all of them."""
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
-    ) -> Tensor:
-        """Logits [B, L, num_labels]."""
-        return self.head(self.encoder(input_ids, attention_mask, segment_ids))
-
     def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-        return {"logits": self(input_ids, attention_mask, segment_ids)}
+        """Logits [B, L, num_labels]."""
+        return {"logits": self.head(self.encoder(input_ids, attention_mask, segment_ids))}
 
     def describe_head_input(self) -> str:
         return "every token"
@@ -143,19 +144,17 @@ class ChoiceModel(TaskModel):
 
     exported_axes = ("batch", "choices", "length")
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
-    ) -> Tensor:
-        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_LOGIT` where a row has fewer."""
-        scores = super().forward(*(tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids)))
-        is_missing = ~attention_mask[..., 1]  # [CLS] alone
-        logits = scores.float().view_as(is_missing).masked_fill(is_missing, NO_LOGIT)  # [B, slots]
-        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
-
     def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Logits [B, choices]; rows have equally many."""
         inputs = (tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids))
-        return {"logits": super().forward(*inputs).view(input_ids.shape[:2])}
+        return {"logits": super().huggingface_outputs(*inputs)["logits"].view(input_ids.shape[:2])}
+
+    @staticmethod
+    def logits_of_outputs(outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+        """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_LOGIT` where a row has fewer."""
+        is_missing = ~attention_mask[..., 1]  # [CLS] alone
+        logits = outputs["logits"].float().masked_fill(is_missing, NO_LOGIT)  # [B, slots]
+        return functional.pad(logits, (0, MAX_CHOICES - logits.shape[1]), value=NO_LOGIT)
 
 
 class SpanModel(TaskModel):
@@ -164,17 +163,16 @@ class SpanModel(TaskModel):
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, 2, pooling)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
-    ) -> Tensor:
-        """Logits [B, L, 2]; `NO_LOGIT` for tokens that are neither in the context nor [CLS]."""
-        logits = self.head(self.encoder(input_ids, attention_mask, segment_ids)).float()
-        return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
-
     def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Scores [B, L] of all tokens, also of those that are not in the context."""
         logits = self.head(self.encoder(input_ids, attention_mask, segment_ids))
         return dict(zip(("start_logits", "end_logits"), logits.unbind(-1), strict=True))
+
+    @staticmethod
+    def logits_of_outputs(outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+        """Logits [B, L, 2]; `NO_LOGIT` for tokens that are neither in the context nor [CLS]."""
+        logits = torch.stack([outputs["start_logits"], outputs["end_logits"]], -1).float()
+        return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
 
     def describe_head_input(self) -> str:
         return "every token"

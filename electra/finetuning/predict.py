@@ -99,7 +99,7 @@ class Predictor:
         loaded = [load_finetuned_model(folder) for folder in self.folders]
         self.device = choose_device(config.device)
         self.precision = choose_dtype(config.precision, self.device)
-        self.models = [model.to(self.device) for model, _ in loaded]
+        self.models: Sequence[Callable[..., Tensor]] = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
         self.task = first.task
         if config.ensemble and self.task.head == "joint":
@@ -109,6 +109,7 @@ class Predictor:
         warn_untrained_length(self.folders[0], self.length)
         self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
+        self.max_tokens: int | None = None  # of a batch, instead of `batch_size`
         self.rows = self.truncated = 0  # so far
 
     @property
@@ -160,6 +161,7 @@ class Predictor:
                 self.length,
                 self.pad_id,
                 PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
+                self.max_tokens,
             )
         check_finite(logits, self.folders[0])
         return Outputs(logits, features, examples)

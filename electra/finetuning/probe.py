@@ -146,8 +146,8 @@ def write_splits(task: Task, folder: Path, limit: int | None, slice_rows: int, s
 
 
 def write_rows(task: Task, values: list[dict[str, Any]], rows: dict[str, NDArray], folder: Path) -> Task:
-    """The task with some of its rows, by split, in files of a new folder."""
-    folder.mkdir()
+    """The task with some of its rows, by split, in files in `folder`."""
+    folder.mkdir(exist_ok=True)
     for split, indices in rows.items():
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(values[index]) + "\n" for index in indices))
     return replace(task, splits={split: str(folder / f"{split}.jsonl") for split in rows})

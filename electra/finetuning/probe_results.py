@@ -14,7 +14,7 @@ correlation of folds, whose training rows overlap.
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from electra.runfolder import dump_json
 Key = tuple[str, str, str, int, int]  # model, setting, task, fold, seed
 Row = tuple[str, str]  # model and setting
 Scores = dict[tuple[int, int], list[float]]  # of one task by fold and seed: one value, or one per part of a slice
+LINE_START = b'{"model": '
 StoredMetrics = Mapping[str, float | None]  # None: undefined, as the correlation of constant predictions
 
 
@@ -56,9 +57,6 @@ class ProbeResult:
         return self.model, self.setting, self.task, self.fold, self.seed
 
 
-FIRST_BYTES = f'{{"{fields(ProbeResult)[0].name}": "'.encode()  # of a line, also of an incomplete one
-
-
 def read_results(path: Path) -> list[ProbeResult]:
     """The results in a file, of equal keys the last; a line that a killed process left incomplete is ignored."""
     results = {}
@@ -66,10 +64,10 @@ def read_results(path: Path) -> list[ProbeResult]:
         try:
             result = msgspec.json.decode(line, type=ProbeResult)
             results[result.key] = result
-        except msgspec.MsgspecError:
-            if not FIRST_BYTES.startswith(line[: len(FIRST_BYTES)]):
-                message = f"{path} has lines that electra probe did not write; choose another --output"
-                raise DataError(message) from None
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            is_complete = isinstance(error, msgspec.ValidationError)
+            if is_complete or not (line.startswith(LINE_START) or LINE_START.startswith(line)):
+                raise DataError(f"{path} is not a file of electra probe; choose another --output") from None
             print(f"{path}: ignored an incomplete line", file=sys.stderr)
     return list(results.values())
 

@@ -241,7 +241,7 @@ def get_architecture(settings: Settings, folder: Path) -> Architecture:
         return ARCHITECTURES[name]
     if any(name in classes.values() for classes in TASK_CLASSES.values()):
         raise DataError(
-            f"{folder} is a fine-tuned classifier exported for transformers ({name}); electra predict, evaluate and "
+            f"{folder} is a fine-tuned model exported for transformers ({name}); electra predict, evaluate and "
             "finetune read the folder it was exported from, other commands need a pre-trained model"
         )
     raise DataError(f"{folder}: architectures is {classes!r}; supported are {', '.join(ARCHITECTURES)}")

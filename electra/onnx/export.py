@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 
 from electra.data.files import import_optional
 from electra.errors import ConfigError
+from electra.finetuning.tasks import Task
 from electra.model.encoder import Encoder
+from electra.runfolder import write_stored
 
 FOLDER, FP32, INT8 = "onnx", "model.onnx", "model_quantized.onnx"  # the names that transformers.js reads
+TASK = "task.json"  # of a fine-tuned model
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 HIDDEN = "last_hidden_state"
 LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
@@ -65,6 +69,21 @@ def check_libraries() -> None:
     """Raise, with the command that installs it, if a library for ONNX is missing."""
     for name in LIBRARIES:
         import_optional(name, "--to onnx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxTask:
+    """What predictions need beside the ONNX file of a fine-tuned model."""
+
+    task: Task
+    length: int  # maximum length in tokens
+
+
+def write_task(folder: Path, task: Task, length: int) -> None:
+    """Write the task of a model that was exported: its outputs are in the unit of the scores, for one window of each
+    text. Files of the training data are not named."""
+    exported = replace(task, splits={}, scale=1.0, offset=0.0, windows=1)
+    write_stored(folder / TASK, asdict(OnnxTask(task=exported, length=length)))
 
 
 def write_onnx(model: ExportableModel, path: Path) -> None:

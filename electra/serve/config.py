@@ -1,7 +1,8 @@
-"""The settings of `electra detect`, `electra fill`, `electra embed` and `electra demo`."""
+"""The settings of `electra detect`, `electra fill`, `electra embed`, `electra serve` and `electra demo`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from electra.config import Positional
 from electra.errors import ConfigError, check_range
@@ -104,3 +105,57 @@ class DemoConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "steps", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """Limits of the server: what exceeds them is answered with 408, 413, 422 or 429 and a sentence."""
+
+    max_body: int = 1_000_000
+    """Bytes of a request."""
+    max_texts: int = 64
+    """Texts or rows of a request."""
+    max_characters: int = 20_000
+    """Characters of a text; what is longer than the model reads is truncated."""
+    max_queue: int = 1024
+    """Texts that may wait; further requests are answered with 429."""
+    batch_tokens: int = 4096
+    """Tokens of a forward pass, with padding; texts of similar length are computed together."""
+    client_timeout: float = 10.0
+    """Seconds that a client may take to send a request or to read a part of the response."""
+    stop_timeout: float = 30.0
+    """Seconds that running requests may take after the signal to stop."""
+
+    def __post_init__(self) -> None:
+        check_range(self, "max_body", "max_texts", "max_characters", "max_queue", "batch_tokens", at_least=1)
+        check_range(self, "client_timeout", "stop_timeout", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Answer HTTP requests with a model: POST /detect, /fill and /embed, or /predict of a fine-tuned one; GET /health
+    and /metrics; / and /docs are pages for the browser.
+
+    electra serve --model runs/x
+
+    Requests that arrive together are computed together. Ctrl-C or SIGTERM stop it after the running requests."""
+
+    model: Path = PACKAGED_MODEL
+    """A run, a model folder, a fine-tuned model, a Hugging Face folder (ELECTRA, BERT, ModernBERT) or a folder of
+    electra export --to onnx; default: the small English model in the package."""
+    backend: Literal["auto", "torch", "onnx"] = "auto"
+    """auto: ONNX Runtime for a folder of electra export --to onnx, else PyTorch."""
+    int8: bool = False
+    """Use the int8 file of such a folder."""
+    device: Device = "auto"
+    """auto: the GPU if there is one, else the CPU; ONNX Runtime uses the CPU."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is reachable from other machines, which the server does not authenticate."""
+    port: int = 8000
+    """Port to listen on; 0 chooses a free one."""
+    page: bool = True
+    """Show the page of electra export --to page at /, as soon as it is made."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+    def __post_init__(self) -> None:
+        check_range(self, "port", at_least=0, at_most=65535)

@@ -1,7 +1,5 @@
 """Embeddings of texts: pooled hidden states of an encoder."""
 
-from copy import deepcopy
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,13 +20,14 @@ class Embedder:
     def __init__(
         self,
         encoder: Encoder,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer,  # will encode special tokens as text
         device: torch.device,
         length: int,  # longer texts are truncated
         *,
         layers: tuple[int, ...] = (-1,),
         pooling: EmbeddingPooling = "mean",
         batch_size: int = 64,
+        max_tokens: int | None = None,  # of a batch, instead of `batch_size`
         precision: torch.dtype = torch.float32,
     ) -> None:
         if pooling not in POOL:
@@ -36,10 +35,10 @@ class Embedder:
         encoder.config.check_length(length)
         self.layers = encoder.config.layer_indices(layers)
         self.encoder = encoder.to(device).eval()
-        self.tokenizer = deepcopy(tokenizer)  # encoding special tokens as text is a setting of the library's object
+        self.tokenizer = tokenizer
         self.device, self.length, self.precision = device, length, precision
         self.pooling: EmbeddingPooling = pooling
-        self.batch_size = batch_size
+        self.batch_size, self.max_tokens = batch_size, max_tokens
         self.truncated = 0  # texts so far
 
     @property
@@ -60,6 +59,7 @@ class Embedder:
                 self.length,
                 self.encoder.config.pad_id,
                 PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
+                self.max_tokens,
             )
         check_finite(vectors, "the encoder")
         return vectors

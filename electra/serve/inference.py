@@ -2,36 +2,45 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from electra.data.tokenizer import TextTokenizer, read_trained_length
+from electra.data.tokenizer import TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
+from electra.finetuning.features import group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
-from electra.model.electra import Electra
-from electra.model.encoder import Encoder
+from electra.model.config import PACKAGED_MODEL, EmbeddingPooling, EncoderConfig
+from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
+from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor, is_onnx_folder
 from electra.serve.config import DetectConfig, FillConfig, TextConfig
 from electra.serve.embedder import Embedder
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import Device
 from electra.training.hardware import choose_device
 
+Method = Literal["detect", "fill", "embed", "predict"]
+MAX_TOKENS = 4096
+TOKENS_PER_MASK = 16
+
 
 @dataclass(frozen=True)
 class TokenizedText:
     """The tokens of a text as a model reads them."""
 
-    input_ids: Tensor  # [1, L]
+    ids: list[int]
     tokens: list[str]
     is_truncated: bool  # to the length that the model was trained on
 
@@ -101,46 +110,75 @@ class Model:
         self.device = device
         self.has_rtd_head = has_rtd_head
         self.trained_length = trained_length
+        self.max_tokens = MAX_TOKENS  # of a batch, with padding
 
-    @torch.no_grad()
+    def methods(self) -> list[Method]:
+        """What this model can do."""
+        has_rtd_head = isinstance(self.electra.discriminator, Discriminator) and self.has_rtd_head
+        can: dict[Method, bool] = {"detect": has_rtd_head, "fill": self.electra.generator is not None, "embed": True}
+        return [name for name, is_possible in can.items() if is_possible]
+
     def detect(self, text: str) -> Detection:
         """The probability of each token of `text` that it was replaced."""
+        return self.detect_batch([text])[0]
+
+    @torch.no_grad()
+    def detect_batch(self, texts: Sequence[str]) -> list[Detection]:
+        """`detect` of several texts, computed in batches of similar length."""
         if self.electra.discriminator is not None and not self.has_rtd_head:
             raise ConfigError("this model is an encoder without a replaced token detection head; it can only embed")
         discriminator = self.electra.require_discriminator()
-        text_tokens = self.tokenize(text, discriminator.encoder)
-        probabilities = discriminator(text_tokens.input_ids)[0].sigmoid()  # [L]
-        check_finite(probabilities, "the discriminator")
-        rounded = [round(probability, 4) for probability in probabilities.tolist()]
-        return Detection(text_tokens.tokens, rounded, text_tokens.is_truncated)
+        rows = self.tokenize(texts, discriminator.encoder.config)
+        replaced: dict[int, list[float]] = {}
+        for group in group_by_tokens(np.array([len(row.ids) for row in rows]), self.max_tokens):
+            inputs = self.pad([rows[index] for index in group], discriminator.encoder.config)
+            probabilities = discriminator(*inputs).sigmoid()  # [B, L]
+            check_finite(probabilities, "the discriminator")
+            replaced |= zip(group.tolist(), probabilities.tolist(), strict=True)
+        return [
+            Detection(row.tokens, [round(each, 4) for each in replaced[index][: len(row.ids)]], row.is_truncated)
+            for index, row in enumerate(rows)
+        ]
 
-    @torch.no_grad()
     def fill(self, text: str, count: int = 5) -> MaskPredictions:
         """The `count` most likely tokens for each [MASK] in `text`."""
+        return self.fill_batch([text], count)[0]
+
+    @torch.no_grad()
+    def fill_batch(self, texts: Sequence[str], count: int = 5) -> list[MaskPredictions]:
+        """`fill` of several texts, computed in batches of similar length."""
         if count < 1:
             raise ConfigError(f"is {count}; it must be at least 1", field="count")
         generator = self.electra.require_generator()
-        text_tokens = self.tokenize(text, generator.encoder)
-        positions = self.mask_positions(text, text_tokens)
-        probabilities = generator(text_tokens.input_ids, positions=positions[None]).logits[0].softmax(1)  # [M, V]
-        check_finite(probabilities, "the generator")
-        best = probabilities.topk(min(count, probabilities.shape[1]), dim=1)
-        masks = []
-        for position, values, ids in zip(positions.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
-            names = [self.token_name(token_id) for token_id in ids]
-            masks.append(MaskPrediction(position, dict(zip(names, [round(value, 4) for value in values], strict=True))))
-        return MaskPredictions(text_tokens.tokens, masks, text_tokens.is_truncated)
+        rows = self.tokenize(texts, generator.encoder.config)
+        positions = [self.mask_positions(text, row) for text, row in zip(texts, rows, strict=True)]
+        # the vocabulary logits of a [MASK] take more memory than the states of a token
+        sizes = [max(len(row.ids), TOKENS_PER_MASK * len(each)) for row, each in zip(rows, positions, strict=True)]
+        masks: dict[int, list[MaskPrediction]] = {}
+        for group in group_by_tokens(np.array(sizes), self.max_tokens):
+            inputs = self.pad([rows[index] for index in group], generator.encoder.config)
+            at = pad_sequence([torch.tensor(positions[index]) for index in group], batch_first=True)  # [B, M]
+            probabilities = generator(*inputs, positions=at.to(self.device)).logits.softmax(-1)  # [B, M, V]
+            check_finite(probabilities, "the generator")
+            best = probabilities.topk(min(count, probabilities.shape[-1]))
+            for index, *of_row in zip(group.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
+                of_masks = zip(positions[index], *of_row, strict=False)  # shorter than padded
+                masks[index] = [self.mask_prediction(*each) for each in of_masks]
+        return [MaskPredictions(row.tokens, masks[index], row.is_truncated) for index, row in enumerate(rows)]
 
-    def mask_positions(self, text: str, text_tokens: TokenizedText) -> Tensor:
-        """The positions [M] of the [MASK] tokens; there must be one."""
+    def mask_prediction(self, position: int, probabilities: list[float], ids: list[int]) -> MaskPrediction:
+        names = [self.token_name(token_id) for token_id in ids]
+        return MaskPrediction(position, dict(zip(names, [round(each, 4) for each in probabilities], strict=True)))
+
+    def mask_positions(self, text: str, row: TokenizedText) -> list[int]:
+        """The positions of the [MASK] tokens; there must be one."""
         mask_id = self.tokenizer.vocabulary.mask_id
-        positions = (text_tokens.input_ids[0] == mask_id).nonzero().flatten()
-        if len(positions):
+        positions = [position for position, token_id in enumerate(row.ids) if token_id == mask_id]
+        if positions:
             return positions
         if mask_id in self.tokenizer.library.encode(text).ids:
-            length = text_tokens.input_ids.shape[1]
             raise ConfigError(
-                f"the [MASK] is after the first {length} tokens, which is all the model reads; shorten the text"
+                f"the [MASK] is after the first {len(row.ids)} tokens, which is all the model reads; shorten the text"
             )
         raise ConfigError("the text has no [MASK]; write [MASK] in place of the word to predict")
 
@@ -154,23 +192,42 @@ class Model:
         """The embedding of each text [N, D · layers]: the mean or maximum of its hidden states, or that of [CLS].
 
         Those of several `layers` (0: the embeddings; negative: from the end) are concatenated."""
-        encoder = self.main_encoder()
-        length = min(encoder.config.positions, self.trained_length or encoder.config.positions)
-        settings: dict[str, Any] = {"pooling": pooling, "layers": tuple(layers), "batch_size": batch_size}
-        embedder = Embedder(encoder, self.tokenizer, self.device, length, **settings)
+        embedder = self.create_embedder(pooling=pooling, layers=tuple(layers), batch_size=batch_size)
         return torch.from_numpy(embedder.embed([texts] if isinstance(texts, str) else list(texts)))
 
-    def main_encoder(self) -> Encoder:
-        """The discriminator's encoder, or that of a lone generator."""
-        return (self.electra.discriminator or self.electra.require_generator()).encoder
+    def create_embedder(self, **settings: Any) -> Embedder:
+        """Embeddings with the keyword arguments of `Embedder`."""
+        encoder = self.main_part().encoder
+        return Embedder(encoder, self.plain_tokenizer, self.device, self.max_length(encoder.config), **settings)
 
-    def tokenize(self, text: str, encoder: Encoder) -> TokenizedText:
-        """The tokens of a text, truncated to the length that the model was trained on."""
-        ids = self.tokenizer.library.encode(text).ids
-        positions = encoder.config.positions
-        kept = ids[: min(positions, self.trained_length or positions)]
-        input_ids = torch.tensor([kept], device=self.device)
-        return TokenizedText(input_ids, [self.token_name(token_id) for token_id in kept], len(kept) < len(ids))
+    @cached_property
+    def plain_tokenizer(self) -> TextTokenizer:
+        """A copy for embeddings: encoding special tokens as text is a setting of the library's object."""
+        return deepcopy(self.tokenizer)
+
+    def main_part(self) -> Discriminator | MaskedLanguageModel:
+        """The discriminator, or a lone generator."""
+        return self.electra.discriminator or self.electra.require_generator()
+
+    def max_length(self, encoder: EncoderConfig) -> int:
+        """Tokens after which texts are truncated."""
+        return min(encoder.positions, self.trained_length or encoder.positions)
+
+    def tokenize(self, texts: Sequence[str], encoder: EncoderConfig) -> list[TokenizedText]:
+        """The tokens of texts, truncated to the length that the model was trained on."""
+        length = self.max_length(encoder)
+        encoded = [encoding.ids for encoding in self.tokenizer.library.encode_batch(list(texts))]
+        return [
+            TokenizedText(ids[:length], [self.token_name(token_id) for token_id in ids[:length]], len(ids) > length)
+            for ids in encoded
+        ]
+
+    def pad(self, rows: Sequence[TokenizedText], encoder: EncoderConfig) -> tuple[Tensor, Tensor]:
+        """Padded token ids and attention mask [B, L]."""
+        ids = [torch.tensor(row.ids) for row in rows]
+        input_ids = pad_sequence(ids, batch_first=True, padding_value=encoder.pad_id)
+        attention_mask = torch.arange(input_ids.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
+        return input_ids.to(self.device), attention_mask.to(self.device)
 
     def token_name(self, token_id: int) -> str:
         return self.tokenizer.library.id_to_token(token_id) or f"<{token_id}>"
@@ -189,11 +246,22 @@ def load_model(path: Path, device: Device) -> Model:
 def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | Predictor:
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
-    `path` is a run, a model folder, a Hugging Face folder, or the output of a fine-tuning (its best seed); by default
-    the small English model in the package."""
+    `path` is a run, a model folder, a Hugging Face folder, a folder of electra export --to onnx, or the output of a
+    fine-tuning (its best seed); by default the small English model in the package."""
+    if is_onnx_folder(Path(path)):
+        return load_onnx(Path(path))
     if is_finetuned(Path(path)):
         return Predictor(PredictorConfig(model=Path(path), input=Path(), device=device))
     return load_model(Path(path), device)
+
+
+def load_onnx(folder: Path, int8: bool = False) -> Model | Predictor:
+    """Load a folder that electra export --to onnx wrote, with the same methods, computed by ONNX Runtime on a CPU."""
+    if (folder / TASK).exists():
+        return OnnxPredictor(folder, int8)
+    electra = OnnxElectra(folder, int8)
+    tokenizer = load_tokenizer(folder)
+    return Model(electra, tokenizer, torch.device("cpu"), electra.has_head, read_trained_length(folder))
 
 
 def truncation_note(is_truncated: bool) -> str:

@@ -3,28 +3,30 @@
 from electra.data.shards import Shards, open_shards
 from electra.errors import DataError
 from electra.finetuning.probe import FOLDS, SLICED_TASKS
-from electra.runfolder import is_missing_or_empty, lock_folder
+from electra.runfolder import lock_folder
 from electra.signals import explain_stop
 from electra.study.config import StudyConfig
 from electra.study.measures import measure_runs, read_measures
+from electra.study.output import OutputRecord
 from electra.study.results import StudyResult, check_own_folder, summarize_study, write_study
-from electra.study.runs import RUNS, StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
+from electra.study.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.study.studies import STUDIES
 
 
 def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     """Train and measure what is not finished, and summarize the study; a dry run returns an estimate instead."""
     shards, runs = open_shards(config.data), plan_runs(STUDIES[config.name], config)
-    if not is_missing_or_empty(config.output) and not (config.output / RUNS).is_dir():
-        raise DataError(f"{config.output} is not empty and not the output of electra study; choose another --output")
+    text = {"text in --data": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint}
+    record = OutputRecord("study", text)
+    record.check(config.output)
     check_own_folder(config.output / config.name)
     if config.dry_run:
         folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
         return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)
     if config.summarize:
         return summarize(config, runs, shards, {})
-    (config.output / RUNS).mkdir(parents=True, exist_ok=True)
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
+        record.write(config.output)
         failed = train_runs(runs, shards, config)
         finished = [run for run in runs if run.is_finished(shards)]
         if finished:

@@ -1,0 +1,151 @@
+"""Limits of the HTTP server: sizes, slow clients, clients that go away."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
+from typing import Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from electra.serve.config import LimitsConfig
+from electra.serve.metrics import Metrics
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+JSON = [(b"content-type", b"application/json")]
+CLOSE = [(b"connection", b"close")]  # what the client still sends is not read
+
+
+class RequestError(Exception):
+    """A request that is answered with a status and one sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+def encode_error(message: str) -> bytes:
+    return msgspec.json.encode({"error": message})
+
+
+class LimitedApp:
+    """An ASGI application whose requests are read as a whole, within limits, before it is called; it is cancelled when
+    the client goes away."""
+
+    def __init__(self, app: App, limits: LimitsConfig, metrics: Metrics, endpoints: set[str]) -> None:
+        self.app, self.limits, self.metrics, self.endpoints = app, limits, metrics, endpoints
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 499  # the client went away, as nginx logs it
+
+        async def limited_send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            async with asyncio.timeout(self.limits.client_timeout):
+                await send(message)
+
+        try:
+            body = await self.read_body(receive)
+            if body is not None:
+                await self.run_until_disconnect(scope, body, receive, limited_send)
+        except RequestError as error:
+            await limited_send({"type": "http.response.start", "status": error.status, "headers": JSON + CLOSE})
+            await limited_send({"type": "http.response.body", "body": encode_error(error.message)})
+        finally:
+            path = scope["path"] if scope["path"] in self.endpoints else "other"
+            self.metrics.add_request(path, status, time.perf_counter() - start)
+
+    async def read_body(self, receive: Receive) -> bytes | None:
+        """The body of a request; None if the client went away."""
+        body, size, is_complete = bytearray(), 0, False
+        try:
+            async with asyncio.timeout(self.limits.client_timeout):
+                while not is_complete:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    part, is_complete = message.get("body", b""), not message.get("more_body", False)
+                    size += len(part)
+                    if size <= self.limits.max_body:
+                        body += part
+                    elif size > 8 * self.limits.max_body:
+                        break  # a client that sends little more than allowed gets its answer after it has sent all
+        except TimeoutError:
+            if size <= self.limits.max_body:
+                seconds = self.limits.client_timeout
+                raise RequestError(408, f"the request did not arrive within {seconds:g} seconds") from None
+        if size > self.limits.max_body:
+            raise RequestError(
+                413, f"the request is larger than {self.limits.max_body:,} bytes; send fewer or shorter texts"
+            )
+        return bytes(body)
+
+    async def run_until_disconnect(
+        self, scope: MutableMapping[str, Any], body: bytes, receive: Receive, send: Send
+    ) -> None:
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
+        async def wait_for_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        answer = asyncio.ensure_future(self.app(scope, replay, send))
+        disconnect = asyncio.ensure_future(wait_for_disconnect())
+        try:
+            await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            disconnect.cancel()
+            if not answer.done():
+                answer.cancel()
+        with suppress(asyncio.CancelledError, TimeoutError):  # gone, or reads too slowly
+            await answer
+
+
+def create_protocol(timeout: float) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, which closes connections whose next request has no complete head after `timeout`
+    seconds; uvicorn itself waits forever for the rest of a head."""
+
+    class TimedProtocol(H11Protocol):
+        timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.watch_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.watch_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self.watch_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.stop_timer()
+            super().connection_lost(exc)
+
+        def watch_head(self) -> None:
+            """Start the timer where a head is expected, stop it where a request is handled."""
+            if self.conn.their_state is not h11.IDLE:
+                self.stop_timer()
+            elif self.timer is None and not self.transport.is_closing():
+                self.timer = self.loop.call_later(timeout, self.transport.close)
+
+        def stop_timer(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+    return TimedProtocol
