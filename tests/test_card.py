@@ -92,6 +92,13 @@ def test_a_card_without_training_because_of_a_damaged_file_is_reported(finetuned
     assert "seed-1/result.json is damaged" in error
 
 
+def test_a_card_without_training_because_of_a_missing_file_is_reported(finished_run, tmp_path, capsys):
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    electra.export_model(model=tmp_path / "run", output=tmp_path / "hf")
+    assert "run has no config.json" in capsys.readouterr().err
+
+
 def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp_path, capsys):
     [*_, checkpoint] = sorted((finished_run / "checkpoints").iterdir())
     shutil.copytree(checkpoint, tmp_path / "model")

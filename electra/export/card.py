@@ -20,7 +20,7 @@ from electra.finetuning.metrics import format_metric
 from electra.onnx.export import FOLDER, FP32
 from electra.pretraining.config import read_run_record, read_run_settings
 from electra.report.runs import find_glue_tables
-from electra.runfolder import CONFIG, read_stored
+from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
 from electra.training.checkpoint import read_training_state
 from electra.training.logging import METRICS, format_duration, read_metrics
 
@@ -103,10 +103,12 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
 
 def describe_pretraining(checkpoint: Path) -> list[str]:
     """The pre-training of the run that a checkpoint is in; nothing if it was moved out of its run."""
-    settings = read_run_settings(checkpoint)
+    settings, run = read_run_settings(checkpoint), checkpoint.parent.parent
+    if not settings and checkpoint.parent.name == CHECKPOINTS:
+        raise DataError(f"{run} has no {CONFIG}")
     if not settings:
         return []
-    run, state = checkpoint.parent.parent, read_training_state(checkpoint).trainer
+    state = read_training_state(checkpoint).trainer
     record = read_run_record(run)
     facts = {
         "text": describe_corpus(checkpoint),
