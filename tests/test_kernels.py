@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from electra.data.loader import Batch
 from electra.data.tokenizer import Vocabulary
 from electra.errors import ConfigError
-from electra.kernels import dispatch, reference
+from electra.kernels import dispatch, mlm_head_cpu, reference
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Encoder, make_attention_bias, make_rope
@@ -236,6 +236,19 @@ def test_mlm_loss_and_sample_equal_the_reference(one_program):
     labels, keys = torch.randint(0, 300, (2, 3)), [torch.randint(2**31, (2, 2)) for _ in range(2)]
     inputs = torch.randn(2, 3, 16), torch.randn(300, 16), torch.randn(300)
     ours, expected = dispatch.mlm_loss_and_sample, reference.mlm_loss_and_sample
+    assert torch.equal(ours(*inputs, labels, *keys)[1], expected(*inputs, labels, *keys)[1])
+    assert_same_gradients(
+        lambda *each: ours(*each, labels, *keys)[0], lambda *each: expected(*each, labels, *keys)[0], *inputs
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [256, 300])
+def test_chunked_mlm_head_on_a_cpu_equals_the_reference(vocab_size, monkeypatch):
+    monkeypatch.setattr(mlm_head_cpu, "CHUNK_NUMBERS", 2 * 384)  # chunks of two or three of the six positions
+    torch.manual_seed(0)
+    labels, keys = torch.randint(0, vocab_size, (2, 3)), [torch.randint(2**31, (2, 2)) for _ in range(2)]
+    inputs = torch.randn(2, 3, 16), torch.randn(vocab_size, 16), torch.randn(vocab_size)
+    ours, expected = mlm_head_cpu.mlm_loss_and_sample, reference.mlm_loss_and_sample
     assert torch.equal(ours(*inputs, labels, *keys)[1], expected(*inputs, labels, *keys)[1])
     assert_same_gradients(
         lambda *each: ours(*each, labels, *keys)[0], lambda *each: expected(*each, labels, *keys)[0], *inputs

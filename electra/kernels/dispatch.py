@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from electra.errors import ConfigError
-from electra.kernels import reference
+from electra.kernels import mlm_head_cpu, reference
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 HAS_C_COMPILER = bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))  # Triton links with it
@@ -208,7 +208,14 @@ def fused_modern_layer(
 
 def can_fuse_mlm_head(hidden: Tensor) -> bool:
     """Whether `mlm_loss_and_sample` takes these hidden states."""
-    return can_use_kernel("mlm_head", hidden)
+    return can_use_kernel("mlm_head", hidden) or can_use_cpu_mlm_head(hidden)
+
+
+def can_use_cpu_mlm_head(hidden: Tensor) -> bool:
+    """Whether the chunked MLM head applies: on a CPU in fp32, unless the step is compiled."""
+    is_plain = not torch.is_autocast_enabled("cpu") and not torch.compiler.is_compiling()
+    is_supported = hidden.device.type == "cpu" and hidden.dtype == torch.float32
+    return is_supported and is_plain and is_kernel_enabled("mlm_head")
 
 
 def mlm_loss_and_sample(
@@ -219,4 +226,5 @@ def mlm_loss_and_sample(
     Logits [B, M, V] are `states` [B, M, E] times the transposed `table` [V, E], plus `bias` [V]. The sample is drawn
     with Gumbel noise from the rows' keys [B, 2]: a block of the vocabulary by `block_keys`, a token in it by
     `token_keys`."""
-    return mlm_head.mlm_loss_and_sample(states, table, bias, labels, block_keys, token_keys)
+    kernel = mlm_head if can_use_kernel("mlm_head", states) else mlm_head_cpu
+    return kernel.mlm_loss_and_sample(states, table, bias, labels, block_keys, token_keys)

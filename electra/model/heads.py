@@ -14,7 +14,7 @@ class TokenPredictions:
     """Predicted distributions over the vocabulary at M positions of each row.
 
     Vocabulary logits are by far the largest tensor of a step, so they are only computed when they are used. On a GPU in
-    half precision, the MLM loss and a sample come from one pass over them.
+    half precision and on a CPU in fp32, the MLM loss and a sample come from one pass over them.
     """
 
     def __init__(self, hidden: Tensor, states: Tensor, table: Tensor, bias: Tensor) -> None:
