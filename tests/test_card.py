@@ -10,7 +10,7 @@ import yaml
 
 import electra
 from electra.finetuning.job import read_job_result
-from electra.runfolder import read_json
+from electra.runfolder import read_json, write_stored
 
 TEXTS = ["the big cat sat on the mat .", "the dog ran in the house . the small bird flew over the tree .", "cat"]
 
@@ -90,6 +90,14 @@ def test_a_card_without_training_because_of_a_damaged_file_is_reported(finetuned
     error = capsys.readouterr().err
     assert "the model card does not say how the model was trained" in error
     assert "seed-1/result.json is damaged" in error
+
+
+def test_a_card_without_training_because_of_values_of_another_type_is_reported(finished_run, tmp_path, capsys):
+    shutil.copytree(finished_run, tmp_path / "run")
+    record = read_json(tmp_path / "run/config.json")
+    write_stored(tmp_path / "run/config.json", record | {"environment": {"device": 1e308}})
+    electra.export_model(model=tmp_path / "run", output=tmp_path / "hf")
+    assert "is damaged or of another version" in capsys.readouterr().err
 
 
 def test_a_card_without_training_because_of_a_missing_file_is_reported(finished_run, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import write_questions
+from synthetic import write_questions, write_squad
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 import electra
@@ -340,6 +340,14 @@ def finetune(model, folder, capsys, flags="", **settings):
     rows = write_questions(folder / "rows.jsonl", 96, seed=0, **settings)
     files = f"--train {folder}/rows.jsonl --dev {folder}/rows.jsonl --output {folder}/out"
     return rows, json.loads(run(f"finetune --model {model} {files} --kind {KIND} {TUNING} {flags} --json", capsys))
+
+
+def test_a_json_file_that_would_fill_memory_is_refused(tmp_path, monkeypatch):
+    write_squad(tmp_path / "rows.json", 9, seed=0)
+    assert len(list(read_rows(tmp_path / "rows.json"))) == 9
+    monkeypatch.setattr("electra.finetuning.question_answering.MAX_JSON_BYTES", 1000)
+    with pytest.raises(DataError, match=r"rows\.json is larger than 0 MB; write \.jsonl"):
+        list(read_rows(tmp_path / "rows.json"))
 
 
 def stop(file: ResumableFile) -> None:

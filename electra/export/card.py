@@ -79,8 +79,11 @@ def describe_origin(folder: Path) -> list[str]:
             return [*describe_finetuning(folder.parent, record), *describe_pretraining(Path(record.settings["model"]))]
         return describe_pretraining(folder)
     except (DataError, OSError) as error:
-        print(f"the model card does not say how the model was trained: {error}", file=sys.stderr)
-        return []
+        reason = str(error)
+    except (TypeError, ValueError, AttributeError, KeyError):  # settings and environment may hold any JSON
+        reason = f"what is stored about {folder} is damaged or of another version"
+    print(f"the model card does not say how the model was trained: {reason}", file=sys.stderr)
+    return []
 
 
 def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str]:
