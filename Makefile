@@ -11,7 +11,7 @@ PACKAGED_WORK ?= build/packaged
 PACKAGED_SETTINGS ?= --size small --layers 6 --positions 128 --minutes 15
 TRAINING_DATA ?= Articles of the English Wikipedia (CC BY-SA 4.0, by its authors) and books of Project Gutenberg (in the public domain in the USA)
 
-.PHONY: install format check test test-slow demo packaged-model clean
+.PHONY: install format check test test-slow site demo packaged-model clean
 
 install: $(VENV)/dev-installed
 
@@ -44,6 +44,10 @@ test: check
 # What is long by nature: faults and kills, the demo, benchmark scripts.
 test-slow: install
 	$(PYTEST) -m slow
+
+# The documentation, in build/site/html.
+site: install
+	$(BIN)/python docs/build_site.py
 
 demo: $(VENV)/demo-installed
 	$(BIN)/electra demo

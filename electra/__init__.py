@@ -1,33 +1,28 @@
 """Pre-train text encoders as discriminators: ELECTRA's replaced token detection in PyTorch.
 
 `electra.load(folder)` loads a trained model. The commands are functions with the names and defaults of their flags:
-`electra.pretrain(data="shards", output="runs/x", minutes=5)`.
+`electra.pretrain(data="shards", output="runs/x", minutes=5)`. A command whose name is a module has a function with the
+prefix `run_` (`electra.run_report`); three others are `electra.train_tokenizer`, `export_model` and `import_model`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from electra.commands import COMMANDS, function_name, import_object, make_command_function
+
 __version__ = "0.1.0"
-COMMANDS = {  # functions of the package and their commands; electra.report and the like are subpackages
-    "train_tokenizer": "tokenizer",
-    "shard": "shard",
-    "pretrain": "pretrain",
-    "finetune": "finetune",
-    "glue": "glue",
-    "evaluate": "evaluate",
-    "predict": "predict",
-    "export_model": "export",
-    "import_model": "import",
-}
-__all__ = ["__version__", "load", *COMMANDS]
+FUNCTIONS = {function_name(command): command for command in COMMANDS}
+__all__ = ["__version__", "load", *FUNCTIONS]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
     """Import `load` and the commands when they are first used: torch takes seconds to import."""
-    from electra.commands import import_object, make_command_function
-
     if name == "load":
         return import_object("serve.inference:load")
-    if name in COMMANDS:
-        return make_command_function(COMMANDS[name])
+    if name in FUNCTIONS:
+        return make_command_function(FUNCTIONS[name])
     raise AttributeError(f"module 'electra' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

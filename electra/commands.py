@@ -5,12 +5,16 @@ A command is a config dataclass, whose fields are its flags, and a function that
 """
 
 import importlib
+import inspect
+import keyword
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from electra.config import build_config
+from electra.config import all_defaults, build_config, settings_by_name
 
 OPENMP = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
@@ -27,6 +31,7 @@ class Command:
     function: str  # "module:function"
     help: str
     runs_on_ranks: bool = False  # torchrun may start several processes of it
+    writes_metrics: bool = False  # of a training; as a function it takes a callback for them
 
     def load_config_class(self) -> type:
         return import_object(self.config)
@@ -55,6 +60,7 @@ COMMANDS = {
         "pretraining.command:pretrain",
         "pre-train a generator and a discriminator",
         runs_on_ranks=True,
+        writes_metrics=True,
     ),
     "corrupt": Command(
         "pretraining.config:CorruptConfig",
@@ -62,9 +68,14 @@ COMMANDS = {
         "corrupt held-out rows once, to compare runs on",
     ),
     "finetune": Command(
-        "finetuning.config:FinetuneConfig", "finetuning.command:finetune", "fine-tune an encoder on a task"
+        "finetuning.config:FinetuneConfig",
+        "finetuning.command:finetune",
+        "fine-tune an encoder on a task",
+        writes_metrics=True,
     ),
-    "glue": Command("finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks"),
+    "glue": Command(
+        "finetuning.config:GlueConfig", "finetuning.glue:glue", "fine-tune on all GLUE tasks", writes_metrics=True
+    ),
     "probe": Command(
         "finetuning.config:ProbeConfig",
         "finetuning.probe:probe",
@@ -94,13 +105,50 @@ COMMANDS = {
 }
 
 
+FUNCTION_NAMES = {"tokenizer": "train_tokenizer", "export": "export_model", "import": "import_model"}
+
+
+def function_name(command: str) -> str:
+    """The name of a command as a function of the package, where some command names are modules."""
+    name = FUNCTION_NAMES.get(command, command.replace("-", "_"))
+    path = Path(__file__).with_name(name)
+    return f"run_{name}" if path.exists() or path.with_suffix(".py").exists() else name
+
+
+@cache
 def make_command_function(name: str) -> Callable[..., Any]:
     """A command as a function of flat keyword arguments, named like its flags."""
     command = COMMANDS[name]
+    config_class = command.load_config_class()
 
     def function(**settings: Any) -> Any:
-        return command.load_function()(build_config(command.load_config_class(), **settings))
+        callback = settings.pop("callback", None) if command.writes_metrics else None
+        if callback is not None and "workers" in settings_by_name(config_class):
+            settings["workers"] = 1  # jobs in other processes cannot call it
+        config: Any = build_config(config_class, **settings)
+        run = command.load_function()
+        if callback is None:
+            return run(config)
+        from electra.training.logging import call_with_metrics
 
-    function.__name__ = name
-    function.__doc__ = f"{command.help.capitalize()}; `electra {name} --help` lists the settings."
+        with call_with_metrics(callback):
+            return run(config)
+
+    function.__name__ = function.__qualname__ = function_name(name)
+    function.__doc__ = f"{inspect.getdoc(config_class)}\n\nSettings:\n\n" + "\n".join(
+        f"- `{setting.name}`: {setting.help}" for setting in settings_by_name(config_class).values()
+    )
+    function.__signature__ = make_signature(config_class, command.writes_metrics)  # type: ignore[attr-defined]
     return function
+
+
+def make_signature(config_class: type, has_callback: bool) -> inspect.Signature:
+    """The signature that help() and notebooks show; a name may be a keyword of Python, as in import_model."""
+    kind, defaults = inspect.Parameter.KEYWORD_ONLY, all_defaults(config_class, {})
+    parameters = [
+        inspect.Parameter(name, kind, default=defaults.get(name, inspect.Parameter.empty))
+        for name in settings_by_name(config_class)
+        if not keyword.iskeyword(name)
+    ]
+    parameters += [inspect.Parameter("callback", kind, default=None)] if has_callback else []
+    return inspect.Signature(parameters)

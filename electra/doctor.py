@@ -62,6 +62,8 @@ FEATURES = {
     "zstd": Feature(".zst files", ("pyarrow",)),
     "plot": Feature("plots", ("matplotlib",)),
     "tensorboard": Feature("TensorBoard (--tensorboard)", ("tensorboard",)),
+    "wandb": Feature("metrics in Weights & Biases (--track wandb)", ("wandb",)),
+    "trackio": Feature("metrics in Trackio (--track trackio)", ("trackio",)),
     "yaml": Feature("--config files in YAML", ("pyyaml",)),
     "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
     "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),

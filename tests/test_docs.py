@@ -23,10 +23,11 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {  # the log has commands of past versions
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "electra/kernels/README.md")
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "electra/kernels/README.md")
     if path.name != "log.md"
 }
 TEXT = "\n".join(PAGES.values())
+SCRIPT_PAGE = "docs/python.md"
 COMMAND_LINES = sorted(set(re.findall(r"^    electra (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
 TORCHRUN_LINES = sorted(
     set(re.findall(r"^    (?:srun )?torchrun (.*) -m electra (.*?)(?: +#.*)?$", TEXT.replace("\\\n", ""), re.M))
@@ -93,10 +94,25 @@ def test_python_blocks_run(finished_run, finetuned, tmp_path, monkeypatch):
     shutil.copytree(finished_run, "runs/x")
     shutil.copytree(finetuned.output, "tuned/reviews")
     electra.export_model(model="runs/x", output="hf/mine")
-    blocks = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    blocks = python_blocks("\n".join(text for page, text in PAGES.items() if page != SCRIPT_PAGE))
     assert len(blocks) >= 2
     for block in blocks:
         exec(block, {})
+
+
+def test_the_page_about_python_is_one_script(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in python_blocks(PAGES[SCRIPT_PAGE]):
+        exec(block, names)
+    assert [step for step, _ in names["losses"]] == [10, 20, 30, 40]
+    assert names["vectors"].shape[0] == 2
+    assert Path("hf/first/model.safetensors").exists()
+    assert "\r" not in capsys.readouterr().err  # no progress bar without a terminal
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_calls_in_the_text_have_valid_arguments(monkeypatch):

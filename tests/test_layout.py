@@ -25,7 +25,7 @@ PACKAGES = [
     "study",
     "serve",
 ]
-ORDER = ["errors", "config", "random", "signals", "runfolder", "resumable", "plotting", *PACKAGES]
+ORDER = ["errors", "config", "random", "signals", "runfolder", "progress", "resumable", "plotting", *PACKAGES]
 ORDER += ["sklearn", "commands", "__init__", "doctor", "demo", "cli", "completion", "__main__"]
 
 

@@ -32,6 +32,7 @@ from electra.data.files import (
     read_as_utf8,
 )
 from electra.errors import ConfigError, DataError
+from electra.progress import can_show_bars
 
 BLOCK_BYTES = 1 << 20
 """Bytes of text that are read at a time."""
@@ -334,7 +335,7 @@ def hash_document(document: bytes) -> float:
 
 
 def create_progress_bar() -> Progress:
-    """A progress bar on a terminal, of at most 80 columns; nothing elsewhere."""
+    """A progress bar of at most 80 columns; nothing where bars cannot be shown."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not can_show_bars(console))

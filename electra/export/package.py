@@ -27,7 +27,7 @@ from electra.training.logging import METRICS, read_metrics
 MAX_BYTES = 5_000_000  # of all files
 RESOLUTIONS = (1 / 64, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8)  # of the weights, see `quantize`
 CARD = "README.md"
-NOT_IN_COMMAND = {"data", "output", "resume", "dry_run", "json", "device", "tensorboard", "corrupted_rows"}
+NOT_IN_COMMAND = {"data", "output", "resume", "dry_run", "json", "device", "tensorboard", "track", "corrupted_rows"}
 SHOWN_METRICS = ("unigram_rtd_auc", "rtd_auc", "mlm_loss", "unigram_mlm_loss", "mlm_accuracy")
 
 

@@ -85,6 +85,7 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         hardware=config.hardware,
         seeds=config.jobs.seeds,
         folder=config.output,
+        track=config.jobs.track,
     )
     results = run_jobs(jobs, config.jobs.workers)
     median, deviation = medians_and_deviations(results)

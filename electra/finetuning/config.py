@@ -8,7 +8,7 @@ from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import SpanHead, TaskKind
 from electra.finetuning.tasks import Task
 from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
-from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrainerConfig
+from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrackerName, TrainerConfig
 
 DEFAULT_LAYERS = (-4, -3, -2, -1)
 """Of --frozen: the best in BERT's paper."""
@@ -182,7 +182,7 @@ class TuningConfig:
             weight_decay=weight_decay if self.weight_decay is None else self.weight_decay,
         )
 
-    def trainer_config(self, steps_per_epoch: int) -> TrainerConfig:
+    def trainer_config(self, steps_per_epoch: int, track: TrackerName = "none") -> TrainerConfig:
         """Intervals for the trainer: evaluation after every epoch."""
         return TrainerConfig(
             micro_batches=self.micro_batches,
@@ -190,6 +190,7 @@ class TuningConfig:
             evaluate_every=steps_per_epoch,
             save_every=SAVE_EVERY,
             keep_checkpoints=1,
+            track=track,
         )
 
     def frozen_config(self) -> FrozenConfig | None:
@@ -220,6 +221,8 @@ class JobsConfig:
     workers: int | None = None
     """Jobs in parallel, one process each; default 1 on a CPU, 2 on a GPU, up to 8 with NVIDIA MPS, which is started
     where it is installed."""
+    track: TrackerName = "none"
+    """Also send the metrics and settings of each seed to Weights & Biases or to Trackio."""
 
     def __post_init__(self) -> None:
         check_range(self, "seeds", "workers", at_least=1)

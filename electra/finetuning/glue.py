@@ -82,6 +82,7 @@ def prepare_task_jobs(task: Task, config: GlueConfig) -> list[Job]:
         hardware=config.hardware,
         seeds=large_seeds or config.jobs.seeds,
         folder=config.output / task.name,
+        track=config.jobs.track,
     )
 
 

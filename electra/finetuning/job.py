@@ -50,10 +50,10 @@ from electra.runfolder import (
     write_file,
     write_stored,
 )
-from electra.training.config import Budget, HardwareConfig
+from electra.training.config import Budget, HardwareConfig, TrackerName
 from electra.training.hardware import choose_device, choose_dtype
 from electra.training.logging import METRICS as METRICS_FILE
-from electra.training.logging import check_not_diverged, read_metrics
+from electra.training.logging import check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
 RESULT = "result.json"
@@ -111,6 +111,10 @@ class Job:
     hardware: HardwareConfig
     seed: int
     folder: Path
+    track: TrackerName = "none"
+
+    def __post_init__(self) -> None:
+        check_tracker(self.track)
 
     def is_finished(self) -> bool:
         return (self.folder / RESULT).exists()
@@ -123,6 +127,11 @@ class Job:
     def length(self) -> int:
         """Maximum length in tokens."""
         return self.tuning.length_for(self.task)
+
+    def describe_settings(self) -> dict[str, Any]:
+        """The settings that a tracker records."""
+        settings = asdict(self.tuning) | {"length": self.length, "precision": self.hardware.precision}
+        return {"task": self.task.name, "seed": self.seed, "model": str(self.model)} | settings
 
     @property
     def features_cache(self) -> Path:
@@ -345,7 +354,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
     return Trainer(
         task,
         job.tuning.optimizer_config(task.encoder),
-        job.tuning.trainer_config(task.steps_per_epoch),
+        job.tuning.trainer_config(task.steps_per_epoch, job.track),
         Budget(steps=job.tuning.epochs_for(job.task) * task.steps_per_epoch),
         job.folder,
         seed=job.seed,
@@ -354,6 +363,7 @@ def build_trainer(task: FinetuningTask, quiet: bool) -> Trainer:
         and not job.tuning.bilstm,  # cuDNN's LSTMs are not tried in graphs
         loss_scaling=task.master_weights.needs_loss_scaling,
         quiet=quiet,
+        settings=job.describe_settings(),
     )
 
 

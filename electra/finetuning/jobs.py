@@ -47,7 +47,7 @@ from electra.runfolder import (
 )
 from electra.signals import clean_up_on_stop_signals
 from electra.training.checkpoint import check_own_folder, find_model_folder
-from electra.training.config import HardwareConfig
+from electra.training.config import HardwareConfig, TrackerName
 from electra.training.hardware import choose_device
 
 CONTINUE = "run the same command to continue"
@@ -77,7 +77,14 @@ def lock_output(output: Path, task_folders: Iterable[Path]) -> Iterator[None]:
 
 
 def prepare_jobs(
-    *, model: Path, task: Task, tuning: TuningConfig, hardware: HardwareConfig, seeds: int, folder: Path
+    *,
+    model: Path,
+    task: Task,
+    tuning: TuningConfig,
+    hardware: HardwareConfig,
+    seeds: int,
+    folder: Path,
+    track: TrackerName = "none",
 ) -> list[Job]:
     """One job per seed of a task; writes their settings into `folder`, and raises if it was started with others."""
     check_class_weights(tuning.class_weights, task)
@@ -86,11 +93,19 @@ def prepare_jobs(
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     settings["length"] = tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
-    check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
     jobs = [
-        Job(model=model, task=task, tuning=tuning, hardware=hardware, seed=seed, folder=folder / f"seed-{seed}")
+        Job(
+            model=model,
+            task=task,
+            tuning=tuning,
+            hardware=hardware,
+            seed=seed,
+            folder=folder / f"seed-{seed}",
+            track=track,
+        )
         for seed in range(1, seeds + 1)
     ]
+    check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
     for job in jobs:
         if not job.is_finished():
             check_own_folder(job.folder, MODEL)

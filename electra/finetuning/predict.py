@@ -29,6 +29,7 @@ from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
+from electra.progress import can_show_bars
 from electra.resumable import check_output_file, content_checksum, open_resumable, remove_partial_files
 from electra.runfolder import (
     CONFIG,
@@ -189,11 +190,11 @@ def ensemble_model_folders(output: Path) -> list[Path]:
 
 @contextmanager
 def show_row_count(start: int = 0) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows a number of rows, with rows per second, on a terminal; nothing is shown elsewhere."""
+    """Yield a function that shows a number of rows, with rows per second, in a progress bar."""
     console = Console(stderr=True)
     texts = "{task.completed:,.0f} rows", "{task.fields[speed]:,.0f} rows/s"
     columns = (SpinnerColumn(), *map(TextColumn, texts), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, disable=not can_show_bars(console)) as progress:
         task = progress.add_task("", total=None, completed=start, speed=0.0)
 
         def show(rows: int) -> None:

@@ -34,7 +34,7 @@ from electra.runfolder import CONFIG, checkpoint_folders, lock_folder, write_sto
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World, join_ranks
 from electra.training.hardware import should_compile
-from electra.training.logging import METRICS, TrainResult, check_not_diverged, read_metrics
+from electra.training.logging import METRICS, TrainResult, check_not_diverged, check_tracker, read_metrics
 from electra.training.trainer import Trainer
 
 
@@ -43,6 +43,7 @@ def pretrain(config: PretrainConfig) -> TrainResult | RunEstimate:
     with join_ranks(config.hardware.device, config.resume) as world:
         shards, device = open_shards(config.data), world.device
         should_compile(config.hardware, device)  # raises if there is no compiler
+        check_tracker(config.trainer.track)
         phases = plan_and_check_phases(config, shards)
         for phase in phases:
             world.check_batch_size(phase.config.loader.batch_size, phase.config.trainer.micro_batches)
@@ -135,6 +136,7 @@ def build_trainer(task: PretrainingTask) -> Trainer:
         world=task.world,
         gradients=task.gradients,
         stop_at=phase.stage_end,
+        settings=asdict(config),
     )
 
 

@@ -88,7 +88,7 @@ CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they
     *("data", "output", "resume", "dry_run", "json"),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
-    *("corrupted_rows", "tensorboard"),
+    *("corrupted_rows", "tensorboard", "track"),
 }
 
 

@@ -14,6 +14,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Compile = Literal["auto", "on", "off"]
 Kernels = Literal["auto", "off"]
+TrackerName = Literal["none", "wandb", "trackio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class TrainerConfig:
     """Stop after this many consecutive steps with a non-finite loss or gradient; such steps do not update weights."""
     tensorboard: bool = False
     """Also write the metrics as TensorBoard events, into the folder tensorboard of the run."""
+    track: TrackerName = "none"
+    """Also send the metrics and settings to Weights & Biases or to Trackio; a resumed run continues there, too."""
 
     def __post_init__(self) -> None:
         check_range(self, *(field.name for field in fields(self) if field.type is int), at_least=1)

@@ -1,11 +1,14 @@
-"""Metrics of a run: metrics.jsonl, TensorBoard, and a progress bar with losses, speed and remaining time."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, trackers, and a progress bar with losses, speed and remaining time."""
 
+import importlib
 import json
 import math
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -16,9 +19,17 @@ from rich.text import Text
 from torch import Tensor
 
 from electra.errors import ConfigError, TrainingError
-from electra.runfolder import dump_json, read_bounded, report_damage, write_file
+from electra.progress import can_show_bars
+from electra.runfolder import dump_json, read_bounded, read_stored, report_damage, write_file, write_stored
+from electra.training.config import TrackerName
 
 METRICS = "metrics.jsonl"
+PROJECT = "electra"
+TRACKED_RUNS = "tracking.json"
+
+MetricsCallback = Callable[[dict[str, Any]], object]
+"""Called with each line of metrics.jsonl, and the run folder under `run`."""
+CALLBACKS: list[MetricsCallback] = []
 DIVERGED = 10
 """A training diverged if its loss is above this multiple of the loss of a uniform prediction."""
 
@@ -64,14 +75,88 @@ class RunningAverages:
         return self.seconds / max(1, self.timed_steps)
 
 
-class MetricsLogger:
-    """Appends metrics to metrics.jsonl and, if asked, TensorBoard; removes what was written after `last_step`."""
+@contextmanager
+def call_with_metrics(callback: MetricsCallback) -> Iterator[None]:
+    """Call a function with the metrics that this process writes in this block; its exceptions end the training."""
+    CALLBACKS.append(callback)
+    try:
+        yield
+    finally:
+        CALLBACKS.remove(callback)
 
-    def __init__(self, run: Path, last_step: int, tensorboard: bool = False) -> None:
+
+@dataclass(frozen=True)
+class TrackedRuns:
+    """The content of tracking.json: the id of a run by tracker."""
+
+    ids: dict[str, str]
+
+
+class Tracker:
+    """A run of a module with the interface of wandb; an error of it is reported once and does not end the training."""
+
+    def __init__(self, name: TrackerName, run: Path, settings: Mapping[str, Any]) -> None:
+        self.name = name
+        module = import_tracker(name)
+        run_id, config = load_run_id(name, run), json.loads(dump_json(settings))  # paths as texts
+        options: dict[str, Any] = {"project": PROJECT, "name": run_id, "config": config, "resume": "allow"}
+        if name == "wandb":
+            options |= {"id": run_id, "dir": str(run)}  # Trackio resumes by name
+        self.run: Any = None
+        self.run = self.attempt(lambda: module.init(**options))
+
+    def log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        values = {f"{kind}/{name}": value for name, value in metrics.items()}
+        self.attempt(lambda: self.run and self.run.log(values, step=step))
+
+    def finish(self) -> None:
+        self.attempt(lambda: self.run and self.run.finish())
+
+    def attempt(self, action: Callable[[], Any]) -> Any:
+        """Call the tracker; after an error it is not called again."""
+        try:
+            return action()
+        except Exception as error:
+            self.run = None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            print(f"{self.name} failed, the training continues without it: {reason}", file=sys.stderr, flush=True)
+
+
+def import_tracker(name: TrackerName) -> Any:
+    """The module of a tracker; raises a ConfigError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"is {name}, which is not installed: pip install {name}", field="track") from None
+
+
+def check_tracker(name: TrackerName) -> None:
+    """Raise a ConfigError, before anything is written, if a tracker is not installed."""
+    if name != "none":
+        import_tracker(name)
+
+
+def load_run_id(name: TrackerName, run: Path) -> str:
+    """The id under which a tracker knows a run; a new one is stored in the run folder."""
+    path = run / TRACKED_RUNS
+    ids = read_stored(path, TrackedRuns).ids if path.exists() else {}
+    if name not in ids:
+        run = run.resolve()
+        ids |= {name: f"{run.parent.name}-{run.name}-{uuid.uuid4().hex[:8]}"}
+        write_stored(path, asdict(TrackedRuns(ids)))
+    return ids[name]
+
+
+class MetricsLogger:
+    """Appends metrics to metrics.jsonl and, if asked, TensorBoard and a tracker; removes what was written after
+    `last_step`."""
+
+    def __init__(self, run: Path, last_step: int, tensorboard: bool = False, tracker: Tracker | None = None) -> None:
         self.path = run / METRICS
         kept = [line for line in read_metrics(self.path) if line["step"] <= last_step]
         write_file(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.tensorboard = open_tensorboard(run, last_step) if tensorboard else None
+        self.tracker = tracker
 
     def write(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         """Append a line; `kind` is train or validation."""
@@ -80,8 +165,14 @@ class MetricsLogger:
         if self.tensorboard is not None:
             for name, value in metrics.items():
                 self.tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if self.tracker is not None:
+            self.tracker.log(kind, step, metrics)
+        for callback in CALLBACKS:
+            callback({"run": str(self.path.parent), "kind": kind, "step": step, **metrics})
 
     def close(self) -> None:
+        if self.tracker is not None:
+            self.tracker.finish()
         if self.tensorboard is not None:
             self.tensorboard.close()
 
@@ -114,12 +205,12 @@ def format_duration(minutes: float) -> str:
 
 
 class ProgressBar(Progress):
-    """A progress bar on standard error, below it losses and speed; plain lines without a terminal."""
+    """A progress bar on standard error, below it losses and speed; plain lines where bars cannot be shown."""
 
     def __init__(self, quiet: bool = False) -> None:
         columns = (BarColumn(20), TextColumn("{task.description}"))
         console = Console(file=sys.stderr, quiet=quiet, highlight=False, markup=False)
-        super().__init__(*columns, console=console, disable=quiet or not sys.stderr.isatty())
+        super().__init__(*columns, console=console, disable=quiet or not can_show_bars(console))
         self.details = ""
         self.task = self.add_task("", total=1.0)
 

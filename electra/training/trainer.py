@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from electra.training.checkpoint import (
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.distributed import DistributedStep, GradientBuffer, World
 from electra.training.hardware import is_out_of_memory, is_out_of_shared_memory
-from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, TrainResult, format_duration
+from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
@@ -83,6 +83,7 @@ class Trainer:
         stop_at: Budget | None = None,  # stop before the end of the budget, which the schedule covers
         world: World | None = None,  # the ranks, which share the rows of each batch
         gradients: GradientBuffer | None = None,  # of the task's model, if the world is distributed
+        settings: Mapping[str, Any] | None = None,  # of the command, for a tracker
     ) -> None:
         self.task = task
         self.optimizer_config = optimizer_config
@@ -96,6 +97,7 @@ class Trainer:
         device = next(task.model.parameters()).device
         self.world = world or World(device)
         self.gradients = gradients
+        self.settings = settings or {}
         self.optimizers = build_optimizers(task.model, optimizer_config, task.lr_scale)
         self.micro_batches = config.micro_batches  # more if they do not fit into memory
         self.loss_scaler = LossScaler(device) if loss_scaling else None
@@ -135,8 +137,7 @@ class Trainer:
         """Train until the budget is used up or SIGTERM, SIGHUP or SIGINT arrives, and save a checkpoint."""
         if self.world.is_distributed:
             self.world.check_same_start(self.task.model, self.state.step)
-        is_main = self.world.is_main
-        self.logger = MetricsLogger(self.folder, self.state.step, self.config.tensorboard) if is_main else None
+        self.logger = self.open_logger() if self.world.is_main else None
         self.saved_at = self.state.seconds
         self.run_step = self.build_step()
         with (
@@ -167,6 +168,11 @@ class Trainer:
             self.logger.close()
         self.world.barrier()  # the checkpoint is written
         return self.build_result(checkpoint, signals[0] if signals else 0)
+
+    def open_logger(self) -> MetricsLogger:
+        config = self.config
+        tracker = None if config.track == "none" else Tracker(config.track, self.folder, self.settings)
+        return MetricsLogger(self.folder, self.state.step, config.tensorboard, tracker)
 
     def budget_fraction_used(self, ahead_steps: float = 0.0) -> float:
         """Fraction of the budget used up, `ahead_steps` steps from now."""
