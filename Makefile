@@ -11,7 +11,7 @@ PACKAGED_WORK ?= build/packaged
 PACKAGED_SETTINGS ?= --size small --layers 6 --positions 128 --minutes 15
 TRAINING_DATA ?= Articles of the English Wikipedia (CC BY-SA 4.0, by its authors) and books of Project Gutenberg (in the public domain in the USA)
 
-.PHONY: install format check test test-slow site demo packaged-model clean
+.PHONY: install format check test test-slow site page-packages demo packaged-model clean
 
 install: $(VENV)/dev-installed
 
@@ -20,7 +20,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/demo-installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[plot,onnx]'
 	@touch $@
 
 $(VENV)/dev-installed: pyproject.toml | $(BIN)/python
@@ -49,7 +49,12 @@ test-slow: install
 site: install
 	$(BIN)/python docs/build_site.py
 
+# The JavaScript libraries of the page (electra export --to page), with npm; a wheel built afterwards contains them.
+page-packages: $(VENV)/demo-installed
+	$(BIN)/python -m electra.export.node_packages
+
 demo: $(VENV)/demo-installed
+	@$(BIN)/python -m electra.export.node_packages 2>/dev/null || echo "without npm the demo writes no page"
 	$(BIN)/electra demo
 
 # Makes the packaged model again, on a GPU in about 25 minutes. Interrupted, it continues.

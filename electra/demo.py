@@ -2,10 +2,11 @@
 installation contains.
 
 Planted words → text → tokens → shards → pre-training, of the packaged model where there is one → the same baselines for
-all → Hugging Face folder.
+all → Hugging Face folder → a page that runs the model in the browser.
 """
 
 import ast
+import importlib.util
 import math
 import re
 import sys
@@ -22,7 +23,10 @@ import numpy
 import electra
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TextTokenizer
+from electra.export.node_packages import has_node_packages
+from electra.export.page import open_command
 from electra.model.config import PACKAGED_MODEL
+from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
 from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
 from electra.serve.config import DemoConfig
@@ -85,6 +89,7 @@ class DemoResult:
     marked_sentence: str
     marked_planted: list[str]
     pictures: list[str]
+    page: str | None  # None: libraries for it are missing
 
     def __str__(self) -> str:
         run = Path(self.output) / "run"
@@ -108,6 +113,7 @@ class DemoResult:
             "",
             *([] if self.uses_packaged_model else [SCRATCH_NOTE, ""]),
             f"See      {' and '.join(self.pictures)}",
+            f"         {NO_PAGE if self.page is None else open_command(self.page)}",
             f'Try      electra detect --model {run} "your sentence"',
             f'         electra fill --model {run} "your [MASK]"',
             f'Use      transformers.AutoModel.from_pretrained("{self.output}/huggingface")',
@@ -116,6 +122,10 @@ class DemoResult:
         return "\n".join(lines).lstrip("\n")
 
 
+NO_PAGE = (
+    "a page that runs the model in the browser needs the extra onnx and npm: electra export --to page says what is "
+    "missing"
+)
 SCRATCH_NOTE = (
     "This installation has no packaged model, so that this one started from random weights. In a few minutes on a CPU\n"
     "such a model learns token frequencies and some pairs of words; on a GPU, or in hours, it learns the rest."
@@ -165,6 +175,9 @@ def run_demo(config: DemoConfig) -> DemoResult:
     sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))
     detection = model.detect(sentence)
     draw_picture(folder / PICTURE, model, run, comparisons, [*(s.text for s in shown_sentences()), sentence])
+    page = write_demo_page(run, folder, [sentence, *(each.text for each in shown_sentences())])
+    if page is not None:
+        report("wrote a page that runs the model in the browser")
     pages = [folder / PICTURE, run / "curves.png", run / "samples.md"]
     return DemoResult(
         output=str(folder),
@@ -177,8 +190,19 @@ def run_demo(config: DemoConfig) -> DemoResult:
         sentence=sentence,
         marked_sentence=detection.marked_text(threshold=sorted(detection.replaced)[-3]),
         marked_planted=marked_planted,
-        pictures=[str(page) for page in pages if page.exists()],
+        pictures=[str(picture) for picture in pages if picture.exists()],
+        page=page,
     )
+
+
+def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
+    """Write the page of a run, with these examples; None without its libraries: the demo uses no network."""
+    if not has_node_packages() or any(importlib.util.find_spec(name) is None for name in LIBRARIES):
+        return None
+    examples, page = folder / "examples.txt", folder / "page"
+    examples.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    electra.export_model(model=run, to="page", examples=examples, output=page)
+    return str(page)
 
 
 def compare(

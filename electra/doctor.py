@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from electra.commands import OPENMP, WAIT_VARIABLES
 from electra.config import Positional
 from electra.errors import check_choice
+from electra.export.node_packages import has_node_packages
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ def find_missing_compiler() -> Missing | None:
     return Missing(hardware.COMPILERS[device.type], command)
 
 
+def find_missing_npm() -> Missing | None:
+    if has_node_packages() or shutil.which("npm"):
+        return None
+    command = "sudo apt-get install npm" if shutil.which("apt-get") else ""
+    return Missing("npm, which fetches its JavaScript libraries", command)
+
+
 FEATURES = {
     "gpu": Feature("training and inference on a GPU", check=find_missing_gpu),
     "kernels": Feature("our Triton kernels on a GPU", ("triton",), find_missing_gpu),
@@ -67,6 +75,7 @@ FEATURES = {
     "yaml": Feature("--config files in YAML", ("pyyaml",)),
     "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
     "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),
+    "page": Feature("a page that runs a model (--to page)", ("onnx", "onnxscript", "onnxruntime"), find_missing_npm),
     "server": Feature("electra serve", ("fastapi", "uvicorn")),
 }
 

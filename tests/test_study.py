@@ -88,7 +88,7 @@ def test_a_tiny_study_of_each_kind(name, output, study_config):
     result = study(study_config(name, output=output))
     assert [each.label for each in result.settings] == [setting.label for setting in STUDIES[name].settings]
     assert (result.missing, result.failed) == ([], {})
-    assert {each.verdict for each in result.orderings} <= {"not measured"}  # one seed has no standard error
+    assert {each.verdict for each in result.orderings} <= {"not measured"}  # losses of one seed have no standard error
     for each in result.settings:
         assert (each.fixed_rtd_loss is None) != (each.mlm_loss is None)
     rows = list(csv.DictReader((output / name / "table.csv").read_text().splitlines()))
@@ -262,6 +262,22 @@ def test_a_difference_counts_if_it_exceeds_two_standard_errors():
     assert judge(Estimate(-0.21, 0.1)) == "reversed"
     assert judge(Estimate(0.19, 0.1)) == judge(Estimate(-0.19, 0.1)) == "within noise"
     assert judge(Estimate(9.0, None)) == judge(None) == "not measured"
+
+
+def test_encoders_that_learnt_nothing_are_not_judged():
+    """A discriminator that guesses, and a masked language model with the loss of token frequencies."""
+    guessing = replace(measured(A, 0, 0.6), fixed_rtd={"fixed_rtd_loss": 0.4, "fixed_rtd_auc": 0.52})
+    learnt, plateau = ({"mlm_loss": loss, "unigram_mlm_loss": 7.0} for loss in (5.0, 6.9))
+    for ours, metrics, verdict in (
+        (measured(A, 0, 0.6, loss=0.3), learnt, "holds"),
+        (measured(A, 0, 0.6, loss=0.3), plateau, "not learnt"),
+        (guessing, learnt, "not learnt"),
+    ):
+        bert = measured(B, 0, 0.5)
+        bert.cost.final_metrics.update(metrics)
+        result = summarize_study("x", STUDY, [ours, bert], [], {})
+        assert result.orderings[0].verdict == verdict
+    assert "Not judged, because an encoder has learnt little" in result.verdict
 
 
 @pytest.mark.parametrize(("score", "verdict"), [(0.5, "holds"), (0.59, "within noise"), (0.7, "reversed")])

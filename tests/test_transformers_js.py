@@ -16,7 +16,9 @@ FOLDER = Path(__file__).parent / "transformers_js"
 IS_INSTALLED = shutil.which("node") is not None and (FOLDER / "node_modules").is_dir()
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not IS_INSTALLED, reason="node or transformers.js is missing: run tests/install_node_packages"),
+    pytest.mark.skipif(
+        not IS_INSTALLED, reason="node or transformers.js is missing: run tests/install_browser_and_node"
+    ),
 ]
 TEXTS = ["the big cat sat on the mat .", "the dog ran in the house . the small bird flew over the tree ."]
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from electra.data.corpus import create_progress_bar
-from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError
 from electra.export.card import write_card
 from electra.export.config import ExportConfig, ImportConfig
+from electra.export.onnx_files import copy_tokenizer_files_with_json, exportable_model, write_onnx_files
 from electra.export.package import write_package
+from electra.export.page import PageResult, write_page
 from electra.export.source import ExportSource, load_export_source
 from electra.huggingface.convert import Tensors
 from electra.huggingface.folders import combine_into_pair, read_huggingface_model
@@ -20,15 +21,13 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.onnx.export import FOLDER, FP32, INT8, ExportableModel, check_libraries, write_onnx, write_task
-from electra.onnx.quantize import write_int8
+from electra.onnx.export import FOLDER, check_libraries, write_task
 from electra.onnx.verify import (
     TIMED_LENGTH,
     OnnxFile,
+    count_advances,
     measure_torch_milliseconds,
     verified_lengths,
-    verify_fp32,
-    verify_int8,
 )
 from electra.runfolder import CONFIG, create_folder_atomically, write_checksums, write_file, write_json
 from electra.training.checkpoint import find_model_folder
@@ -77,8 +76,11 @@ class OnnxResult(ConversionResult):
         return "\n".join([*lines, f"  PyTorch takes {self.torch_milliseconds:.1f} ms for {timed}"])
 
 
-def export(config: ExportConfig) -> ConversionResult:
-    """Write one model of a pair, or a fine-tuned model, for Hugging Face or as ONNX; or a pair for the package."""
+def export(config: ExportConfig) -> ConversionResult | PageResult:
+    """Write one model of a pair, or a fine-tuned model, for Hugging Face or as ONNX; or a page of it; or a pair for the
+    package."""
+    if config.to == "page":
+        return write_page(config.model, config.output, int8=config.int8, examples=config.examples)
     if config.to == "package":
         description, parameters, files = write_package(config, find_model_folder(config.model))
         return ConversionResult(str(config.output), description, parameters, files)
@@ -118,22 +120,15 @@ def write_sentence_transformers_files(folder: Path, source: ExportSource) -> Non
 
 def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
     """Write a folder that transformers.js loads, after its ONNX files were compared with PyTorch."""
-    model = ExportableModel(source.model.float(), source.encoder, source.outputs, source.input_axes).eval()
-    lengths = verified_lengths(model)
+    model = exportable_model(source)
     with create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
-        bar = progress.add_task("tracing", total=1 + (1 + config.int8) * len(lengths))
+        bar = progress.add_task("ONNX, compared with PyTorch", total=count_advances(model, bool(config.int8)))
         write_json(draft / CONFIG, source.settings)
         copied = copy_tokenizer_files_with_json(source, draft)
         if source.finetuned is not None:
             write_task(draft, source.finetuned.task, source.length)
         (draft / FOLDER).mkdir()
-        fp32, int8 = draft / FOLDER / FP32, draft / FOLDER / INT8
-        write_onnx(model, fp32)
-        progress.update(bar, advance=1, description="comparing with PyTorch")
-        files = [verify_fp32(model, fp32, lambda: progress.advance(bar))]
-        if config.int8:
-            write_int8(model, fp32, int8, keep_head=source.purpose != "generator")
-            files.append(verify_int8(model, int8, lambda: progress.advance(bar)))
+        files = write_onnx_files(source, draft / FOLDER, bool(config.int8), lambda: progress.advance(bar))
         write_card(source, draft, config)
     return OnnxResult(
         output=str(config.output),
@@ -141,18 +136,9 @@ def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
         parameters=source.count_parameters(),
         tokenizer=copied,
         files=files,
-        lengths=lengths,
+        lengths=verified_lengths(model),
         torch_milliseconds=measure_torch_milliseconds(model),
     )
-
-
-def copy_tokenizer_files_with_json(source: ExportSource, folder: Path) -> list[str]:
-    """Copy the tokenizer files; transformers.js reads no vocab.txt, so tokenizer.json is written if it is missing."""
-    copied = copy_tokenizer_files(source.folder, folder, source.length)
-    if copied and TOKENIZER_JSON not in copied:
-        tokenizer = load_tokenizer(folder)
-        write_file(folder / TOKENIZER_JSON, tokenizer.library.to_str(pretty=True) + "\n")
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def import_model(config: ImportConfig) -> ConversionResult:

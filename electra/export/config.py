@@ -16,29 +16,36 @@ class ExportConfig:
     ElectraForSequenceClassification or ModernBertForSequenceClassification, one of multiple choice as
     ElectraForMultipleChoice or ModernBertForMultipleChoice, one of tags as ElectraForTokenClassification or
     ModernBertForTokenClassification, one of question answering as ElectraForQuestionAnswering or
-    ModernBertForQuestionAnswering. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the
-    package is stored."""
+    ModernBertForQuestionAnswering. With --to page: write a page that runs the model in the browser, for any web
+    server. With --to package: write a pair in 8 bits and at most 5 MB, as the model in the package is stored."""
 
     model: Path
     """Model folder (written by electra), run (its newest checkpoint), or output of electra finetune (its best seed)."""
     output: Path
     """Folder to write; it must not exist yet."""
-    to: Literal["huggingface", "onnx", "package"] = "huggingface"
+    to: Literal["huggingface", "onnx", "page", "package"] = "huggingface"
     """Format: a Hugging Face folder, of an encoder also for sentence-transformers; ONNX of the same inputs and outputs,
-    for ONNX Runtime and transformers.js; or the one of the model in the package, which only electra reads."""
+    for ONNX Runtime and transformers.js; a static page to try the model in; or the one of the model in the package,
+    which only electra reads."""
     part: Part = "discriminator"
     """discriminator: ElectraForPreTraining; generator: ElectraForMaskedLM; encoder, without a head: ElectraModel. In
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
     training_data: str | None = None
     """The text that the model was trained on and its licences, for the model card; --to package needs it."""
-    int8: bool = False
-    """With --to onnx: also write a file with int8 weights, a quarter of the size and faster."""
+    int8: bool | None = None
+    """With --to onnx: also write a file with int8 weights, a quarter of the size and faster. With --to page: int8
+    or, with --no-int8, fp32 weights; by default int8 for models above 20 MB, unless it is too coarse for them."""
+    examples: Path | None = None
+    """With --to page: a text file with one example per line; the two texts of a pair are separated by a tab. Default:
+    some English sentences."""
     json: bool = False
     """Print the result as JSON."""
 
     def __post_init__(self) -> None:
-        if self.int8 and self.to != "onnx":
-            raise ConfigError("needs --to onnx; other formats have no int8 file", field="int8")
+        if self.int8 and self.to not in ("onnx", "page"):
+            raise ConfigError("needs --to onnx or --to page; other formats have no int8 file", field="int8")
+        if self.examples is not None and self.to != "page":
+            raise ConfigError("needs --to page; other formats have no examples", field="examples")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from electra.data.tokenizer import Vocabulary, load_tokenizer, read_trained_length
+from electra.data.tokenizer import TOKENIZER_FILES, Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.model import FinetunedConfig, load_finetuned_model
+from electra.finetuning.predict import is_finetuned
 from electra.huggingface.convert import (
     TASK_HEADS,
     Tensors,
@@ -27,8 +28,7 @@ from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSE
 from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.encoder import Encoder
-from electra.model.storage import TOKENIZER_FILES, WEIGHTS, has_rtd_head, load_model, read_tensor_names
-from electra.runfolder import CONFIG, read_json
+from electra.model.storage import WEIGHTS, has_rtd_head, load_model, read_tensor_names
 from electra.training.checkpoint import find_model_folder
 
 Outputs = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
@@ -64,7 +64,7 @@ class ExportSource:
 
 def load_export_source(config: ExportConfig) -> ExportSource:
     """Load a part of a pair, or a fine-tuned model."""
-    if (config.model / CONFIG).exists() and "task" in read_json(config.model / CONFIG):
+    if is_finetuned(config.model):
         return load_finetuned_source(config)
     folder = find_model_folder(config.model)
     electra = load_model(folder)

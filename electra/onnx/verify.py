@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from electra.errors import DataError
-from electra.onnx.export import HIDDEN, ExportableModel, open_session, output_names
+from electra.onnx.export import FP32, HIDDEN, INT8, ExportableModel, open_session, output_names, write_onnx
+from electra.onnx.quantize import write_int8
 
 LENGTHS = (1, 16, 128, 200)  # and the longest
 ROWS = 3
@@ -42,6 +43,25 @@ class Comparison:
     largest_difference: float
     allowed_difference: float
     cosines: NDArray  # [tokens] of hidden states
+
+
+def write_verified_files(
+    model: ExportableModel, folder: Path, *, int8: bool, keep_head: bool, advance: Callable[[], None]
+) -> list[OnnxFile]:
+    """Write the fp32 file of a model and, if asked for, its int8 file, each after a comparison with PyTorch; calls
+    `advance` once when the model is traced, and after each length of each file."""
+    write_onnx(model, folder / FP32)
+    advance()
+    files = [verify_fp32(model, folder / FP32, advance)]
+    if int8:
+        write_int8(model, folder / FP32, folder / INT8, keep_head)
+        files.append(verify_int8(model, folder / INT8, advance))
+    return files
+
+
+def count_advances(model: ExportableModel, int8: bool) -> int:
+    """How often `write_verified_files` calls `advance`."""
+    return 1 + (1 + int8) * len(verified_lengths(model))
 
 
 def verify_fp32(model: ExportableModel, path: Path, advance: Callable[[], None]) -> OnnxFile:

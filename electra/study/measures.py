@@ -15,7 +15,9 @@ from electra.finetuning.config import ProbeConfig
 from electra.finetuning.probe import run_probe
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
 from electra.model.storage import load_model
+from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.config import CorruptConfig
+from electra.pretraining.describe import GUESSING_AUC
 from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
 from electra.report.runs import Run, read_run
 from electra.runfolder import file_checksum, is_missing_or_empty, read_stored, write_stored
@@ -28,7 +30,6 @@ from electra.training.hardware import choose_device
 PROBE, FIXED_RTD, CORRUPTED_ROWS = "probe.jsonl", "fixed-rtd", "corrupted.safetensors"
 NUM_CORRUPTED_ROWS = 4096
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
-TOKEN_LOSSES = ("replace_mlm_loss", "mlm_loss")  # of the encoder itself, which is not a discriminator
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
 
@@ -53,9 +54,20 @@ class MeasuredRun:
 
     def token_loss(self) -> float | None:
         """The held-out loss of an encoder that predicts tokens, and None of a discriminator."""
+        name = self.token_loss_name()
+        return self.cost.final_metrics[name] if name else None
+
+    def token_loss_name(self) -> str | None:
         if self.fixed_rtd:
             return None
-        return next((self.cost.final_metrics[name] for name in TOKEN_LOSSES if name in self.cost.final_metrics), None)
+        return next((name for name in TOKEN_LOSSES if name in self.cost.final_metrics), None)
+
+    def has_learnt(self) -> bool:
+        """Whether the encoder has learnt more than guessing (a discriminator) or than token frequencies."""
+        if self.fixed_rtd:
+            return self.fixed_rtd["fixed_rtd_auc"] >= GUESSING_AUC
+        name = self.token_loss_name()
+        return name is None or not is_on_plateau(self.cost.final_metrics, name)
 
 
 def probe_config(config: StudyConfig) -> ProbeConfig:

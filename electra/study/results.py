@@ -24,7 +24,7 @@ from electra.study.measures import (
 )
 from electra.study.studies import Study, StudySetting
 
-Verdict = Literal["holds", "reversed", "within noise", "not measured"]
+Verdict = Literal["holds", "reversed", "within noise", "not learnt", "not measured"]
 STANDARD_ERRORS = 2.0  # a difference of fewer is within noise
 MeasureName = Literal["probe", "fixed RTD loss"]
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"
@@ -180,7 +180,9 @@ class Comparison:
         difference = self.difference(better, worse)
         by_label = {setting.label: setting.paper for setting in self.study.settings}
         paper = [value for value in (by_label[better], by_label[worse]) if value is not None]
-        return Ordering(better, worse, paper if len(paper) == 2 else [], judge(difference), difference)
+        has_learnt = all(each.has_learnt() for label in (better, worse) for each in self.runs[label].values())
+        verdict = judge(difference, has_learnt)
+        return Ordering(better, worse, paper if len(paper) == 2 else [], verdict, difference)
 
     def describe_errors(self) -> str:
         """What the standard errors include."""
@@ -197,10 +199,14 @@ class Comparison:
         return f"Standard errors include folds and fine-tuning seeds of the probe, and {between}."
 
 
-def judge(difference: Estimate | None) -> Verdict:
-    """Whether a difference, positive in the paper, is positive here by more than its error allows."""
+def judge(difference: Estimate | None, has_learnt: bool = True) -> Verdict:
+    """Whether a difference, positive in the paper, is positive here by more than its error allows.
+
+    Encoders that have learnt nothing differ, too: their fine-tuned models predict one class or another."""
     if difference is None or difference.error is None:
         return "not measured"
+    if not has_learnt:
+        return "not learnt"
     if abs(difference.mean) <= STANDARD_ERRORS * difference.error:
         return "within noise"
     return "holds" if difference.mean > 0 else "reversed"
@@ -233,6 +239,7 @@ def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
         "holds": "Hold here",
         "reversed": "Reversed here",
         "within noise": f"Within noise (less than {STANDARD_ERRORS:g} standard errors)",
+        "not learnt": "Not judged, because an encoder has learnt little more than token frequencies or guessing",
         "not measured": "Not measured, or without a standard error (it needs --glue or --seeds 2)",
     }
     sentences = []
@@ -240,9 +247,10 @@ def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
         if matching := [ordering.describe(measure) for ordering in orderings if ordering.verdict == verdict]:
             sentences.append(f"{title}: {'; '.join(matching)}.")
     counts = {verdict: sum(each.verdict == verdict for each in orderings) for verdict in titles}
+    others = len(orderings) - counts["holds"] - counts["reversed"] - counts["within noise"]
     count = (
         f"Of the paper's {len(orderings)} orderings, {counts['holds']} hold by the {measure}, {counts['reversed']} are "
-        f"reversed, {counts['within noise']} are within noise and {counts['not measured']} are not measured."
+        f"reversed, {counts['within noise']} are within noise and {others} are not judged."
     )
     return " ".join([count, *sentences])
 

@@ -1,0 +1,351 @@
+"""The page of a model, in a real browser: what it shows equals PyTorch, it needs no network, it works by keyboard."""
+
+import functools
+import http.server
+import importlib.util
+import json
+import re
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import WORDS
+from synthetic import write_choices, write_questions, write_tags
+from transformers_models import add_noise
+
+import electra
+from electra.errors import ConfigError, DataError
+from electra.export import node_packages
+from electra.export.node_packages import NodePackage, fetch_node_packages, has_node_packages
+from electra.export.page import read_examples, write_page
+from electra.export.vocabulary_map import compute_map
+from electra.finetuning.config import TaskConfig
+from electra.finetuning.kinds import KINDS, define_task
+from electra.finetuning.model import load_pretrained, save_finetuned_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+MISSING = {
+    "chromium (apt-get install chromium)": CHROMIUM is None,
+    "playwright (pip install playwright)": importlib.util.find_spec("playwright") is None,
+    "the page's JavaScript libraries (make page-packages)": not has_node_packages(),
+}
+needs_browser = pytest.mark.skipif(
+    any(MISSING.values()), reason=f"missing: {', '.join(name for name, is_missing in MISSING.items() if is_missing)}"
+)
+TEXT = "the big cat ran over the mat ."
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_measurements():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("electra.onnx.verify.TIMED_SECONDS", 0)
+        patch.setattr("electra.onnx.verify.LENGTHS", (1, 16))
+        yield
+
+
+@pytest.fixture(scope="module")
+def site(finished_run, tmp_path_factory) -> Path:
+    """The page of a run, in fp32."""
+    folder = tmp_path_factory.mktemp("page") / "site"
+    result = write_page(finished_run, folder, int8=False)
+    assert result.megabytes > 14
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Open a site; at the end of the test, no error was logged and nothing outside of the site was asked for."""
+    servers, contexts, problems = [], [], []
+
+    def open_site(folder: Path, **settings):
+        handler = functools.partial(QuietHandler, directory=folder)
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever).start()
+        servers.append(server)
+        address = f"http://127.0.0.1:{server.server_port}/"
+        context = browser.new_context(**settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("requestfailed", lambda request: problems.append(f"failed: {request.url}"))
+        page.on("request", lambda request: request.url.startswith(address) or problems.append(request.url))
+        page.goto(address)
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_site
+    for context in contexts:
+        context.close()
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+    assert problems == []
+
+
+def shown_probabilities(page) -> list[float]:
+    """The probability of every token, in order."""
+    shown = page.eval_on_selector_all("#reading .word", "words => words.map(word => word.dataset.probabilities)")
+    return [float(value) for each in shown for value in each.split()]
+
+
+def type_text(page, text: str) -> None:
+    page.fill("#text", text)
+    wait_for_text(page, text)
+
+
+def wait_for_text(page, text: str) -> None:
+    """Wait until the verdicts are those of a text."""
+    words = re.findall(r"\[MASK\]|[^\s\W]+|[^\w\s]", text)
+    page.wait_for_function(
+        "words => [...document.querySelectorAll('#reading .pieces')].map(each => each.textContent).join('') === words",
+        arg="".join(words),
+    )
+
+
+def check_verdicts(page, model, text: str) -> None:
+    expected = model.detect(text).replaced[1:-1]
+    assert shown_probabilities(page) == pytest.approx(expected, abs=1e-3)
+
+
+@needs_browser
+def test_verdicts_equal_pytorch_while_words_are_typed_and_replaced(site, finished_run, open_page):
+    model = electra.load(finished_run, device="cpu")
+    page = open_page(site)
+    type_text(page, TEXT)
+    check_verdicts(page, model, TEXT)
+    before = shown_probabilities(page)
+    page.click("#reading .word >> nth=2")
+    page.wait_for_selector("#panel .bar")
+    suggested = page.eval_on_selector_all("#panel .bar .name", "names => names.map(name => name.textContent)")
+    [predicted] = model.fill("the big [MASK] ran over the mat .", count=20).masks
+    words = [token for token in predicted.tokens if not token.startswith(("[", "##"))]
+    assert suggested == words[:8]
+    page.click("#panel .bar >> nth=0")
+    changed = TEXT.replace("cat", suggested[0])
+    wait_for_text(page, changed)
+    assert page.input_value("#text") == changed
+    check_verdicts(page, model, changed)
+    assert page.get_attribute("#reading .word >> nth=2", "data-changed") == ""
+    page.click("#undo")
+    wait_for_text(page, TEXT)
+    assert shown_probabilities(page) == pytest.approx(before, abs=1e-6)
+
+
+@needs_browser
+def test_the_generator_replaces_some_words(site, open_page):
+    page = open_page(site)
+    type_text(page, "[MASK] [MASK] [MASK]")  # every token of the vocabulary differs from it
+    page.click("#corrupt")
+    page.wait_for_selector("#reading [data-changed]")
+    text = page.input_value("#text")
+    assert sum(word in WORDS for word in text.split()) == 1
+    assert "1 of 1" in page.inner_text("#summary") or "0 of 1" in page.inner_text("#summary")
+
+
+@needs_browser
+def test_a_word_is_chosen_and_replaced_by_keyboard(site, open_page):
+    page = open_page(site)
+    type_text(page, TEXT)
+    page.focus("#text")
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#panel .bar")
+    assert page.inner_text("#panel .chosen") == "cat"
+    page.focus("#replacement")
+    page.keyboard.type("dog")
+    page.keyboard.press("Enter")
+    wait_for_text(page, TEXT.replace("cat", "dog"))
+    assert page.input_value("#text") == TEXT.replace("cat", "dog")
+
+
+@needs_browser
+def test_texts_are_tokenized_as_in_python(site, finished_run, open_page):
+    """Accents, capitals, an emoji, Chinese characters above U+FFFF, special tokens and several spaces."""
+    model = electra.load(finished_run, device="cpu")
+    page = open_page(site)
+    text = "Thé  BIG\tcat's 😀😀 𠀀𠀁漢 [MASK]mat…"
+    page.fill("#text", text)
+    page.wait_for_function("() => document.querySelectorAll('#reading .word').length === 12")
+    check_verdicts(page, model, text)
+    long = "cat " * 100
+    page.fill("#text", long)
+    page.wait_for_function("() => document.querySelector('#summary').textContent.includes('Only the first 16 tokens')")
+    assert len(shown_probabilities(page)) == 15
+
+
+@needs_browser
+def test_the_map_leads_to_the_nearest_neighbors(site, finished_run, open_page):
+    page = open_page(site)
+    page.wait_for_selector("canvas[data-ready]")
+    page.fill("#search", "cat")
+    page.press("#search", "Enter")
+    listed = page.eval_on_selector_all("#token .name", "names => names.map(name => name.textContent)")
+    model = electra.load(finished_run, device="cpu")
+    table = model.main_encoder().embeddings.token_table().detach()
+    directions = torch.nn.functional.normalize(table - table.mean(0), dim=1)
+    order = (directions @ directions[model.tokenizer.library.token_to_id("cat")]).argsort(descending=True)[1:11]
+    names = [model.tokenizer.library.id_to_token(index) for index in order.tolist()]
+    assert listed == [name for name in names if not name.startswith("[")]
+    page.click("#token .bar >> nth=1")
+    assert page.inner_text("#token .chosen") == listed[1]
+
+
+@needs_browser
+def test_the_page_fits_a_phone(site, open_page):
+    page = open_page(site, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True, color_scheme="dark")
+    page.tap("#reading .word >> nth=1")
+    page.wait_for_selector("#panel .bar")
+    page.wait_for_selector("canvas[data-ready]")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+@needs_browser
+def test_the_page_forbids_requests_to_others(site, browser):
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/*", lambda route: route.fulfill(body=(site / "index.html").read_text(), content_type="text/html"))
+    page.goto("http://page.test/")
+    with pytest.raises(Exception, match="Failed to fetch"):
+        page.evaluate("fetch('https://other.test/')")
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def tuned_site(finetuned, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("page") / "tuned"
+    examples = folder.with_suffix(".txt")
+    examples.write_text(f"{TEXT}\nthe small bird sat on the mat .\n")
+    electra.export_model(model=finetuned.output, to="page", int8=False, examples=examples, output=folder)
+    return folder
+
+
+@needs_browser
+def test_scores_of_a_classifier_equal_pytorch(tuned_site, finetuned, open_page):
+    page = open_page(tuned_site)
+    assert page.eval_on_selector_all(".card", "cards => cards.length") == 2
+    page.click(".card >> nth=1")
+    text = "the small bird sat on the mat ."
+    page.wait_for_function("() => document.querySelector('#class-summary').textContent.includes('bird')")
+    assert page.input_value("#text-0") == text
+    [predicted] = electra.load(finetuned.output, device="cpu").predict([text])
+    labels = json.loads((tuned_site / "model/model.json").read_text())["labels"]
+    expected = [predicted[f"p({label})"] for label in labels]
+    values = json.loads(page.get_attribute("#scores", "data-values"))
+    assert values == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def make_tuned_page(encoder_folder, tmp_path_factory):
+    """Write an untrained model of a kind of task and its page; returns both folders."""
+
+    def make(kind: str, write) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        rows = folder / f"rows.{'conll' if kind == 'tags' else 'jsonl'}"
+        write(rows, 20, seed=0)
+        task = define_task(TaskConfig(train=rows, kind=kind))
+        pretrained = load_pretrained(encoder_folder)
+        torch.manual_seed(0)
+        model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
+        (folder / "model").mkdir()
+        save_finetuned_model(model, replace(task, null_threshold=100.0), 32, folder / "model", pretrained.folder)
+        write_page(folder / "model", folder / "site", int8=False)
+        return folder / "model", folder / "site"
+
+    return make
+
+
+@needs_browser
+@pytest.mark.slow
+def test_tags_equal_pytorch(make_tuned_page, open_page):
+    model, site = make_tuned_page("tags", write_tags)
+    page = open_page(site)
+    page.fill("#text-0", TEXT)
+    page.wait_for_function("() => document.querySelectorAll('#marked .word').length === 8")
+    shown = page.eval_on_selector_all("#marked .word", "words => words.map(word => word.dataset.label)")
+    [predicted] = electra.load(model, device="cpu").predict([{"words": TEXT.split()}])
+    assert len(set(shown)) > 1
+    assert shown == predicted["prediction"]
+
+
+@needs_browser
+@pytest.mark.slow
+def test_answers_equal_pytorch(make_tuned_page, open_page):
+    model, site = make_tuned_page("question-answering", write_questions)
+    page = open_page(site)
+    question, context = "the red bird", "the big cat sat on the mat . the small dog ran in the house ."
+    page.fill("#text-0", question)
+    page.fill("#text-1", context)
+    page.wait_for_selector("#scores .bar")
+    [predicted] = electra.load(model, device="cpu").predict([{"question": question, "context": context}])
+    assert page.inner_text("#scores .name >> nth=0") == predicted["prediction"]
+    assert page.inner_text("mark") == predicted["prediction"]
+
+
+def test_choices_have_no_page(encoder_folder, tmp_path):
+    write_choices(tmp_path / "rows.jsonl", 20, seed=0)
+    task = define_task(TaskConfig(train=tmp_path / "rows.jsonl", kind="choice"))
+    model = KINDS["choice"].model(task)(load_pretrained(encoder_folder).encoder, task.num_labels)
+    (tmp_path / "model").mkdir()
+    save_finetuned_model(model, task, 32, tmp_path / "model", encoder_folder)
+    with pytest.raises(ConfigError, match="no page"):
+        write_page(tmp_path / "model", tmp_path / "site")
+    assert not (tmp_path / "site").exists()
+
+
+def test_the_map_keeps_clusters_together():
+    torch.manual_seed(0)
+    centers = 5 * torch.randn(3, 16)
+    cluster = torch.arange(300) % 3
+    mapped = compute_map(centers[cluster] + torch.randn(300, 16))
+    assert (cluster[mapped.neighbors] == cluster[:, None]).all()
+    positions = torch.from_numpy(mapped.positions).float()
+    distances = torch.cdist(positions, positions).fill_diagonal_(torch.inf)
+    assert (cluster[distances.argmin(1)] == cluster).float().mean() > 0.99
+    assert positions.max() <= 65535
+    assert len(mapped.to_bytes()) == 300 * (2 * 2 + 10 * 4 + 10)
+
+
+def test_examples_are_lines_of_one_or_two_texts(tmp_path):
+    (tmp_path / "lines.txt").write_text("a text\n\na question\tand its context\n")
+    assert read_examples(tmp_path / "lines.txt") == [["a text"], ["a question", "and its context"]]
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(DataError, match="has no text"):
+        read_examples(tmp_path / "empty.txt")
+
+
+def test_without_npm_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"onnxruntime-web@.* npm, which fetches them, is missing"):
+        fetch_node_packages(tmp_path / "vendor")
+
+
+def test_a_changed_archive_is_refused(tmp_path, monkeypatch):
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho changed > package.tgz\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(node_packages, "PACKAGES", [NodePackage("some-package", "1.0.0", "AAAA", ("dist/file.mjs",))])
+    with pytest.raises(DataError, match=r"changed archive of some-package@1\.0\.0"):
+        fetch_node_packages(tmp_path / "vendor")
+    assert not (tmp_path / "vendor").exists()
