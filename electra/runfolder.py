@@ -30,6 +30,7 @@ from electra.errors import ConfigError, DataError
 PARTIAL = ".electra-partial"
 """Suffix of files and folders that are being written."""
 LOCK = "electra.lock"
+LOCK_SECONDS = 0.2  # to wait for a lock
 """Names the process that uses a folder."""
 CHECKSUM = "sha256:"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # without a file's name when it is written
@@ -138,21 +139,21 @@ def make_folder_removed_if_empty(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Create a folder and keep other processes out of it."""
-    with make_folder_removed_if_empty(folder), hold_lock(folder / LOCK, folder):
+    with make_folder_removed_if_empty(folder), hold_lock(folder / LOCK, folder, wait_seconds):
         yield
 
 
-def lock_file(path: Path) -> AbstractContextManager[None]:
+def lock_file(path: Path, wait_seconds: float = LOCK_SECONDS) -> AbstractContextManager[None]:
     """Keep other processes from writing a file or folder."""
-    return hold_lock(path.with_name(f".{path.name}.lock{PARTIAL}"), path)
+    return hold_lock(path.with_name(f".{path.name}.lock{PARTIAL}"), path, wait_seconds)
 
 
 @contextmanager
-def hold_lock(path: Path, locked: Path) -> Iterator[None]:
+def hold_lock(path: Path, locked: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Hold the lock `path` of the file or folder `locked`; it ends with this process, however it ends."""
-    lock = FileLock(path, timeout=0.2, fallback_to_soft=False)
+    lock = FileLock(path, timeout=wait_seconds, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:

@@ -8,6 +8,8 @@ import signal
 import stat
 import threading
 import time
+from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,23 +17,20 @@ from synthetic import write_glue, write_lines
 
 from electra.config import build_config, replace_settings
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.finetuning import jobs as jobs_module
+from electra.finetuning import workers as workers_module
 from electra.finetuning.command import finetune
 from electra.finetuning.config import EvaluateConfig, FinetuneConfig, GlueConfig, TuningConfig
 from electra.finetuning.glue import glue
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.jobs import (
-    MPS_CONTROL,
-    MPS_PIPES,
-    VISIBLE_DEVICES,
     best_model_folder,
     find_model_to_finetune,
     medians_and_deviations,
     read_mean_logits,
-    start_mps,
 )
 from electra.finetuning.predict import evaluate
 from electra.finetuning.tasks import GLUE_TASKS
+from electra.finetuning.workers import MPS_CONTROL, MPS_PIPES, VISIBLE_DEVICES, start_mps
 from electra.model.storage import write_tensors
 from electra.runfolder import lock_folder, read_json, write_checksums, write_json
 from electra.training.config import HardwareConfig
@@ -72,7 +71,7 @@ def send_signal(output, number: int, to_worker: bool) -> threading.Thread:
 def test_jobs_that_were_killed_and_stopped_in_parallel_give_the_same_table(glue_config, tmp_path, capsys, monkeypatch):
     """A worker is killed, then the command is stopped: no hang, no orphan processes, nothing lost."""
     fork = multiprocessing.get_context("fork")  # starts faster than "spawn", which CUDA needs
-    monkeypatch.setattr(jobs_module.multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda method: fork)
     whole = glue(glue_config("whole", seeds=3, epochs=10))
     broken = glue_config("out", seeds=3, epochs=10, workers=2)
     for number, to_worker, error in ((signal.SIGKILL, True, TrainingError), (signal.SIGTERM, False, SystemExit)):
@@ -93,6 +92,27 @@ def test_an_error_in_one_job_stops_the_others(glue_config, tmp_path):
     with pytest.raises(DataError, match=r"RTE/dev.tsv, line 2: unknown label 'maybe'"):
         glue(config)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: patches reach the workers
+@pytest.mark.parametrize(("workers", "on_each"), [(2, [1, 1]), (3, [2, 1]), (None, [2, 2])])
+def test_workers_are_divided_over_the_gpus(glue_config, monkeypatch, workers, on_each):
+    """Each sees one GPU; by default there are two for each."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(workers_module, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(workers_module, "start_mps", lambda: nullcontext(False))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv(VISIBLE_DEVICES, "3,GPU-5,-1,7")  # CUDA ends the list at -1
+    monkeypatch.setattr(Job, "run", lambda job, quiet: time.sleep(0.2) or (os.getpid(), os.environ[VISIBLE_DEVICES]))
+    tuning = glue_config()
+    job = Job(
+        model=tuning.model, task=GLUE_TASKS["cola"], tuning=tuning.tuning, hardware=tuning.hardware, seed=1,
+        folder=tuning.output,
+    )  # fmt: skip
+    gpus_of_workers = dict(result for _, result in workers_module.run_here_or_in_workers([job] * 8, workers))
+    counts = Counter(gpus_of_workers.values())
+    assert [counts["3"], counts["GPU-5"]] == on_each
 
 
 def test_a_single_job_runs_in_this_process(glue_config, capsys):
@@ -269,7 +289,7 @@ def mps_calls(tmp_path, monkeypatch):
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv(MPS_PIPES, raising=False)
-    monkeypatch.setattr(jobs_module, "MPS_PROBE", "raise SystemExit(0)")
+    monkeypatch.setattr(workers_module, "MPS_PROBE", "raise SystemExit(0)")
     return lambda: [line.split() for line in log.read_text().splitlines()] if log.exists() else []
 
 
@@ -294,8 +314,8 @@ def test_mps_is_started_and_stopped(mps_calls, monkeypatch):
 
 @pytest.mark.parametrize("probe", ["raise SystemExit(1)", "import time; time.sleep(60)"])
 def test_mps_is_stopped_if_the_gpu_does_not_respond(mps_calls, monkeypatch, probe):
-    monkeypatch.setattr(jobs_module, "MPS_PROBE", probe)
-    monkeypatch.setattr(jobs_module, "MPS_TIMEOUT", 1.0)
+    monkeypatch.setattr(workers_module, "MPS_PROBE", probe)
+    monkeypatch.setattr(workers_module, "MPS_TIMEOUT", 1.0)
     with start_mps() as has_mps:
         assert not has_mps
         assert MPS_PIPES not in os.environ

@@ -1,7 +1,7 @@
 """`electra shard`: encode text into shards in parallel; a run that was killed can be resumed at any point.
 
-This process reads the text, splits it into one part per shard and writes the shards; workers encode a part at a time
-and write nothing. Parts are determined by their size in bytes, so the shards depend neither on the number of workers
+This process reads the text, splits it into the texts of shards and writes the shards; workers encode a text at a time
+and write nothing. Texts are determined by their size in bytes, so the shards depend neither on the number of workers
 nor on interruptions.
 """
 
@@ -11,19 +11,15 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from zlib import crc32
-
-import numpy as np
 
 from electra.config import flat_defaults, flat_values
 from electra.data.corpus import (
-    Block,
     Corpus,
     CorpusConfig,
     ReadStats,
@@ -31,33 +27,40 @@ from electra.data.corpus import (
     hash_document,
     parse_documents,
 )
+from electra.data.encode import ShardText, encode_shard, make_encoding, split_into_shard_texts
 from electra.data.files import warn_skipped_files
+from electra.data.parts import (
+    Part,
+    PartRecord,
+    find_unfinished_parts,
+    merge_parts,
+    parse_part,
+    read_part_record,
+    remove_part_records,
+)
+from electra.data.ray_tasks import map_on_ray
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,
-    SPLITS,
     TOKENIZER,
     UNFINISHED,
-    ShardFile,
     ShardIndex,
     ShardInfo,
-    Split,
-    most_frequent_words,
     open_shard_file,
     read_index,
-    serialize_shard,
     shard_file_name,
+    shard_number,
+    totals_by_split,
 )
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
-from electra.data.wordpiece import LibraryEncoder, create_encoder
 from electra.data.workers import count_usable_cores, map_in_order
-from electra.errors import ConfigError, DataError, check_range, report_panics
+from electra.errors import ConfigError, DataError, check_range
 from electra.runfolder import (
     CHECKSUM,
     PARTIAL,
     check_same_settings,
     is_missing_or_empty,
-    lock_folder,
+    join_first_names,
     read_json,
     write_file,
     write_stored,
@@ -66,8 +69,6 @@ from electra.signals import explain_stop
 
 VALIDATION_FRACTION, MIN_VALIDATION_DOCUMENTS, MAX_VALIDATION_FRACTION = 0.005, 100, 0.1
 """The default, and what it is for a small corpus: enough documents, but not too much of the text."""
-MAX_UNCOVERED_WORDS = 1000
-"""Words with [UNK] that each shard lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +85,28 @@ class ShardConfig:
     documents of a small corpus, at most a tenth."""
     shard_megabytes: float = 32
     """Minimum megabytes of text per shard, except for the last; a worker needs about four times as much memory."""
+    part: str | None = None
+    """Make only part I of N (I/N, such as 2/8) of the same shards; once all parts are in the folder, the index, too."""
     workers: int | None = None
     """Number of worker processes, by default one per core; does not affect the shards."""
+    ray: str | None = None
+    """Let a Ray cluster encode the text: its address, auto, or local to start Ray on this machine."""
     json: bool = False
     """Print the result as JSON."""
 
     def __post_init__(self):
         check_range(self, "validation_fraction", at_least=0, below=1)
         check_range(self, "shard_megabytes", "workers", above=0)
+        parse_part(self.part)
+        if self.ray is not None and self.workers is not None:
+            raise ConfigError("give --workers or --ray, which uses all cores of the cluster, not both")
 
     def command_line(self) -> str:
-        """The command line with these settings."""
+        """The command line that makes these shards, all parts of them."""
         words = ["electra", "shard"]
         defaults = flat_defaults(ShardConfig)
         for name, value in flat_values(self).items():
-            if value != defaults.get(name) and name not in ("workers", "json"):
+            if value != defaults.get(name) and name not in ("part", "workers", "ray", "json"):
                 flag = "--" + name.replace("_", "-")
                 words += [flag] if value is True else [flag, str(value)]
         return shlex.join(words)
@@ -117,6 +125,7 @@ class ShardResult:
     replaced: int  # invalid UTF-8 characters
     cut: int  # splits of overlong documents
     without_text: int  # rows whose text field is null or missing
+    unfinished_parts: list[int]  # parts that must be finished before the shards can be used
 
     def __str__(self) -> str:
         notes = [
@@ -126,38 +135,15 @@ class ShardResult:
             if self.new_shards
             else f"all {self.shards} shards existed already",
         ]
-        if not self.tokens["validation"]:
+        if self.unfinished_parts:
+            numbers = join_first_names([str(number) for number in self.unfinished_parts], 8)
+            notes.append(f"parts to be finished before the shards can be used: {numbers}")
+        elif not self.tokens["validation"]:
             notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
         notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
         notes += [f"{self.without_text:,} rows without text skipped"] if self.without_text else []
         return "; ".join(notes)
-
-
-@dataclass(frozen=True)
-class ShardText:
-    """The text of one shard."""
-
-    number: int
-    blocks: list[Block]
-    position: int  # bytes of the corpus on disk up to its end
-
-    def checksum(self) -> int:
-        """CRC-32 of the text."""
-        checksum = 0
-        for block in self.blocks:
-            for part in [block.data] if isinstance(block.data, bytes) else block.data:
-                checksum = crc32(part, crc32(b"\0", checksum))
-        return checksum
-
-
-@dataclass(frozen=True)
-class EncodedShard:
-    """A shard as its worker returns it."""
-
-    info: ShardInfo
-    content: bytes
-    position: int  # of its ShardText
 
 
 def shard(config: ShardConfig) -> ShardResult:
@@ -171,35 +157,42 @@ def shard(config: ShardConfig) -> ShardResult:
     if config.validation_fraction is None:
         config = replace(config, validation_fraction=choose_validation_fraction(config, corpus, first))
     settings = content_settings(config, corpus, tokenizer)
-    with lock_folder(config.output):
-        old_index = prepare_output_folder(config.output, settings)
-        with explain_stop(lambda: describe_kept(config.output)), clean_up_on_failure(config.output):
-            finished = find_finished_shards(config.output, old_index)
-            tokenizer.save(config.output / TOKENIZER)
-            if old_index and len(finished) == len(old_index.shards) and not corpus.is_newer_than(config.output / INDEX):
-                return summarize(config, old_index, 0, monotonic() - start_time)
-            new = write_missing_shards(config, chain([first], texts), finished, tokenizer, corpus)
-            shards = sorted([*finished.values(), *new], key=lambda shard: shard.name)
-            index = ShardIndex(settings=settings, command=command, shards=shards)
-            check_and_write_index(config, old_index, index)
-            return summarize(config, index, len(new), monotonic() - start_time)
+    part = parse_part(config.part)
+    with part.lock(config.output):
+        with part.lock_shared_files(config.output):
+            recorded = prepare_output_folder(config.output, settings, part)
+        with explain_stop(lambda: describe_kept(config.output)), clean_up_on_failure(config.output, part):
+            finished = find_finished_shards(config.output, recorded, part)
+            with part.lock_shared_files(config.output):
+                tokenizer.save(config.output / TOKENIZER)
+            new = []
+            if recorded is None or len(finished) < len(recorded.shards) or corpus.is_newer_than(recorded.path):
+                new = write_missing_shards(config, part, chain([first], texts), finished, tokenizer, corpus)
+            made = sorted([*finished.values(), *new], key=lambda shard: shard_number(shard.name))
+            with part.lock_shared_files(config.output):
+                index, unfinished_parts = write_record_or_index(config, part, settings, command, made)
+            shards = made if index is None else index.shards
+            return summarize(config, shards, len(new), monotonic() - start_time, unfinished_parts)
 
 
-def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText]:
-    """The corpus in parts of at least `min_bytes` bytes, except for the last."""
-    number = num_bytes = position = 0
-    blocks: list[Block] = []
-    for block in corpus.read_blocks():
-        blocks.append(block)
-        num_bytes += len(block)
-        position = corpus.position(block)
-        if num_bytes >= min_bytes:
-            yield ShardText(number, blocks, position)
-            number += 1
-            num_bytes = 0
-            blocks = []
-    if blocks:
-        yield ShardText(number, blocks, position)
+def write_record_or_index(
+    config: ShardConfig, part: Part, settings: dict[str, Any], command: str, made: list[ShardInfo]
+) -> tuple[ShardIndex | None, list[int]]:
+    """Write the index, or if parts are not finished yet, the record of this one; returns the index and these parts."""
+    old_index = read_index(config.output) if (config.output / INDEX).exists() else None
+    if old_index is not None:
+        shards = [*made, *(shard for shard in old_index.shards if not part.contains(shard.name))]
+    elif part.is_whole:
+        shards = made
+    else:
+        write_stored(part.record_path(config.output), asdict(PartRecord(settings, made)))
+        if unfinished_parts := find_unfinished_parts(config.output, part.count):
+            return None, unfinished_parts
+        shards = merge_parts(config.output, part.count, settings)
+    shards.sort(key=lambda shard: shard_number(shard.name))
+    index = ShardIndex(settings=settings, command=command, shards=shards)
+    check_and_write_index(config, old_index, index)
+    return index, []
 
 
 def choose_validation_fraction(config: ShardConfig, corpus: Corpus, first: ShardText) -> float:
@@ -220,35 +213,55 @@ def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokeniz
     return settings | {"tokenizer": CHECKSUM + tokenizer.fingerprint, "corpus": corpus.hub_name_or_file_sizes()}
 
 
-def prepare_output_folder(output: Path, settings: dict[str, Any]) -> ShardIndex | None:
-    """The index of a previous run, if it finished; raises unless the folder is empty or a run with these settings."""
+@dataclass(frozen=True)
+class Recorded:
+    """The shards of this part that a previous run finished, and the file that lists them."""
+
+    shards: list[ShardInfo]
+    path: Path
+    is_index: bool
+
+
+def prepare_output_folder(output: Path, settings: dict[str, Any], part: Part) -> Recorded | None:
+    """What a previous run finished, if it did; raises unless the folder is empty or a run with these settings."""
     index = read_index(output) if (output / INDEX).exists() else None
+    started = settings if part.is_whole else settings | {"part": f"I/{part.count}"}
     unfinished = read_json(output / UNFINISHED) if (output / UNFINISHED).exists() else {}
-    is_started = unfinished.keys() == settings.keys()  # otherwise the file is not of electra shard
+    is_started = unfinished.keys() - {"part"} == settings.keys()  # otherwise the file is not of electra shard
     if index is not None:
         check_same_settings(output, index.settings, settings)
-    elif is_started and shard_files(output):
-        check_same_settings(output, unfinished, settings)
+    elif is_started and (shard_files(output) or "part" in (started | unfinished)):
+        check_same_settings(output, unfinished, started)
     elif is_started or is_missing_or_empty(output):  # a run without any finished shard may be replaced
-        write_stored(output / UNFINISHED, settings)
+        write_stored(output / UNFINISHED, started)
     else:
         raise ConfigError(f"{output} contains other files; choose a new or empty folder for --output")
     if index is not None and is_started:
-        (output / UNFINISHED).unlink()
+        remove_unfinished_marks(output)
     for path in [*output.glob(f"*{PARTIAL}"), *(output / TOKENIZER).glob(f"*{PARTIAL}")]:
         name = path.name.removesuffix(PARTIAL)
-        if SHARD_NAME.fullmatch(name) or name in (INDEX, UNFINISHED, *TOKENIZER_FILES):
+        is_own_shard = SHARD_NAME.fullmatch(name) and part.contains(name)
+        if is_own_shard or name in (INDEX, UNFINISHED, part.record_path(output).name, *TOKENIZER_FILES):
             path.unlink()
-    return index
+    if index is not None:
+        return Recorded(part.select(index.shards), output / INDEX, is_index=True)
+    record = read_part_record(output, part, settings)
+    return None if record is None else Recorded(record.shards, part.record_path(output), is_index=False)
+
+
+def remove_unfinished_marks(output: Path) -> None:
+    """Remove the files that the index replaces."""
+    remove_part_records(output)
+    (output / UNFINISHED).unlink(missing_ok=True)
 
 
 @contextmanager
-def clean_up_on_failure(output: Path) -> Iterator[None]:
+def clean_up_on_failure(output: Path, part: Part) -> Iterator[None]:
     """On an error in a first run, remove its files if no shard is finished; if some are, print how to resume."""
     try:
         yield
     except BaseException as error:
-        if (output / INDEX).exists():
+        if (output / INDEX).exists() or not part.is_whole:  # other parts may be running
             raise
         num_shards = len(shard_files(output))
         if not num_shards:
@@ -272,22 +285,28 @@ def describe_kept(output: Path) -> str:
     return f"{kept}; the same command continues"
 
 
-def find_finished_shards(output: Path, index: ShardIndex | None) -> dict[str, ShardInfo]:
-    """The undamaged shards of a folder by name; the others are made again.
+def find_finished_shards(output: Path, recorded: Recorded | None, part: Part) -> dict[str, ShardInfo]:
+    """The undamaged shards of a part by name; the others are made again.
 
     Raises if a file is neither listed in the index nor recognisable as a shard: it may be somebody else's."""
     finished = {}
     for path in shard_files(output):
+        if not part.contains(path.name):
+            continue
         try:
             file = open_shard_file(path, advice=" or no shard; move it away and repeat the command")
         except DataError:
-            if index is None:
+            if recorded is None or not recorded.is_index:
                 raise
             continue
         with suppress(DataError):
             file.verify_all()
             finished[path.name] = file.read_info()
-    return finished if index is None else {info.name: info for info in index.shards if finished.get(info.name) == info}
+    return (
+        finished
+        if recorded is None
+        else {each.name: each for each in recorded.shards if finished.get(each.name) == each}
+    )
 
 
 def shard_files(output: Path) -> list[Path]:
@@ -296,12 +315,15 @@ def shard_files(output: Path) -> list[Path]:
 
 
 def missing_texts(
-    config: ShardConfig, texts: Iterable[ShardText], finished: dict[str, ShardInfo]
+    config: ShardConfig, part: Part, texts: Iterable[ShardText], finished: dict[str, ShardInfo]
 ) -> Iterator[ShardText]:
-    """The texts without a finished shard; raises if a finished shard was made from another text."""
+    """The texts of a part without a finished shard; raises if a finished shard was made from another text."""
     others = dict(finished)
     for text in texts:
-        shard = others.pop(shard_file_name(text.number), None)
+        name = shard_file_name(text.number)
+        shard = others.pop(name, None)
+        if not part.contains(name):
+            continue
         if shard is None:
             yield text
         elif shard.text_checksum != text.checksum():
@@ -316,68 +338,32 @@ def missing_texts(
 
 def write_missing_shards(
     config: ShardConfig,
+    part: Part,
     texts: Iterable[ShardText],
     finished: dict[str, ShardInfo],
     tokenizer: TextTokenizer,
     corpus: Corpus,
 ) -> list[ShardInfo]:
-    """Encode and write every shard that is not finished."""
+    """Encode and write every shard of a part that is not finished."""
     new: list[ShardInfo] = []
-    encode = partial(encode_shard, config, tokenizer.fingerprint)
-    workers = config.workers or count_usable_cores()
+    assert config.validation_fraction is not None
+    encode = partial(encode_shard, make_encoding(config.source, config.validation_fraction, tokenizer))
+    missing = missing_texts(config, part, texts, finished)
     start_time = monotonic()
     with create_progress_bar() as bar:
         task = bar.add_task("reading", total=sum(corpus.file_sizes()) or None)
-        for encoded in map_in_order(encode, missing_texts(config, texts, finished), workers):
+        if config.ray is None:
+            results = map_in_order(encode, missing, config.workers or count_usable_cores())
+        else:
+            results = map_on_ray(encode, missing, config.ray)
+        position = 0
+        for encoded in results:
             write_file(config.output / encoded.info.name, encoded.content)
             new.append(encoded.info)
             description = describe_progress(new, monotonic() - start_time)
-            bar.update(task, completed=encoded.position, description=description)
+            position = max(position, encoded.position)
+            bar.update(task, completed=position, description=description)
     return new
-
-
-@lru_cache(maxsize=1)
-def load_cached_encoder(tokenizer_folder: Path, fingerprint: str) -> LibraryEncoder:
-    """The worker's encoder, whose word cache is kept from shard to shard."""
-    tokenizer = load_tokenizer(tokenizer_folder)
-    assert tokenizer.fingerprint == fingerprint
-    return create_encoder(tokenizer)
-
-
-@report_panics()
-def encode_shard(config: ShardConfig, fingerprint: str, text: ShardText) -> EncodedShard:
-    """Encode the text of one shard; runs in a worker."""
-    encoder = load_cached_encoder(config.output / TOKENIZER, fingerprint)
-    encoder.uncovered.clear()
-    stats = ReadStats()
-    dtype = np.dtype(encoder.typecode)
-    documents = encode_documents_by_split(config, encoder, text, stats)
-    encoded = [ids for split in SPLITS for ids in documents[split]]
-    info = {
-        "text_bytes": sum(map(len, text.blocks)),
-        "text_checksum": text.checksum(),
-        "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
-        "uncovered": most_frequent_words(encoder.uncovered, MAX_UNCOVERED_WORDS),
-        **asdict(stats),
-    }
-    content = serialize_shard(documents, info, dtype)
-    file = ShardFile(content, Path(shard_file_name(text.number)))
-    return EncodedShard(file.read_info(), content, text.position)
-
-
-def encode_documents_by_split(
-    config: ShardConfig, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
-) -> dict[Split, list[bytes]]:
-    """The ids of each document by split."""
-    assert config.validation_fraction is not None
-    encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
-    for block in text.blocks:
-        documents = list(parse_documents(block, config.source, stats))
-        for document, ids in zip(documents, encoder.encode(documents), strict=True):
-            if ids:
-                is_validation = hash_document(document) < config.validation_fraction
-                encoded["validation" if is_validation else "train"].append(ids)
-    return encoded
 
 
 def check_and_write_index(config: ShardConfig, old_index: ShardIndex | None, index: ShardIndex) -> None:
@@ -390,20 +376,23 @@ def check_and_write_index(config: ShardConfig, old_index: ShardIndex | None, ind
             (config.output / shard.name).unlink()
         raise DataError(f"no document of {config.source.corpus} has any tokens; check that it is text")
     write_file(config.output / INDEX, index.to_json())
-    (config.output / UNFINISHED).unlink(missing_ok=True)
+    remove_unfinished_marks(config.output)
 
 
-def summarize(config: ShardConfig, index: ShardIndex, new_shards: int, seconds: float) -> ShardResult:
+def summarize(
+    config: ShardConfig, shards: list[ShardInfo], new_shards: int, seconds: float, unfinished_parts: list[int]
+) -> ShardResult:
     return ShardResult(
         output=str(config.output),
-        shards=len(index.shards),
-        documents=index.totals_by_split("documents"),
-        tokens=index.totals_by_split("tokens"),
+        shards=len(shards),
+        documents=totals_by_split(shards, "documents"),
+        tokens=totals_by_split(shards, "tokens"),
         seconds=seconds,
         new_shards=new_shards,
-        replaced=index.total_over_shards("replaced"),
-        cut=index.total_over_shards("cut"),
-        without_text=index.total_over_shards("without_text"),
+        replaced=sum(shard.replaced for shard in shards),
+        cut=sum(shard.cut for shard in shards),
+        without_text=sum(shard.without_text for shard in shards),
+        unfinished_parts=unfinished_parts,
     )
 
 

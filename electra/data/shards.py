@@ -34,6 +34,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 """The settings of an `electra shard` run; removed when its index is written."""
+PART_RECORD = "part-{}-of-{}.json"
+"""The record of a finished part; removed when the index is written."""
 TOKENIZER = "tokenizer"
 DTYPES = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32}
 CHECKSUMS = "checksums"
@@ -81,7 +83,7 @@ class ShardIndex:
 
     def totals_by_split(self, field: Literal["documents", "tokens"]) -> dict[str, int]:
         """Number of documents or tokens by split."""
-        return {split: sum(getattr(shard, field)[split] for shard in self.shards) for split in SPLITS}
+        return totals_by_split(self.shards, field)
 
     def total_over_shards(self, field: Literal["text_bytes", "replaced", "cut", "without_text", "unknown"]) -> int:
         """The sum of a field over all shards."""
@@ -101,6 +103,11 @@ class ShardIndex:
         return append_checksum(content.removesuffix(b"\n}"))
 
 
+def totals_by_split(shards: list[ShardInfo], field: Literal["documents", "tokens"]) -> dict[str, int]:
+    """Number of documents or tokens in some shards by split."""
+    return {split: sum(getattr(shard, field)[split] for shard in shards) for split in SPLITS}
+
+
 def append_checksum(fields: bytes) -> bytes:
     """The end of a JSON object whose other fields are given, with the checksum of these."""
     return fields + CHECKSUM_FIELD + b"%d\n}\n" % crc32(fields)
@@ -113,6 +120,11 @@ def most_frequent_words(words: Counter[str], limit: int) -> dict[str, int]:
 
 def shard_file_name(number: int) -> str:
     return f"{number:05d}.safetensors"
+
+
+def shard_number(name: str) -> int:
+    """The number in the name of a shard."""
+    return int(name.partition(".")[0])
 
 
 def serialize_shard(documents: dict[Split, list[bytes]], info: dict[str, Any], dtype: np.dtype) -> bytes:
@@ -290,7 +302,11 @@ class Shards:
 def open_shards(folder: Path) -> Shards:
     """The shards in a folder; raises if they are unfinished, or if one is missing or truncated."""
     if (folder / UNFINISHED).exists() and not (folder / INDEX).exists():
-        raise DataError(f"the shards in {folder} are unfinished; run the same electra shard command again to resume")
+        parts = len(list(folder.glob(PART_RECORD.format("*", "*"))))
+        finished = f" (finished parts: {parts})" if parts else ""
+        raise DataError(
+            f"the shards in {folder} are unfinished{finished}; run the same electra shard command again to resume"
+        )
     if not (folder / INDEX).is_file():
         corpus = folder if folder.is_file() else "…"
         raise DataError(

@@ -87,7 +87,7 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         folder=config.output,
         track=config.jobs.track,
     )
-    results = run_jobs(jobs, config.jobs.workers)
+    results = run_jobs(jobs, config.jobs)
     median, deviation = medians_and_deviations(results)
     return FinetuneResult(
         output=str(config.output),

@@ -219,13 +219,18 @@ class JobsConfig:
     ensemble: bool = False
     """Also evaluate the ensemble of all seeds, by the mean of their logits."""
     workers: int | None = None
-    """Jobs in parallel, one process each; default 1 on a CPU, 2 on a GPU, up to 8 with NVIDIA MPS, which is started
-    where it is installed."""
+    """Jobs in parallel, one process each, divided over all GPUs; default 1 on a CPU, 2 on each GPU, up to 8 with NVIDIA
+    MPS, which is started where it is installed."""
+    ray: str | None = None
+    """Run the jobs on a Ray cluster, each on one GPU or core: its address, auto, or local to start Ray on this
+    machine. All nodes need model, data and output under the same paths."""
     track: TrackerName = "none"
     """Also send the metrics and settings of each seed to Weights & Biases or to Trackio."""
 
     def __post_init__(self) -> None:
         check_range(self, "seeds", "workers", at_least=1)
+        if self.ray is not None and self.workers is not None:
+            raise ConfigError("give --workers or --ray, which uses the whole cluster, not both")
         if self.ensemble and self.seeds == 1:
             raise ConfigError("--ensemble needs --seeds 2 or more")
 

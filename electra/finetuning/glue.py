@@ -158,7 +158,7 @@ def check_own_table(output: Path) -> None:
 
 def tabulate_tasks(tasks: list[Task], config: GlueConfig) -> GlueTable:
     jobs_by_task = [prepare_task_jobs(task, config) for task in tasks]
-    results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs.workers))
+    results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs))
     rows = [make_glue_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
     rows += read_earlier_rows(config.output, [row.task for row in rows])
     if not config.keep_models:

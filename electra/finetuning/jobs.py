@@ -1,37 +1,24 @@
-"""All jobs of a command: seeds and tasks, one after the other or in parallel processes; finished jobs are kept.
-
-Processes on one GPU use NVIDIA's Multi-Process Service (MPS) where it is installed. Without it their kernels take turns
-and small models leave most of the GPU idle: six small models in three processes took hardly less time than one after
-the other (docs/log.md).
-"""
+"""All jobs of a command: seeds and tasks; finished jobs are kept."""
 
 import json
-import multiprocessing
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from electra.data.workers import block_signals, init_worker
-from electra.errors import DataError, TrainingError
-from electra.finetuning.config import TuningConfig
+from electra.errors import DataError
+from electra.finetuning.config import JobsConfig, TuningConfig
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
 from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
+from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
 from electra.huggingface.names import get_architecture
 from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer, warn_untrained_length
 from electra.runfolder import (
@@ -45,23 +32,11 @@ from electra.runfolder import (
     remove_partial_files,
     write_stored,
 )
-from electra.signals import clean_up_on_stop_signals
 from electra.training.checkpoint import check_own_folder, find_model_folder
 from electra.training.config import HardwareConfig, TrackerName
-from electra.training.hardware import choose_device
 
-CONTINUE = "run the same command to continue"
 DERIVED = ("name", "labels", "metrics", "offset", "scale", "choice_label", "scheme", "has_unanswerable")
 """Fields of a custom task that follow from its files, columns and kind, which are compared themselves."""
-MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
-MAX_WORKERS = 8
-MPS_CONTROL = "nvidia-cuda-mps-control"
-MPS_PIPES, MPS_LOGS, VISIBLE_DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
-MPS_TIMEOUT = 20  # seconds
-MPS_PROBE = (  # exits with 0 if a process can use the GPU
-    "import ctypes as c; d = c.CDLL('libcuda.so.1'); x = c.c_void_p(); "
-    "raise SystemExit(d.cuInit(0) or d.cuDevicePrimaryCtxRetain(c.byref(x), 0))"
-)
 
 
 @contextmanager
@@ -182,12 +157,16 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
     return f"create one with: electra finetune --model {output} --train … --output … (or --task)"
 
 
-def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
+def run_jobs(jobs: list[Job], config: JobsConfig) -> list[JobResult]:
     """Run all unfinished jobs, the longest first; returns the results of all jobs."""
     unfinished = sorted((job for job in jobs if not job.is_finished()), key=estimated_cost, reverse=True)
     for model, length in {(job.model, job.length) for job in unfinished}:
         warn_untrained_length(model, length)
-    for number, (job, result) in enumerate(run_here_or_in_workers(unfinished, workers), start=1):
+    if config.ray is None or not unfinished:
+        results = run_here_or_in_workers(unfinished, config.workers)
+    else:
+        results = run_on_ray(unfinished, config.ray)
+    for number, (job, result) in enumerate(results, start=1):
         name, value = next(iter(result.metrics["dev"].items()))
         metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
         print(
@@ -199,60 +178,6 @@ def run_jobs(jobs: list[Job], workers: int | None) -> list[JobResult]:
 def estimated_cost(job: Job) -> int:
     """Proportional to a job's time: bytes to train on."""
     return local_file_size(job.task.splits["train"]) * job.tuning.epochs_for(job.task)
-
-
-def run_here_or_in_workers(jobs: Sequence[Job], workers: int | None) -> Iterator[tuple[Job, JobResult]]:
-    """Run jobs, here or in worker processes, and yield each with its result when it finishes."""
-    uses_gpu = bool(jobs) and choose_device(jobs[0].hardware.device).type == "cuda"
-    if len(jobs) <= 1 or workers == 1 or (workers is None and not uses_gpu):
-        yield from ((job, job.run()) for job in jobs)
-        return
-    with clean_up_on_stop_signals(), start_mps() if uses_gpu else nullcontext(False) as has_mps:
-        count = min(workers or default_gpu_workers(has_mps), len(jobs))
-        context = multiprocessing.get_context("spawn")
-        with block_signals():
-            pool = ProcessPoolExecutor(count, context, init_job_worker, (count,))
-        with pool, stop_workers_on_error(pool):
-            with block_signals():
-                futures = [pool.submit(run_in_worker, job) for job in jobs]
-            yield from (future.result() for future in as_completed(futures))
-
-
-def default_gpu_workers(has_mps: bool) -> int:
-    """Two without MPS: one can load and evaluate while the other trains."""
-    return min(MAX_WORKERS, max(2, torch.cuda.mem_get_info()[0] // MEMORY_PER_WORKER)) if has_mps else 2
-
-
-@contextmanager
-def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """After an error in one job or in this process, let the other jobs save checkpoints, and wait for them."""
-    try:
-        yield
-    except BrokenProcessPool:
-        raise TrainingError(
-            f"a worker process was killed, perhaps out of memory; {CONTINUE}, with fewer --workers if necessary"
-        ) from None
-    except BaseException as error:
-        for worker in multiprocessing.active_children():
-            worker.terminate()  # SIGTERM: the trainer saves a checkpoint and exits
-        pool.shutdown(cancel_futures=True)
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            print(f"stopped; {CONTINUE}", file=sys.stderr)
-        raise
-
-
-def run_in_worker(job: Job) -> tuple[Job, JobResult]:
-    """Run a job in a worker process; a worker that was asked to stop exits."""
-    try:
-        return job, job.run(quiet=True)
-    except SystemExit:
-        os._exit(1)  # the pool would treat the exception as the job's and start the next job
-
-
-def init_job_worker(workers: int) -> None:
-    """Divide the cores among the workers, and end with the parent process."""
-    init_worker()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def medians_and_deviations(results: list[JobResult]) -> tuple[dict[str, Metrics], dict[str, Metrics]]:
@@ -283,42 +208,3 @@ def read_mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
     """The mean of the jobs' logits [N, num_labels], by split."""
     logits = [job.read_logits() for job in jobs]
     return {split: np.mean([values[split] for values in logits], axis=0) for split in logits[0]}
-
-
-@contextmanager
-def start_mps() -> Iterator[bool]:
-    """Start NVIDIA MPS for the processes started in this context; yields whether it is available."""
-    if MPS_PIPES in os.environ:  # already running
-        yield True
-        return
-    if shutil.which(MPS_CONTROL) is None:
-        yield False
-        return
-    with TemporaryDirectory(prefix="electra-mps-", ignore_cleanup_errors=True) as folder:
-        daemon = os.environ | {MPS_PIPES: folder, MPS_LOGS: folder}
-        daemon.pop(VISIBLE_DEVICES, None)  # the daemon numbers all GPUs; its clients select among them
-        client = os.environ | {MPS_PIPES: folder}
-        if not command_succeeds([MPS_CONTROL, "-d"], daemon) or not command_succeeds(
-            [sys.executable, "-c", MPS_PROBE], client
-        ):
-            command_succeeds([MPS_CONTROL], daemon, stdin="quit")
-            yield False
-            return
-        os.environ[MPS_PIPES] = folder
-        try:
-            yield True
-        finally:
-            del os.environ[MPS_PIPES]
-            command_succeeds([MPS_CONTROL], daemon, stdin="quit")
-
-
-def command_succeeds(command: list[str], environment: dict[str, str], stdin: str = "") -> bool:
-    """Whether a command exits with 0 within `MPS_TIMEOUT`."""
-    try:
-        process = subprocess.run(
-            command, env=environment, input=stdin, text=True, timeout=MPS_TIMEOUT, check=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return process.returncode == 0

@@ -1,12 +1,10 @@
-"""What all runs of a study are compared by: the probe, and the RTD loss on rows that one generator corrupted once."""
+"""What all runs of a study are compared by: the probe, and losses on held-out text."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from electra.config import build_config
@@ -14,33 +12,18 @@ from electra.data.shards import Shards
 from electra.finetuning.config import ProbeConfig
 from electra.finetuning.probe import run_probe
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
-from electra.model.storage import load_model
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
-from electra.pretraining.config import CorruptConfig
 from electra.pretraining.describe import GUESSING_AUC
-from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
 from electra.report.runs import Run, read_run
-from electra.runfolder import file_checksum, is_missing_or_empty, read_stored, write_stored
+from electra.runfolder import is_missing_or_empty
 from electra.study.config import StudyConfig
+from electra.study.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, read_fixed_rtd
 from electra.study.runs import StudyRun
-from electra.training.checkpoint import find_model_folder
-from electra.training.distributed import World
-from electra.training.hardware import choose_device
 
-PROBE, FIXED_RTD, CORRUPTED_ROWS = "probe.jsonl", "fixed-rtd", "corrupted.safetensors"
-NUM_CORRUPTED_ROWS = 4096
+PROBE = "probe.jsonl"
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
-
-
-@dataclass(frozen=True)
-class FixedRTD:
-    """Metrics of a discriminator on the corrupted rows, and what they are of."""
-
-    checkpoint: str
-    rows: str  # checksum of the file
-    metrics: dict[str, float]  # empty for a model without discriminator
 
 
 @dataclass(frozen=True)
@@ -92,46 +75,6 @@ def measure_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> d
     return run_probe(probe_config(config), {run.name: run.folder for run in runs}) if config.glue else {}
 
 
-def find_corrupted_rows(first: StudyRun, config: StudyConfig) -> Path:
-    """The file of corrupted rows; made with the generator of the study's first run if there is none."""
-    path = config.corrupted_rows or config.output / CORRUPTED_ROWS
-    if not path.exists():
-        packing = "examples" if first.config.loader.packing == "examples" else "packed"
-        write_corrupted_rows(
-            build_config(
-                CorruptConfig,
-                model=first.folder,
-                data=config.data,
-                output=path,
-                rows=NUM_CORRUPTED_ROWS,
-                packing=packing,
-                device=config.device,
-            )
-        )
-    return path
-
-
-@torch.no_grad()
-def measure_fixed_rtd(run: StudyRun, rows: Path, shards: Shards, config: StudyConfig) -> None:
-    """Evaluate the discriminator of a run on the corrupted rows, and store the metrics."""
-    folder, path = find_model_folder(run.folder), fixed_rtd_file(run, config)
-    checksum = file_checksum(rows)
-    if path.exists():
-        stored = read_stored(path, FixedRTD)
-        if (stored.checkpoint, stored.rows) == (folder.name, checksum):
-            return
-    device = choose_device(config.device)
-    electra = load_model(folder).float().to(device).eval()
-    positions = min(encoder.positions for encoder in electra.config.encoder_configs().values())
-    metrics = read_corrupted_rows(rows, shards.tokenizer, positions).evaluate(electra, shards.tokenizer, World(device))
-    path.parent.mkdir(exist_ok=True)
-    write_stored(path, asdict(FixedRTD(folder.name, checksum, metrics)))
-
-
-def fixed_rtd_file(run: StudyRun, config: StudyConfig) -> Path:
-    return config.output / FIXED_RTD / f"{run.name}.json"
-
-
 def read_measures(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> list[MeasuredRun]:
     """The finished runs with those of their measures that were computed."""
     names = {run.name for run in runs}
@@ -146,8 +89,7 @@ def read_measures(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> 
         if is_missing_or_empty(run.folder) or not run.is_finished(shards):
             continue
         scores = arrays.get((run.name, "default"), {})
-        path = fixed_rtd_file(run, config)
-        fixed_rtd = read_stored(path, FixedRTD).metrics if path.exists() else {}
+        fixed_rtd = read_fixed_rtd(run, config)
         is_complete = bool(scores) and scores.keys() == tasks
         measured.append(MeasuredRun(run, read_run(run.folder, None), fixed_rtd, scores if is_complete else None))
     return measured

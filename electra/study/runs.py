@@ -11,12 +11,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-
 from electra.config import build_config, flat_values, replace_settings
 from electra.data.shards import Shards
 from electra.errors import TrainingError
-from electra.finetuning.jobs import CONTINUE, VISIBLE_DEVICES
+from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
 from electra.pretraining.describe import estimate_run
@@ -166,12 +164,6 @@ def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dic
             print(f"stopped; {CONTINUE}", file=sys.stderr)
             sys.exit(code)
     return errors
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get(VISIBLE_DEVICES)
-    return visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
 
 
 def train_on_gpus(runs: list[StudyRun], gpus: list[str], output: Path) -> dict[str, str]:

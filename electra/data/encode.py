@@ -1,0 +1,130 @@
+"""The text of a corpus divided into that of single shards, and the content of each shard; runs in any worker process.
+
+Workers get all that they need as arguments, also the tokenizer, and read no files: they may be on other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from electra.data.corpus import Block, Corpus, CorpusConfig, ReadStats, hash_document, parse_documents
+from electra.data.shards import (
+    SPLITS,
+    ShardFile,
+    ShardInfo,
+    Split,
+    most_frequent_words,
+    serialize_shard,
+    shard_file_name,
+)
+from electra.data.tokenizer import TextTokenizer
+from electra.data.wordpiece import LibraryEncoder, create_encoder
+from electra.errors import report_panics
+
+MAX_UNCOVERED_WORDS = 1000
+"""Words with [UNK] that each shard lists."""
+
+
+@dataclass(frozen=True)
+class ShardText:
+    """The text of one shard."""
+
+    number: int
+    blocks: list[Block]
+    position: int  # bytes of the corpus on disk up to its end
+
+    def checksum(self) -> int:
+        """CRC-32 of the text."""
+        checksum = 0
+        for block in self.blocks:
+            for part in [block.data] if isinstance(block.data, bytes) else block.data:
+                checksum = crc32(part, crc32(b"\0", checksum))
+        return checksum
+
+
+@dataclass(frozen=True)
+class EncodedShard:
+    """A shard as its worker returns it."""
+
+    info: ShardInfo
+    content: bytes
+    position: int  # of its ShardText
+
+
+def split_into_shard_texts(corpus: Corpus, min_bytes: int) -> Iterator[ShardText]:
+    """The corpus in parts of at least `min_bytes` bytes, except for the last."""
+    number = num_bytes = position = 0
+    blocks: list[Block] = []
+    for block in corpus.read_blocks():
+        blocks.append(block)
+        num_bytes += len(block)
+        position = corpus.position(block)
+        if num_bytes >= min_bytes:
+            yield ShardText(number, blocks, position)
+            number += 1
+            num_bytes = 0
+            blocks = []
+    if blocks:
+        yield ShardText(number, blocks, position)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How texts become shards."""
+
+    source: CorpusConfig
+    validation_fraction: float
+    tokenizer: str  # in the JSON of the tokenizers library
+    special_tokens: tuple[tuple[str, str], ...]  # of `TextTokenizer`
+
+
+def make_encoding(source: CorpusConfig, validation_fraction: float, tokenizer: TextTokenizer) -> Encoding:
+    return Encoding(source, validation_fraction, tokenizer.library.to_str(), tokenizer.special_tokens)
+
+
+@lru_cache(maxsize=1)
+def create_cached_encoder(tokenizer: str, special_tokens: tuple[tuple[str, str], ...]) -> LibraryEncoder:
+    """The worker's encoder, whose word cache is kept from shard to shard."""
+    return create_encoder(TextTokenizer(Tokenizer.from_str(tokenizer), special_tokens))
+
+
+@report_panics()
+def encode_shard(encoding: Encoding, text: ShardText) -> EncodedShard:
+    """Encode the text of one shard; runs in a worker."""
+    encoder = create_cached_encoder(encoding.tokenizer, encoding.special_tokens)
+    encoder.uncovered.clear()
+    stats = ReadStats()
+    dtype = np.dtype(encoder.typecode)
+    documents = encode_documents_by_split(encoding, encoder, text, stats)
+    encoded = [ids for split in SPLITS for ids in documents[split]]
+    info = {
+        "text_bytes": sum(map(len, text.blocks)),
+        "text_checksum": text.checksum(),
+        "unknown": sum(int(np.count_nonzero(np.frombuffer(ids, dtype) == encoder.unk_id)) for ids in encoded),
+        "uncovered": most_frequent_words(encoder.uncovered, MAX_UNCOVERED_WORDS),
+        **asdict(stats),
+    }
+    content = serialize_shard(documents, info, dtype)
+    file = ShardFile(content, Path(shard_file_name(text.number)))
+    return EncodedShard(file.read_info(), content, text.position)
+
+
+def encode_documents_by_split(
+    encoding: Encoding, encoder: LibraryEncoder, text: ShardText, stats: ReadStats
+) -> dict[Split, list[bytes]]:
+    """The ids of each document by split."""
+    encoded: dict[Split, list[bytes]] = {split: [] for split in SPLITS}
+    for block in text.blocks:
+        documents = list(parse_documents(block, encoding.source, stats))
+        for document, ids in zip(documents, encoder.encode(documents), strict=True):
+            if ids:
+                is_validation = hash_document(document) < encoding.validation_fraction
+                encoded["validation" if is_validation else "train"].append(ids)
+    return encoded
