@@ -100,6 +100,7 @@ COMMANDS = {
     "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
     "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
     "study": Command("study.config:StudyConfig", "study.command:study", "repeat one of the paper's studies"),
+    "analyze": Command("study.config:AnalyzeConfig", "study.analyze:analyze", "show what a discriminator has learnt"),
     "export": Command(
         "export.config:ExportConfig", "export.command:export", "export a model to Hugging Face, to ONNX or as a page"
     ),

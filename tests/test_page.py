@@ -202,7 +202,7 @@ def test_the_map_leads_to_the_nearest_neighbors(site, finished_run, open_page):
     page.press("#search", "Enter")
     listed = page.eval_on_selector_all("#token .name", "names => names.map(name => name.textContent)")
     model = electra.load(finished_run, device="cpu")
-    table = model.main_encoder().embeddings.token_table().detach()
+    table = model.main_part().encoder.embeddings.token_table().detach()
     directions = torch.nn.functional.normalize(table - table.mean(0), dim=1)
     order = (directions @ directions[model.tokenizer.library.token_to_id("cat")]).argsort(descending=True)[1:11]
     names = [model.tokenizer.library.id_to_token(index) for index in order.tolist()]

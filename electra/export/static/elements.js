@@ -16,8 +16,8 @@ export function element(name, attributes = {}, ...children) {
 /** 0.934 → 93 %; between 0 and 1 % the first digits that are not 0. */
 export function percent(probability) {
   const value = 100 * probability;
-  if (value >= 1 || value === 0) return `${Math.round(value)} %`;
-  return value < 0.01 ? "< 0.01 %" : `${value.toPrecision(1)} %`;
+  if (value >= 1 || value === 0) return `${Math.round(value)}\u00a0%`;
+  return value < 0.01 ? "<\u00a00.01\u00a0%" : `${value.toPrecision(1)}\u00a0%`;
 }
 
 /** A row of a bar chart: a name, its bar and its value; with `choose`, a button. */

@@ -157,8 +157,15 @@ export async function startMap(model, about) {
       element("p", { class: "caption" }, "Nearest neighbours, by cosine"),
       element("ol", { class: "bars" }, ...rows.map((each) => bar(names[each.id], each.cosine.toFixed(2), { share: each.cosine, choose: () => select(each.id), label: `${names[each.id]}, cosine ${each.cosine.toFixed(2)}` }))),
     );
-    if (fly) flyTo({ x: x(id), y: y(id), zoom: Math.max(view.zoom, 6) });
+    if (fly) flyTo({ x: x(id), y: y(id), zoom: zoomFor(id, rows) });
     redraw();
+  }
+
+  /** A zoom that shows most of the neighbours of a token. */
+  function zoomFor(id, rows) {
+    const distances = rows.map((each) => Math.hypot(x(each.id) - x(id), y(each.id) - y(id))).sort((a, b) => a - b);
+    const far = distances[Math.floor(0.7 * (distances.length - 1))] ?? 1;
+    return Math.max(1.5, Math.min(12, 0.36 / far));
   }
 
   function flyTo(target) {

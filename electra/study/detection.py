@@ -1,0 +1,148 @@
+"""Where a discriminator finds replaced tokens of held-out text, and how well its probabilities are calibrated."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from electra.data.loader import validation_batches
+from electra.data.packing import LoaderConfig
+from electra.data.shards import Shards
+from electra.data.tokenizer import read_trained_length
+from electra.model.electra import Electra
+from electra.objectives.evaluation import SEED, roc_auc
+from electra.objectives.masking import maskable_tokens
+from electra.objectives.objectives import ObjectiveContext, corrupt, predict_masked, sample
+from electra.pretraining.config import read_run_settings
+from electra.pretraining.held_out import HELD_OUT_LENGTH
+from electra.pretraining.initialize import unigram_frequencies
+from electra.study.config import AnalyzeConfig
+
+ROWS_PER_BATCH = 32
+POSITION_BINS, CALIBRATION_BINS = 16, 10
+RANK_EDGES = (1, 11, 101, 1_001, 10_001, 2**62)  # of tokens by frequency
+
+
+@dataclass(frozen=True)
+class Detections:
+    """The discriminator's probabilities for tokens of corrupted held-out text, special tokens excluded."""
+
+    probability: NDArray  # [N] of being replaced
+    is_replaced: NDArray  # [N] bool
+    position: NDArray  # [N]
+    rank: NDArray  # [N] of the token in the corrupted text, by frequency; the most frequent has 1
+
+
+@dataclass(frozen=True)
+class DetectionBin:
+    """How well replaced tokens are found among some of the tokens."""
+
+    first: int
+    last: int
+    tokens: int
+    replaced: int
+    recall: float | None  # of replaced tokens; None without any
+    false_positives: float | None  # among original tokens
+    auc: float | None
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Tokens with a probability in one interval."""
+
+    probability: float  # mean
+    replaced: float  # fraction that was replaced
+    tokens: int
+
+
+@torch.no_grad()
+def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, config: AnalyzeConfig) -> Detections:
+    """Corrupt held-out rows by the model's generator, or by token frequencies, and apply the discriminator."""
+    discriminator = electra.require_discriminator()
+    device = next(discriminator.parameters()).device
+    frequencies = unigram_frequencies(shards, device)
+    context = ObjectiveContext(
+        vocabulary=shards.tokenizer.vocabulary,
+        seed=SEED,
+        frequencies=frequencies if electra.generator is None else None,
+    )
+    length = min(HELD_OUT_LENGTH, read_trained_length(folder) or discriminator.encoder.config.positions)
+    packing = read_run_settings(folder).get("packing", "packed")
+    loader = LoaderConfig(length=length, batch_size=min(ROWS_PER_BATCH, config.rows), packing=packing)
+    ranks = torch.empty_like(frequencies, dtype=torch.long)
+    ranks[frequencies.argsort(descending=True)] = torch.arange(1, len(ranks) + 1, device=device)
+    columns: list[list[Tensor]] = []
+    for batch in validation_batches(
+        shards, loader, max_batches=max(1, config.rows // loader.batch_size), device=device
+    ):
+        masked = context.mask(batch)
+        predictions = None if electra.generator is None else predict_masked(electra, masked, batch, context)
+        corrupted = corrupt(batch.input_ids, masked, sample(predictions, masked, batch, context))
+        probabilities = discriminator(corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
+        positions = torch.arange(batch.input_ids.shape[1], device=device).expand_as(batch.input_ids)
+        is_text = maskable_tokens(batch, shards.tokenizer.vocabulary)
+        values = (probabilities, corrupted.is_replaced, positions, ranks[corrupted.input_ids])
+        columns.append([value[is_text].cpu() for value in values])
+    return Detections(*(torch.cat(column).numpy() for column in zip(*columns, strict=True)))
+
+
+def detection_bin(detections: Detections, is_inside: NDArray, first: int, last: int) -> DetectionBin:
+    probability, is_replaced = detections.probability[is_inside], detections.is_replaced[is_inside]
+    found = probability > 0.5
+    has_both = bool(is_replaced.any() and not is_replaced.all())
+    return DetectionBin(
+        first=first,
+        last=last,
+        tokens=len(found),
+        replaced=int(is_replaced.sum()),
+        recall=float(found[is_replaced].mean()) if is_replaced.any() else None,
+        false_positives=float(found[~is_replaced].mean()) if not is_replaced.all() else None,
+        auc=roc_auc(probability, is_replaced) if has_both else None,
+    )
+
+
+def bins_by_position(detections: Detections) -> list[DetectionBin]:
+    """Detection in equal parts of the row."""
+    length = int(detections.position.max()) + 1
+    edges = np.unique(np.linspace(0, length, min(POSITION_BINS, length) + 1).astype(int))
+    return [
+        detection_bin(
+            detections, (detections.position >= start) & (detections.position < end), int(start), int(end) - 1
+        )
+        for start, end in pairwise(edges)
+        if ((detections.position >= start) & (detections.position < end)).any()
+    ]
+
+
+def bins_by_frequency(detections: Detections) -> list[DetectionBin]:
+    """Detection of tokens by the rank of their frequency, in decades."""
+    bins = []
+    for start, end in pairwise(RANK_EDGES):
+        is_inside = (detections.rank >= start) & (detections.rank < end)
+        if is_inside.any():
+            bins.append(detection_bin(detections, is_inside, start, int(detections.rank[is_inside].max())))
+    return bins
+
+
+def calibration_bins(detections: Detections) -> list[CalibrationBin]:
+    """Tokens by intervals of their probability."""
+    index = np.minimum((detections.probability * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    return [
+        CalibrationBin(
+            float(detections.probability[index == each].mean()),
+            float(detections.is_replaced[index == each].mean()),
+            int((index == each).sum()),
+        )
+        for each in range(CALIBRATION_BINS)
+        if (index == each).any()
+    ]
+
+
+def expected_calibration_error(detections: Detections) -> float:
+    """The mean over tokens of |probability − fraction replaced| in the interval of their probability."""
+    bins = calibration_bins(detections)
+    return sum(each.tokens * abs(each.probability - each.replaced) for each in bins) / sum(each.tokens for each in bins)
