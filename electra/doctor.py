@@ -61,16 +61,6 @@ def find_missing_npm() -> Missing | None:
     return Missing("npm, which fetches its JavaScript libraries", command)
 
 
-def find_missing_node_packages() -> Missing | None:
-    from electra.export.node_packages import has_node_packages
-
-    if has_node_packages():
-        return None
-    if shutil.which("npm"):
-        return Missing("its JavaScript libraries", "python -m electra.export.node_packages")
-    return Missing("npm, which fetches its JavaScript libraries", "sudo apt-get install npm" if shutil.which("apt-get") else "")
-
-
 FEATURES = {
     "gpu": Feature("training and inference on a GPU", check=find_missing_gpu),
     "kernels": Feature("our Triton kernels on a GPU", ("triton",), find_missing_gpu),
@@ -86,7 +76,6 @@ FEATURES = {
     "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
     "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),
     "page": Feature("a page that runs a model (--to page)", ("onnx", "onnxscript", "onnxruntime"), find_missing_npm),
-    "page": Feature("the page (export --to page)", ("onnx", "onnxscript", "onnxruntime"), find_missing_node_packages),
     "ray": Feature("shards and fine-tuning on a Ray cluster (--ray)", ("ray",)),
     "server": Feature("electra serve", ("fastapi", "uvicorn")),
 }
