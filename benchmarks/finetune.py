@@ -203,7 +203,39 @@ class TagPeer(Peer):
         return compute_tag_metrics(all_words, examples.labels, self.task)[self.task.metrics[0]]
 
 
-PEERS = {"question-answering": QuestionAnsweringPeer, "tags": TagPeer}
+class ChoicePeer(Peer):
+    """Transformers' model of multiple choice; all rows have equally many choices."""
+
+    def model_class(self) -> Any:
+        from transformers import ElectraForMultipleChoice
+
+        return ElectraForMultipleChoice
+
+    def loader(self, examples: Examples, **settings: Any) -> torch.utils.data.DataLoader:
+        from transformers import BatchEncoding
+
+        length, choices = self.config.tuning.length_for(self.task), int(examples.text_counts[0])
+        encoded = self.tokenizer(examples.texts, examples.texts_b, truncation=True, max_length=length)
+        rows = list(zip(torch.arange(len(examples.texts)).view(-1, choices).tolist(), examples.labels, strict=True))
+
+        def collate(batch: list[Any]) -> Any:
+            sequences = [number for numbers, _ in batch for number in numbers]
+            inputs = {name: [cells[number] for number in sequences] for name, cells in encoded.items()}
+            padded = self.tokenizer.pad(inputs, return_tensors="pt")
+            inputs = {name: tensor.unflatten(0, (-1, choices)) for name, tensor in padded.items()}  # [B, choices, L]
+            return BatchEncoding(inputs | {"labels": torch.tensor([int(label) for _, label in batch])})
+
+        return torch.utils.data.DataLoader(rows, collate_fn=collate, **settings)
+
+    @torch.no_grad()
+    def score(self, examples: Examples) -> float:
+        self.model.eval()
+        loader = self.loader(examples, batch_size=EVALUATION_BATCH_SIZE)
+        predictions = torch.cat([self.forward(batch).logits.argmax(1).cpu() for batch in loader]).numpy()
+        return METRICS[self.task.metrics[0]](predictions, examples.labels)
+
+
+PEERS = {"question-answering": QuestionAnsweringPeer, "tags": TagPeer, "choice": ChoicePeer}
 
 
 def create_peer(config: FinetuneConfig, task: Task) -> Peer:
@@ -250,8 +282,8 @@ def format_speed(speed: dict[str, Any]) -> str:
     return f"{speed['steps']:>7,} steps   {electra}   transformers {speed['peer']:7.1f} s   {speed['speedup']:5.2f}×"
 
 
-def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
-    """The dev score of the peer, trained for the task's epochs."""
+def train_peer(config: FinetuneConfig, task: Task, seed: int) -> tuple[Peer, float]:
+    """The peer after the task's epochs, and the seconds of its training after the first step."""
     from transformers import get_linear_schedule_with_warmup
 
     torch.manual_seed(seed)
@@ -267,10 +299,16 @@ def peer_score(config: FinetuneConfig, task: Task, seed: int) -> float:
     groups = layer_groups(peer.model, settings.learning_rate, tuning.layer_decay_for(encoder))
     optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay, eps=settings.epsilon, fused=True)
     schedule = get_linear_schedule_with_warmup(optimizer, round(settings.warmup * steps), steps)
+    start = None
     for _ in range(epochs):
         for batch in loader:
             peer.step(batch, optimizer, schedule)
-    return peer.score(read_examples(task, "dev"))
+            if start is None:
+                synchronize(peer.device)
+                start = time.perf_counter()
+    assert start is not None
+    synchronize(peer.device)
+    return peer, time.perf_counter() - start
 
 
 def layer_groups(model: torch.nn.Module, rate: float, decay: float) -> list[dict[str, Any]]:
@@ -289,7 +327,7 @@ def compare_scores(config: FinetuneConfig, task: Task) -> dict[str, Any]:
     metric = task.metrics[0]
     scores, peers = [seed["dev"][metric] for seed in finetune(config).seeds], []
     for seed in range(1, config.jobs.seeds + 1):
-        peers.append(peer_score(config, task, seed))
+        peers.append(train_peer(config, task, seed)[0].score(read_examples(task, "dev")))
         print(f"{task.name}, seed {seed}: transformers {metric} {100 * peers[-1]:.1f}", file=sys.stderr, flush=True)
     return {"metric": metric, "electra": summarize(scores), "peer": summarize(peers)}
 

@@ -47,7 +47,9 @@ class ResumableFile:
         self.saved_at = time.monotonic()
         self.digest, self.digested = hashlib.sha256(), 0  # of the first bytes of the partial file, and their number
         size = self.restore_progress()
-        self.file: BinaryIO = self.partial.open("r+b" if size else "w+b")
+        if not size:
+            self.partial.unlink(missing_ok=True)  # a link or pipe of that name is not written to
+        self.file: BinaryIO = self.partial.open("r+b" if size else "x+b")
         self.file.truncate(size)
         self.file.seek(size)
 

@@ -319,7 +319,10 @@ def remove_written_folder(folder: Path) -> None:
         if all(path.name in listed or path.name == CHECKSUMS for path in folder.iterdir()):
             removed = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}{PARTIAL}")
             os.replace(folder, removed)
-            shutil.rmtree(removed)
+            try:
+                shutil.rmtree(removed)
+            finally:  # after a signal
+                shutil.rmtree(removed, ignore_errors=True)
 
 
 def verify_checksum(path: Path) -> None:

@@ -48,14 +48,27 @@ def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iter
         yield received
 
 
-def clean_up_on_stop_signals() -> AbstractContextManager[None]:
+@contextmanager
+def clean_up_on_stop_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, so that partial files and locks are removed as after Ctrl-C."""
+    received: list[int] = []
 
     def stop(number: int, frame: object) -> NoReturn:
+        received.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         write_stop_message(number)
         sys.exit(128 + number)
 
-    return handle_signals(stop, *(number for number in STOP_SIGNALS if number != signal.SIGINT))
+    with handle_signals(stop, *STOP_SIGNALS):
+        try:
+            yield
+        except Exception:
+            if not received:
+                raise
+            if received[-1] == signal.SIGINT:  # a library has replaced the exception by one of its own
+                raise KeyboardInterrupt from None
+            sys.exit(128 + received[-1])
 
 
 def exit_on_stop_signals() -> AbstractContextManager[None]:

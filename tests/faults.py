@@ -1,6 +1,6 @@
 """Commands under faults: kills, damaged files of every kind of folder, hostile files. Counts what should never happen.
 
-    python tests/faults.py [--cases N] [--only TEXT] [--seed N] [--workers N]
+    python tests/faults.py [--cases N] [--minutes N] [--only TEXT] [--seed N] [--workers N]
 
 Each case is a command in a forked process, in a folder of its own with copies of small, finished folders. It may do its
 work, or refuse with one sentence and exit code 2. Counted are:
@@ -16,6 +16,7 @@ work, or refuse with one sentence and exit code 2. Counted are:
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -29,7 +30,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -50,6 +51,7 @@ SIZE = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding
 STEPS = "--steps 8 --save-every 2 --evaluate-every 4 --log-every 2 --evaluation-rows 16 --length 16 --batch-size 8"
 TUNING = "--epochs 1 --length 16 --batch-size 8 --device cpu"
 EMBED = "embed --model model --input rows/dev.jsonl --device cpu"
+PREDICT = "predict --model tuned --input rows/dev.jsonl --device cpu"
 WRITERS = {  # commands that write: output, inputs, command
     "vocab": (["texts"], "tokenizer --corpus texts --output vocab --vocab-size 120"),
     "shards": (
@@ -65,10 +67,7 @@ WRITERS = {  # commands that write: output, inputs, command
         f"finetune --model model --train rows/train.jsonl --dev rows/dev.jsonl --output tuned {TUNING}",
     ),
     "glued": (["model", "glue"], f"glue --model model --data glue --tasks cola rte --seeds 1 --output glued {TUNING}"),
-    "predictions": (
-        ["tuned", "rows"],
-        "predict --model tuned --input rows/dev.jsonl --output predictions/rows.csv --device cpu",
-    ),
+    "predictions": (["tuned", "rows"], f"{PREDICT} --output predictions/rows.csv"),
     "report": (["run"], "report run --output report"),
     "package": (["run"], "export --model run --output package --to package --training-data none"),
     "corrupted": (
@@ -85,9 +84,34 @@ WRITERS = {  # commands that write: output, inputs, command
         ["tagged", "tags"],
         "predict --model tagged --input tags/dev.conll --output tag-predictions/rows.conll --device cpu",
     ),
+    "choosing": (
+        ["model", "choices"],
+        "finetune --model model --train choices/train.jsonl --dev choices/dev.jsonl --kind choice --text context "
+        f"--text-b question --output choosing {TUNING}",
+    ),
+    "chosen": (
+        ["choosing", "choices"],
+        "predict --model choosing --input choices/dev.jsonl --output chosen/rows.jsonl --device cpu",
+    ),
+    "answering": (
+        ["model", "questions"],
+        "finetune --model model --train questions/train.jsonl --dev questions/dev.json --kind question-answering "
+        f"--output answering {TUNING.replace('--length 16', '--length 24')}",
+    ),
+    "answers": (
+        ["answering", "questions"],
+        "predict --model answering --input questions/dev.json --output answers/files --device cpu",
+    ),
+    "onnx": (["run"], "export --model run --output onnx --to onnx --int8"),
+}
+SLOW = ("onnx",)  # outputs whose commands are stopped less often
+HALF = {  # commands that were stopped before the end of a file
+    "half-predictions": (["tuned", "rows"], f"{PREDICT} --output half-predictions/rows.csv"),
+    "half-table": (["model", "rows"], f"{EMBED} --output half-table/rows.parquet"),
+    "half-answers": (["answering", "questions"], WRITERS["answers"][1].replace("answers/", "half-answers/")),
 }
 DETECT = "detect --device cpu --json --model"
-EVALUATE = "evaluate --input rows/dev.jsonl --device cpu --json --model"
+EVALUATE = "evaluate --device cpu --json"
 READERS = {  # commands that read each kind of folder: other inputs, commands
     "texts": (["vocab"], [WRITERS["vocab"][1].replace("output vocab", "output new"), WRITERS["shards"][1]]),
     "vocab": (["texts"], [WRITERS["shards"][1]]),
@@ -104,12 +128,20 @@ READERS = {  # commands that read each kind of folder: other inputs, commands
     "run": ([], ["report run", f"{DETECT} run words"]),
     "model": (["rows"], [f"{DETECT} model words", WRITERS["tuned"][1], "export --model model --output new"]),
     "huggingface": ([], [f"{DETECT} huggingface words", WRITERS["model"][1]]),
-    "tuned": (["model", "rows"], [WRITERS["tuned"][1], f"{EVALUATE} tuned", "export --model tuned --output new"]),
+    "tuned": (
+        ["model", "rows"],
+        [WRITERS["tuned"][1], f"{EVALUATE} --input rows/dev.jsonl --model tuned", "export --model tuned --output new"],
+    ),
     "glued": (["model", "glue"], [WRITERS["glued"][1]]),
     "package": ([], [f"{DETECT} package words"]),
     "corrupted": (["shards"], [f"{WRITERS['run'][1]} --corrupted-rows corrupted/rows.safetensors"]),
     "tags": (["model"], [WRITERS["tagged"][1]]),
-    "tagged": (["model", "tags"], ["evaluate --input tags/dev.conll --device cpu --json --model tagged"]),
+    "tagged": (["model", "tags"], [f"{EVALUATE} --input tags/dev.conll --model tagged"]),
+    "choices": (["model"], [WRITERS["choosing"][1]]),
+    "choosing": (["model", "choices"], [f"{EVALUATE} --input choices/dev.jsonl --model choosing"]),
+    "questions": (["model"], [WRITERS["answering"][1]]),
+    "answering": (["model", "questions"], [f"{EVALUATE} --input questions/dev.json --model answering"]),
+    **{kind: (inputs, [command]) for kind, (inputs, command) in HALF.items()},
 }
 PLAIN = ("model", "tuned")  # kinds that are also tried without checksums, as a stranger may send
 READERS |= {
@@ -117,16 +149,10 @@ READERS |= {
     for kind in PLAIN
     for inputs, commands in [READERS[kind]]
 }
-CHECKED = (
-    "shards",
-    "stopped",
-    "run",
-    "model",
-    "tuned",
-    "glued",
-    "corrupted",
-    "tagged",
-)  # kinds whose files are covered by checksums
+CHECKED = (  # kinds whose files are covered by checksums
+    *("shards", "stopped", "run", "model", "tuned", "glued", "corrupted", "tagged", "choosing", "answering"),
+    *HALF,
+)
 UNCHECKED_FILES = ("metrics.jsonl", "samples.md", "curves.png")  # of these, for people to read
 
 
@@ -275,7 +301,8 @@ def result_of(command: str, folder: Path, outcome: Outcome) -> dict[str, str | N
         last = max((name.split("/")[2] for name in files if name.startswith(f"{output}/checkpoints/")), default="none")
         names = [f"{output}/checkpoints/{last}/{name}.safetensors" for name in ("model", "training")]
     else:
-        suffixes = (".safetensors", ".txt", ".csv", ".md", ".npy", ".parquet", ".conll", ".gz")
+        suffixes = (".safetensors", ".txt", ".csv", ".md", ".npy", ".parquet", ".conll", ".gz", ".onnx")
+        suffixes += (".json", ".jsonl") if command.startswith("predict") else ()
         names = sorted(name for name in files if name.startswith(output) and name.endswith(suffixes))
     return {name: files.get(name) for name in names}
 
@@ -295,6 +322,12 @@ class Trial:
             self.require_success(run_electra(command, self.good), command)
         shutil.copytree(self.good / "run", self.good / "stopped")
         shutil.rmtree(self.good / "stopped/checkpoints/step-000000008")
+        for _, command in HALF.values():
+            make_parent(command, self.good)
+            operations = run_electra(command, self.good).operations
+            shutil.rmtree((self.good / output_of(command)).parent)
+            make_parent(command, self.good)
+            run_electra(command, self.good, (signal.SIGTERM, operations // 3))
         for kind in PLAIN:
             shutil.copytree(self.good / kind, self.good / f"plain-{kind}")
             remove_checksums(self.good / f"plain-{kind}")
@@ -373,6 +406,7 @@ class Trial:
         """Files that were changed or removed, except those that a successful command replaces in its output."""
         output = output_of(case.command)
         lost = [name for name, content in before.items() if after.get(name) != content]
+        lost = [name for name in lost if not name.endswith(".electra-partial")]
         replaced = ("metrics.jsonl", "config.json") if case.group.startswith("plain") else ("metrics.jsonl",)
         is_own = (lambda name: Path(name).name not in FOREIGN) if code == 0 else (lambda name: name.endswith(replaced))
         return [name for name in lost if not name.startswith(f"{output}/") or not is_own(name)]
@@ -389,7 +423,7 @@ class Trial:
             stopped = run_electra(case.command, folder, (number, 1 + int(fraction * self.operations[case.command])))
         faults = self.common_faults(stopped) if stopped.code != -number else []  # SIGKILL, or before it began
         strays = [path for path in folder.rglob("*electra-partial") if "lock" not in path.name]  # locks are taken over
-        if strays and number != signal.SIGKILL:
+        if strays and number != signal.SIGKILL and "is kept" not in stopped.errors:
             faults.append("lost")
             stopped.errors += f"\nleft behind: {strays}"
         has_checkpoint = (folder / "run/checkpoints").exists()
@@ -417,9 +451,10 @@ def all_cases(draw: random.Random) -> Iterator[Case]:
 def stop_cases(draw: random.Random) -> Iterator[Case]:
     """Every command that writes, stopped at different moments."""
     counts = {signal.SIGKILL: 12, signal.SIGTERM: 3, signal.SIGHUP: 3, signal.SIGINT: 3}  # of each way
-    for inputs, command in WRITERS.values():
+    for output, (inputs, command) in WRITERS.items():
         for number, is_timed in product(counts, (True, False)):
-            for fraction in (draw.random() for _ in range(counts[number])):
+            count = counts[number] // 3 if output in SLOW else counts[number]
+            for fraction in (draw.random() for _ in range(count)):
                 name = f"{command.split()[0]} at {fraction:.0%} of its {'time' if is_timed else 'file operations'}"
                 stop = (number, fraction)
                 yield Case(signal.Signals(number).name, name, command, tuple(inputs), stop=stop, is_timed=is_timed)
@@ -448,8 +483,11 @@ def is_of_interest(name: str) -> bool:
     return not name.endswith(".png") and not name.startswith(old)
 
 
-def run_trial(limit: int | None, only: str, seed: int, workers: int) -> list[CaseResult]:
-    """Run all cases, or a random selection of `limit`, in forked processes."""
+def run_trial(
+    limit: int | None = None, only: str = "", seed: int = 0, workers: int = 2, minutes: float | None = None
+) -> list[CaseResult]:
+    """Run all cases in random order, or as many as `limit` and `minutes` allow, in forked processes."""
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
     import_libraries()
     with tempfile.TemporaryDirectory(prefix="electra-faults-") as work:
         trial = Trial(Path(work))
@@ -457,14 +495,14 @@ def run_trial(limit: int | None, only: str, seed: int, workers: int) -> list[Cas
             READABLE_FILES[kind] = [name for name in read_files(trial.good / kind) if is_of_interest(name)]
         draw = random.Random(seed)
         cases = [case for case in all_cases(draw) if only in f"{case.group} {case.name}"]
-        if limit is not None:
-            cases = draw.sample(cases, min(limit, len(cases)))
+        cases = draw.sample(cases, min(limit or len(cases), len(cases)))
         for number, case in enumerate({case.command: case for case in cases if case.group[:7] != "hostile"}.values()):
             trial.measure(case, number)
-        return [result for part in run_in_workers(trial, cases, workers) for result in part]
+        print(f"{len(cases):,} cases", file=sys.stderr)
+        return [result for part in run_in_workers(trial, cases, workers, end) for result in part]
 
 
-def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[list[CaseResult]]:
+def run_in_workers(trial: Trial, cases: list[Case], workers: int, end: float) -> Iterator[list[CaseResult]]:
     """Divide the cases among forked processes, which write their results to files."""
     children = {}
     for worker in range(workers):
@@ -473,7 +511,7 @@ def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[li
             children[child] = path
             continue
         try:
-            run_cases(trial, cases, range(worker, len(cases), workers), path)
+            run_cases(trial, cases, range(worker, len(cases), workers), path, end)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -485,14 +523,17 @@ def run_in_workers(trial: Trial, cases: list[Case], workers: int) -> Iterator[li
         yield [CaseResult(cases[number], name, Outcome(**outcome), faults) for number, name, faults, outcome in lines]
 
 
-def run_cases(trial: Trial, cases: list[Case], numbers: range, path: Path) -> None:
-    """Run some of the cases and write their results to a file."""
+def run_cases(trial: Trial, cases: list[Case], numbers: range, path: Path, end: float) -> None:
+    """Run some of the cases and write their results to a file; none is started after the time `end`."""
     with path.open("w") as file:
-        for number in numbers:
+        for number in takewhile(lambda _: time.monotonic() < end, numbers):
             result = trial.run(cases[number], number)
             outcome = replace(result.outcome, output="", errors=result.outcome.errors[-3000:])
             file.write(json.dumps([number, result.name, result.faults, outcome.__dict__]) + "\n")
             file.flush()
+            if result.faults:
+                faults, error = ", ".join(result.faults), outcome.errors.strip()[-600:]
+                print(f"{faults}: {result.case.group}: {result.case.name}\n{error}\n", file=sys.stderr, flush=True)
 
 
 def import_libraries() -> None:
@@ -506,17 +547,29 @@ def import_libraries() -> None:
     import torch
     import torch._dynamo  # imported by models when they are built
 
-    from electra import plotting
+    from electra import plotting, resumable
+    from electra.finetuning import predict
+    from electra.onnx import verify
+    from electra.serve import embed
 
     torch.set_num_threads(1)
+    predict.CHUNK_SIZE = embed.CHUNK_SIZE = 3  # several parts of a small file,
+    resumable.SAVE_SECONDS = 0.0  # each of which is saved
+    verify.TIMED_SECONDS = 0.0
     plotting.save_figure = lambda path, *arguments, **options: path.write_bytes(b"") == 0  # plots take most of the time
+
+
+def group_order(group: str) -> tuple[int, str]:
+    """Signals first, then folders in the order of `READERS`, then hostile files."""
+    order = ["SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", *READERS]
+    return order.index(group) if group in order else len(order), group
 
 
 def format_table(results: list[CaseResult]) -> str:
     """Counts by group, as a Markdown table."""
     columns = ("refused", "same", "accepted", *FAULTS)
     rows = [("fault", "cases", *columns), tuple("-" * 3 for _ in range(2 + len(columns)))]
-    groups = list(dict.fromkeys(result.case.group for result in results))
+    groups = sorted(dict.fromkeys(result.case.group for result in results), key=group_order)
     for group in [*groups, "all"]:
         mine = [result for result in results if group in (result.case.group, "all")]
         counts = Counter(result.name for result in mine if not result.faults)
@@ -528,23 +581,18 @@ def format_table(results: list[CaseResult]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, help="a random selection of this size instead of all")
+    parser.add_argument("--minutes", type=float, help="start no case after this time")
     parser.add_argument("--only", default="", help="cases with this text in their name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print the outcome of every case")
     options = parser.parse_args()
     start = time.monotonic()
-    results = run_trial(options.cases, options.only, options.seed, options.workers)
+    results = run_trial(options.cases, options.only, options.seed, options.workers, options.minutes)
     for result in results:
         if options.list:
             last = (result.outcome.errors.strip().splitlines() or [""])[-1]
             print(f"{result.name}: {result.case.group}: {result.case.name}: {last[:300]}")
-        if result.faults:
-            error = result.outcome.errors.strip()[-600:]
-            print(
-                f"{', '.join(result.faults)}: {result.case.group}: {result.case.name}\n{error}\n",
-                file=sys.stderr,
-            )
     print(format_table(results))
     peak = max(result.outcome.resident_bytes for result in results)
     print(f"\n{len(results):,} cases in {time.monotonic() - start:.0f} s; at most {peak / 1e6:.0f} MB resident")

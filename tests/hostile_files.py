@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from synthetic import sentence, write_glue, write_rows, write_tags
+from synthetic import sentence, write_choices, write_glue, write_questions, write_rows, write_squad, write_tags
 
 from electra import runfolder
 
@@ -41,7 +41,12 @@ def write_inputs(folder: Path) -> None:
     write_rows(rows / "train.jsonl", "classification", 48, seed=0)
     write_rows(rows / "dev.jsonl", "classification", 16, seed=1)
     write_glue(folder / "glue", rows=24)
-    (folder / "tags").mkdir()
+    for name in ("tags", "choices", "questions"):
+        (folder / name).mkdir()
+    write_choices(folder / "choices/train.jsonl", 24, seed=0)
+    write_choices(folder / "choices/dev.jsonl", 8, seed=1)
+    write_questions(folder / "questions/train.jsonl", 24, seed=0, has_unanswerable=True, sentences=3)
+    write_squad(folder / "questions/dev.json", 8, seed=1)
     write_tags(folder / "tags/train.conll", 24, seed=0)
     write_tags(folder / "tags/dev.conll", 8, seed=1)
 
@@ -374,15 +379,69 @@ TEXTS: list[tuple[str, str, Callable[[], Any]]] = [
     ("100 MB of one letter", ".txt.gz", lambda: (b"a" * MEGABYTE, 100)),
     *(("noise", f".txt{suffix}", lambda: NOISE) for suffix in (".gz", ".xz", ".bz2", ".zst")),
 ]
-TUNING = "--text text --label label --epochs 1 --length 16 --batch-size 8 --device cpu"
+LONG_CONTEXT = "the cat sat on the mat . " * 15_000
+KIND_FILES: list[tuple[str, str, str, Callable[[], Any]]] = [  # kind, name, suffix, content
+    ("question-answering", "nested deeply", ".json", lambda: '{"data":' + "[" * MILLION),
+    ("question-answering", "lists for objects", ".json", lambda: '{"data": [{"paragraphs": [[]]}]}'),
+    ("question-answering", "a number for a context", ".json", lambda: squad({"context": 1, "qas": []})),
+    ("question-answering", "half a gigabyte of spaces", ".json", lambda: " " * (512 * MEGABYTE)),
+    ("question-answering", "start beyond 2^63", ".jsonl", lambda: question(answers=[answer("cat", 10**30)])),
+    ("question-answering", "start before 0", ".jsonl", lambda: question(answers=[answer("cat", -9)])),
+    ("question-answering", "a dictionary as text", ".jsonl", lambda: question(answers=[answer({"a": 1}, 4)])),
+    ("question-answering", "null as answers", ".jsonl", lambda: question(answers=None)),
+    ("question-answering", "answers not in the context", ".jsonl", lambda: question(answers=[answer("dog", 4)])),
+    ("question-answering", "a context of 100,000 words", ".jsonl", lambda: question(1, context=LONG_CONTEXT)),
+    ("question-answering", "a question of 100,000 words", ".jsonl", lambda: question(question=LONG_CONTEXT)),
+    ("question-answering", "100,000 answers", ".jsonl", lambda: question(1, answers=[answer("cat", 4)] * 100_000)),
+    ("tags", "no columns", ".conll", lambda: "word\n" * 20),
+    ("tags", "a million columns", ".conll", lambda: "a" + " b" * MILLION + "\n"),
+    ("tags", "ragged columns", ".conll", lambda: "a B-X\nb c d I-X\n\n" * 20),
+    ("tags", "tags of no scheme", ".conll", lambda: "a Q-X\nb W-Y\nc Z-X\n\n" * 20),
+    ("tags", "a sentence of 200,000 words", ".conll", lambda: "cat O\n" * 200_000),
+    ("tags", "a word of 10 MB", ".conll", lambda: "a" * (10 * MEGABYTE) + " O\n\n" + "cat B-X\n\n" * 20),
+    ("tags", "noise", ".conll", lambda: NOISE),
+    ("tags", "20,000 tags", ".conll", lambda: "".join(f"cat B-{number}\n\n" for number in range(20_000))),
+    ("tags", "a sentence of no words", ".jsonl", lambda: json_lines({"words": [], "tags": []})),
+    ("tags", "fewer tags than words", ".jsonl", lambda: json_lines({"words": ["a", "b"], "tags": ["O"]})),
+    ("tags", "numbers as words", ".jsonl", lambda: json_lines({"words": [1, None], "tags": ["O", {}]})),
+    ("choice", "one choice", ".jsonl", lambda: json_lines({"choices": ["a"], "label": 0})),
+    ("choice", "a label beyond the choices", ".jsonl", lambda: json_lines({"choices": ["a", "b"], "label": 7})),
+    ("choice", "a million choices", ".jsonl", lambda: json_lines({"choices": ["a"] * MILLION, "label": 0}, 1)),
+    ("choice", "nested choices", ".jsonl", lambda: json_lines({"choices": [["a"], {"b": 1}], "label": 0})),
+    ("choice", "a text for a list", ".jsonl", lambda: json_lines({"choices": "ab", "label": 0})),
+    ("choice", "a label of 10^30", ".jsonl", lambda: json_lines({"choices": ["a", "b"], "label": 10**30})),
+]
+TUNING = "--epochs 1 --length 16 --batch-size 8 --device cpu"
+
+
+def json_lines(row: dict[str, Any], count: int = 10) -> str:
+    return (json.dumps(row) + "\n") * count
+
+
+def question(count: int = 10, **values: Any) -> str:
+    good = {"context": "the cat sat .", "question": "who", "answers": [answer("cat", 4)]}
+    return json_lines(good | values, count)
+
+
+def answer(text: Any, start: int) -> dict[str, Any]:
+    return {"text": text, "answer_start": start}
+
+
+def squad(paragraph: dict[str, Any]) -> str:
+    return json.dumps({"data": [{"title": "", "paragraphs": [paragraph]}]})
 
 
 def hostile_data() -> Iterator[Hostile]:
     readers = (
-        (TABLES, "finetune --model model --train {} --output new " + TUNING, ("model",)),
+        (TABLES, f"finetune --model model --train {{}} --output new --text text --label label {TUNING}", ("model",)),
         (TABLES, "predict --model tuned --input {} --output new.csv --device cpu", ("tuned", "model")),
+        (TABLES, "embed --model model --input {} --output new.npy --device cpu", ("model",)),
         (TEXTS, "tokenizer --corpus {} --output new", ("rows",)),
         (TEXTS, "shard --corpus {} --tokenizer vocab --output new --workers 1", ("vocab",)),
+    )
+    readers += tuple(
+        ([row[1:]], f"finetune --model model --train {{}} --output new --kind {row[0]} {TUNING}", ("model",))
+        for row in KIND_FILES
     )
     for files, command, inputs in readers:
         for name, suffix, content in files:

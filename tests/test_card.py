@@ -10,7 +10,7 @@ import yaml
 
 import electra
 from electra.finetuning.job import read_job_result
-from electra.runfolder import read_json
+from electra.runfolder import read_json, write_stored
 
 TEXTS = ["the big cat sat on the mat .", "the dog ran in the house . the small bird flew over the tree .", "cat"]
 
@@ -81,13 +81,40 @@ def test_the_card_of_a_fine_tuned_model_has_its_dev_metrics(finetuned, tmp_path)
     run_python_blocks(card, tmp_path / "hf")
 
 
-def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp_path):
+def test_a_card_without_training_because_of_a_damaged_file_is_reported(finetuned, tmp_path, capsys):
+    shutil.copytree(finetuned.output, tmp_path / "tuned")
+    for result in (tmp_path / "tuned").glob("seed-*/result.json"):
+        result.write_text(result.read_text().replace('"steps": ', '"steps": 1'))
+    electra.export_model(model=tmp_path / "tuned/seed-1/model", output=tmp_path / "hf")
+    assert "## Fine-tuning" not in read_card(tmp_path / "hf")[1]
+    error = capsys.readouterr().err
+    assert "the model card does not say how the model was trained" in error
+    assert "seed-1/result.json is damaged" in error
+
+
+def test_a_card_without_training_because_of_values_of_another_type_is_reported(finished_run, tmp_path, capsys):
+    shutil.copytree(finished_run, tmp_path / "run")
+    record = read_json(tmp_path / "run/config.json")
+    write_stored(tmp_path / "run/config.json", record | {"environment": {"device": 1e308}})
+    electra.export_model(model=tmp_path / "run", output=tmp_path / "hf")
+    assert "is damaged or of another version" in capsys.readouterr().err
+
+
+def test_a_card_without_training_because_of_a_missing_file_is_reported(finished_run, tmp_path, capsys):
+    shutil.copytree(finished_run, tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    electra.export_model(model=tmp_path / "run", output=tmp_path / "hf")
+    assert "run has no config.json" in capsys.readouterr().err
+
+
+def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp_path, capsys):
     [*_, checkpoint] = sorted((finished_run / "checkpoints").iterdir())
     shutil.copytree(checkpoint, tmp_path / "model")
     electra.export_model(model=tmp_path / "model", output=tmp_path / "hf")
     _, card = read_card(tmp_path / "hf")
     assert "## Pre-training" not in card
     assert "ElectraForPreTraining" in card
+    assert capsys.readouterr().err == ""
 
 
 def test_the_code_in_the_card_of_an_onnx_folder_runs(finished_run, tmp_path, monkeypatch):

@@ -230,6 +230,23 @@ def test_a_stop_signal_cleans_up(capfd, monkeypatch, tmp_path, name):
     assert signal.getsignal(signal.Signals[name]) == before
 
 
+@pytest.mark.parametrize(("name", "exception"), [("SIGTERM", SystemExit), ("SIGINT", KeyboardInterrupt)])
+def test_a_stop_signal_that_a_library_turns_into_another_error_stops(monkeypatch, name, exception):
+    """As torch does if it is stopped while it inspects an object."""
+
+    def stopped(config: FlopsConfig) -> None:
+        try:
+            os.kill(os.getpid(), signal.Signals[name])
+        except BaseException:
+            raise ValueError("could not determine the shape of object type") from None
+
+    monkeypatch.setattr("electra.report.flops.count_flops", stopped)
+    before = signal.signal(signal.Signals[name], signal.default_int_handler)  # a background process ignores SIGINT
+    with pytest.raises(exception):
+        main(["flops"])
+    signal.signal(signal.Signals[name], before)
+
+
 @pytest.mark.parametrize("library", ["cyclopts", "torch"])
 def test_an_interrupt_during_imports_is_one_line(tmp_path, library):
     """Libraries that are interrupted while they are imported often raise something other than KeyboardInterrupt."""

@@ -66,6 +66,35 @@ def test_question_answering_is_compared(run_benchmark, shards, tmp_path, flags):
         assert result["squad2"]["speedup"] > 0
 
 
+@pytest.mark.slow
+def test_one_command_makes_the_table_of_all_kinds_of_tasks(run_benchmark, finished_run, tmp_path):
+    for name, seed in (("train-v1.1", 0), ("dev-v1.1", 1)):
+        write_squad(tmp_path / f"{name}.json", 24, seed)
+    articles = [read_article(tmp_path / "train-v1.1.json") for _ in range(8)]
+    (tmp_path / "dev-v2.0.json").write_text(json.dumps({"data": articles}))
+    for name, columns in (("conll2003/eng.train", 4), ("conll2003/eng.testa", 4), ("conll2000/train.txt", 3)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_tags(tmp_path / name, 40, seed=0, num_columns=columns)
+    generator = random.Random(0)
+    lines = (" ".join(sentence(generator).capitalize() for _ in range(4)) for _ in range(80))
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    flags = ["--model", finished_run, "--squad", tmp_path, "--tagging", tmp_path, "--corpus", tmp_path / "text.txt"]
+    flags += ["--seeds", 2, "--epochs", 1, "--train-rows", 64, "--dev-rows", 16, "--squad-length", 16]
+    results = run_benchmark("task_table", *flags, "--output", tmp_path / "table")
+    assert [result["metric"] for result in results] == ["f1", "f1", "entity_f1", "entity_f1", "accuracy"]
+    for result in results:
+        assert result["rows"]["train"] > 0
+        assert result["speedup"] > 0
+        for contender in ("electra", "peer"):
+            assert len(result[contender]["seeds"]) == 2
+    assert len((tmp_path / "table/table.md").read_text().splitlines()) == 7
+    assert run_benchmark("task_table", *flags, "--output", tmp_path / "table") == results  # nothing runs again
+
+
+def read_article(path: Path) -> dict:
+    return json.loads(path.read_text())["data"][0]
+
+
 def test_the_peer_has_layer_wise_learning_rates():
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "num_hidden_layers": 3}
     model = ElectraForSequenceClassification(ElectraConfig(vocab_size=60, embedding_size=16, **sizes))

@@ -25,6 +25,7 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import recipe_settings
+from electra.pretraining.cooccurrence import cooccurrence_vectors
 from electra.pretraining.initialize import read_initial_weights, sinusoidal_table, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
@@ -413,6 +414,36 @@ def test_sinusoidal_positions_have_the_scale_of_the_default_initialisation(run_c
         table, std = embeddings.position.weight.detach(), encoder.config.init_std
         torch.testing.assert_close(table / std / 2**0.5, sinusoidal_table(*table.shape))
         assert table.square().mean().sqrt() == pytest.approx(std, rel=0.01)
+
+
+def test_cooccurrence_vectors_are_alike_for_tokens_with_the_same_neighbours(tmp_path):
+    words = ["red", "blue", "car", "bus", "two", "four", "cats", "dogs"]
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, "unused"]) + "\n"
+    )
+    lines = ["red car", "red bus", "blue car", "blue bus", "two cats", "two dogs", "four cats", "four dogs"]
+    (tmp_path / "text.txt").write_text("\n\n".join(lines * 5))
+    paths = {"corpus": f"{tmp_path}/text.txt", "tokenizer": tmp_path / "vocab.txt", "output": tmp_path / "shards"}
+    shard(build_config(ShardConfig, **paths, validation_fraction=0, workers=1))
+    vectors = cooccurrence_vectors(open_shards(tmp_path / "shards"), width=4)
+    assert not vectors[[0, 1, 2, 3, 4, 13]].any()  # special tokens, and one that is not in the text
+    unit = torch.nn.functional.normalize(vectors[5:13], dim=1)
+    similarity = dict(zip(words, unit @ unit[words.index("car")], strict=True))
+    assert similarity["bus"] > 0.9
+    assert max(similarity["cats"], similarity["dogs"], similarity["two"]) < 0.5
+
+
+@pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])
+def test_cooccurrence_embeddings_have_the_scale_of_the_default_initialisation(run_config, shards, sharing):
+    [phase] = plan_and_check_phases(run_config(cooccurrence_embeddings=True, sharing=sharing), open_shards(shards))
+    model = PretrainingTask(phase, open_shards(shards), World(torch.device("cpu"))).model
+    for encoder in (model.generator.encoder, model.discriminator.encoder):
+        embeddings = encoder.embeddings.base or encoder.embeddings
+        table, std = embeddings.token.weight.detach(), encoder.config.init_std
+        assert table[5:].square().mean().sqrt() == pytest.approx(std, rel=0.2)
+        assert table.isfinite().all()
+    if sharing == "disentangled":
+        assert not model.discriminator.encoder.embeddings.token.weight.any()
 
 
 def test_unigram_frequencies_are_sampled_from_all_shards(tmp_path, monkeypatch):

@@ -167,6 +167,14 @@ def test_a_stopped_prediction_with_damaged_rows_starts_over(finetuned, stopped_p
     assert output.read_text() == whole
 
 
+def test_a_link_in_the_place_of_a_partial_file_is_not_written_to(finetuned, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "out.csv.electra-partial").symlink_to(tmp_path / "precious")
+    predict_file(finetuned.output, finetuned.dev, tmp_path / "out.csv")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "out.csv").is_symlink()
+
+
 def test_a_stopped_prediction_with_other_settings_starts_over(finetuned, stopped_prediction, capsys):
     output, whole, computed = stopped_prediction(".csv")
     predict_file(finetuned.output, finetuned.dev, output, length=31)

@@ -11,8 +11,8 @@ from synthetic import write_glue, write_lines
 from electra.cli import main
 from electra.config import build_config
 from electra.errors import ConfigError, DataError
-from electra.finetuning import jobs as jobs_module
 from electra.finetuning import probe as probe_module
+from electra.finetuning import workers as workers_module
 from electra.finetuning.config import ProbeConfig
 from electra.finetuning.job import Job
 from electra.finetuning.probe import ProbeJob, parse_settings, probe, write_splits
@@ -185,7 +185,7 @@ def test_a_file_of_others_is_kept(run, tmp_path, content):
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_a_process_that_can_no_longer_use_the_gpu_is_replaced(run, monkeypatch):
     fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(jobs_module.multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda method: fork)
     monkeypatch.setattr(probe_module, "is_device_usable", lambda device: False)
     finetune = probe_module.finetune
     monkeypatch.setattr(

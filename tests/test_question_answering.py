@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import write_questions
+from synthetic import write_questions, write_squad
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
 
 import electra
@@ -33,6 +33,7 @@ from electra.finetuning.question_answering import (
     window_bounds,
 )
 from electra.finetuning.tasks import Examples, Task
+from electra.resumable import ResumableFile
 
 KIND = "question-answering"
 
@@ -341,8 +342,21 @@ def finetune(model, folder, capsys, flags="", **settings):
     return rows, json.loads(run(f"finetune --model {model} {files} --kind {KIND} {TUNING} {flags} --json", capsys))
 
 
+def test_a_json_file_that_would_fill_memory_is_refused(tmp_path, monkeypatch):
+    write_squad(tmp_path / "rows.json", 9, seed=0)
+    assert len(list(read_rows(tmp_path / "rows.json"))) == 9
+    monkeypatch.setattr("electra.finetuning.question_answering.MAX_JSON_BYTES", 1000)
+    with pytest.raises(DataError, match=r"rows\.json is larger than 0 MB; write \.jsonl"):
+        list(read_rows(tmp_path / "rows.json"))
+
+
+def stop(file: ResumableFile) -> None:
+    file.close()
+    raise SystemExit(143)  # as SIGTERM does
+
+
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder, tmp_path, capsys, style):
+def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder, tmp_path, capsys, monkeypatch, style):
     model = {"classic": encoder_folder, "modern": modern_folder}[style]
     rows, result = finetune(model, tmp_path, capsys, has_unanswerable=True, sentences=4)
     metrics = result["median"]["dev"]
@@ -384,6 +398,11 @@ def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder
     kept = [file.name for file in (tmp_path / "squad").iterdir() if file.read_text() == "precious"]
     assert sorted(kept) == ["notes.json", "rows", "rows.jsonl"]
     assert not list(tmp_path.glob(".*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableFile, "discard", stop)  # when all rows are written, and no file of the folder
+        with pytest.raises(SystemExit, match="143"):
+            run(f"predict --model {tmp_path}/out --input {path} --output {tmp_path}/stopped --device cpu", capsys)
+    assert not [*tmp_path.glob(".*"), *tmp_path.glob("stopped*")]
 
     loaded = electra.load(tmp_path / "out", device="cpu")
     assert [row | loaded.predict([row])[0] for row in rows[:2]] == written[:2]

@@ -294,6 +294,14 @@ def test_a_run_that_still_trains_is_reported_up_to_its_last_checkpoint(run_confi
     assert "run is not finished" in str(result)
 
 
+def test_a_run_before_its_first_evaluation_is_an_error(run_config):
+    config = run_config(steps=20, evaluate_every=20, save_every=10, keep_checkpoints=9)
+    pretrain(config)
+    shutil.rmtree(checkpoint_folders(config.output)[-1])
+    with pytest.raises(DataError, match="not evaluated yet at step 10"):
+        report(ReportConfig(runs=(config.output,)))
+
+
 def test_phases_of_minutes_end_at_the_step_of_their_time(run_config, shards):
     config = run_config(steps=None, minutes=2.0, phases=("fraction=0.75", "objective=replace-mlm"))
     phases = plan_and_check_phases(config, open_shards(shards))

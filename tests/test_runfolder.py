@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from electra.runfolder import (
     read_json,
     read_stored,
     remove_partial_files,
+    remove_written_folder,
     write_checksums,
     write_file,
     write_json,
@@ -121,6 +123,21 @@ def test_what_a_killed_process_left_of_a_folder_is_removed_when_it_is_written_ag
     with create_folder_atomically(folder) as draft:
         (draft / "whole").touch()
     assert [path.name for path in folder.parent.rglob("*")] == [folder.name, "whole"]
+
+
+def test_a_signal_while_a_folder_is_removed_leaves_nothing_of_it(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/file").write_text("ours")
+    write_checksums(tmp_path / "old")
+    remove = iter([stop, shutil.rmtree])
+    monkeypatch.setattr("electra.runfolder.shutil.rmtree", lambda *args, **options: next(remove)(*args, **options))
+    with pytest.raises(SystemExit):
+        remove_written_folder(tmp_path / "old")
+    assert list(tmp_path.iterdir()) == []
+
+
+def stop(folder: Path) -> None:
+    raise SystemExit
 
 
 def test_only_partial_files_of_our_own_are_removed(tmp_path):

@@ -22,7 +22,7 @@ from electra.study import runs as runs_module
 from electra.study.command import study
 from electra.study.config import StudyConfig, StudyName
 from electra.study.measures import MeasuredRun, estimate_probe_difference, pooled_variance
-from electra.study.results import Comparison, describe_orderings, judge, plot_study, summarize_study
+from electra.study.results import Comparison, check_own_folder, describe_orderings, judge, plot_study, summarize_study
 from electra.study.runs import plan_runs, train_on_gpus
 from electra.study.studies import STUDIES, Study, StudySetting
 from electra.training.logging import TrainResult
@@ -156,6 +156,13 @@ def test_a_folder_of_others_is_refused(study_config, tmp_path):
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(DataError, match="not the output of electra study"):
         study(study_config())
+
+
+def test_a_folder_of_tables_of_others_is_refused(tmp_path):
+    check_own_folder(tmp_path)
+    (tmp_path / "study.md").write_text("precious")
+    with pytest.raises(DataError, match="was not written by electra study"):
+        check_own_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -139,6 +140,12 @@ def test_custom_tasks_from_the_hub_keep_their_labels(tmp_path, monkeypatch):
     assert len(read_examples(task, "train")) == len(read_examples(task, "dev")) == 1
     with pytest.raises(ConfigError, match=r"hub:imdb does not name a split"):
         define_task(TaskConfig(train=Path("hub:imdb"), text="t", label="label"))
+
+
+def test_a_pipe_which_can_be_read_once_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match="is a folder or a pipe; the train rows are read several times"):
+        define_task(TaskConfig(train=tmp_path / "train.jsonl"))
 
 
 def test_missing_tasks_files_and_splits_are_named(glue):

@@ -4,6 +4,7 @@ It states what the run folder and the shards record; what is no longer there is 
 """
 
 import json
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from electra.finetuning.metrics import format_metric
 from electra.onnx.export import FOLDER, FP32
 from electra.pretraining.config import read_run_record, read_run_settings
 from electra.report.runs import find_glue_tables
-from electra.runfolder import CONFIG, read_stored
+from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
 from electra.training.checkpoint import read_training_state
 from electra.training.logging import METRICS, format_duration, read_metrics
 
@@ -72,11 +73,16 @@ def metadata(source: ExportSource, is_onnx: bool) -> str:
 def describe_origin(folder: Path) -> list[str]:
     """How a model was trained and what was measured, as far as the folders that it came from still exist."""
     output = folder.parent.parent
-    with suppress(DataError, OSError):
+    try:
         if (folder.parent / RESULT).exists() and is_finetuning_output(output):
             record = read_stored(output / CONFIG, FinetuningRecord)
             return [*describe_finetuning(folder.parent, record), *describe_pretraining(Path(record.settings["model"]))]
         return describe_pretraining(folder)
+    except (DataError, OSError) as error:
+        reason = str(error)
+    except (TypeError, ValueError, AttributeError, KeyError):  # settings and environment may hold any JSON
+        reason = f"what is stored about {folder} is damaged or of another version"
+    print(f"the model card does not say how the model was trained: {reason}", file=sys.stderr)
     return []
 
 
@@ -100,10 +106,12 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
 
 def describe_pretraining(checkpoint: Path) -> list[str]:
     """The pre-training of the run that a checkpoint is in; nothing if it was moved out of its run."""
-    settings = read_run_settings(checkpoint)
+    settings, run = read_run_settings(checkpoint), checkpoint.parent.parent
+    if not settings and checkpoint.parent.name == CHECKPOINTS:
+        raise DataError(f"{run} has no {CONFIG}")
     if not settings:
         return []
-    run, state = checkpoint.parent.parent, read_training_state(checkpoint).trainer
+    state = read_training_state(checkpoint).trainer
     record = read_run_record(run)
     facts = {
         "text": describe_corpus(checkpoint),

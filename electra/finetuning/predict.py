@@ -249,13 +249,13 @@ def write_prediction_files(predictor: Predictor, path: Path, folder: Path, overw
     rows = folder.absolute().with_name(f".{folder.name}.rows{PARTIAL}")
     check_output_folder(folder, rows, overwrite)
     columns = lambda *outputs: ({FILES: files} for files in make_files(*outputs))  # noqa: E731 (of write_predictions)
-    write_predictions(predictor, path, rows, columns, JsonWriter)
     try:
+        write_predictions(predictor, path, rows, columns, JsonWriter)
         is_new = is_missing_or_empty(folder)
         with create_folder_atomically(folder) if is_new else nullcontext(folder) as target:
             write_files_by_id(rows, target, path)
     finally:
-        rows.unlink()
+        rows.unlink(missing_ok=True)
 
 
 def check_output_folder(folder: Path, rows: Path, overwrite: bool) -> None:

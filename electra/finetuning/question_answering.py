@@ -26,6 +26,7 @@ MAX_QUESTION = 64  # tokens; the rest of a question is cut off
 OVERLAP = 128  # tokens that consecutive windows share
 MAX_ANSWER = 30  # tokens
 N_BEST = 20
+MAX_JSON_BYTES = 1 << 28  # of a file that is read as a whole; SQuAD's have 42 MB
 NO_ANSWER, EXCERPT = "(no answer)", 150  # of errors.md: characters of the context before and after an answer
 ENCODED_TOGETHER = 256  # contexts, whose offsets are lists of the tokenizers library
 
@@ -99,8 +100,13 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
         return
     with open_streams(TextFile(path, format, compression)) as (stream, _):
         chunks: Iterator[bytes] = iter(lambda: stream.read(1 << 20), b"")
-        parts: list[bytes] = list(limit_expansion(path, chunks, lambda chunk: len(chunk)))
-    rows = squad_rows(str(path), b"".join(parts))
+        content = bytearray()
+        for chunk in limit_expansion(path, chunks, lambda chunk: len(chunk)):
+            content += chunk
+            if len(content) > MAX_JSON_BYTES:
+                size = f"{MAX_JSON_BYTES >> 20} MB"
+                raise DataError(f"{path} is larger than {size}; write .jsonl, which is read row by row")
+    rows = squad_rows(str(path), bytes(content))
     first = next(rows, None)
     if first is None:
         raise DataError(f"no rows in {path}; it needs at least one question")

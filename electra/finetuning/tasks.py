@@ -173,6 +173,8 @@ def read_split_rows(task: Task, split: str, read_rows: RowReader = read_rows) ->
         return (with_class_name(task, row) for row in rows) if task.has_label_ids else rows
     if not Path(source).exists():
         raise DataError(f"{source}, the file of the {split} rows, does not exist")
+    if not Path(source).is_file():
+        raise DataError(f"{source} is a folder or a pipe; the {split} rows are read several times, so give a file")
     is_test = split.startswith(TEST)  # skipping a test row would shift the predictions after it
     return read_rows(Path(source), columns=task.columns, skip_malformed=task.skip_malformed and not is_test)
 

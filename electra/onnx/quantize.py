@@ -26,6 +26,7 @@ def write_int8(model: ExportableModel, path: Path, output: Path, keep_head: bool
     graph = onnx.load(path)
     excluded = head_nodes(graph) if keep_head else []
     scale_outlier_channels(graph, largest_inputs(model, path, excluded))
+    del graph.graph.value_info[:]  # ONNX Runtime transposes weights of 2D products (Gemm), whose shapes are there, too
     scaled = output.with_suffix(".scaled")
     onnx.save(graph, scaled)
     with quiet():

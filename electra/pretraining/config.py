@@ -68,7 +68,14 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "steps": 400_000},
     },
     "fast": {
-        "tiny": {"learning_rate": 3e-3, "batch_size": 64, "length": 64, "steps": 10_000, "mask_fraction": 0.3},
+        "tiny": {
+            "learning_rate": 3e-3,
+            "batch_size": 64,
+            "length": 64,
+            "steps": 10_000,
+            "mask_fraction": 0.3,
+            "cooccurrence_embeddings": True,  # a CPU would spend most of its steps on learning them
+        },
         "small": {"learning_rate": 1.5e-3, "batch_size": 256, "length": 128, "steps": 50_000},
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
         "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},
@@ -110,6 +117,9 @@ class InitConfig:
     the same size."""
     unigram_output_bias: bool = False
     """Initialise the output bias of token predictions with the log unigram frequencies of the text."""
+    cooccurrence_embeddings: bool = False
+    """Initialise token embeddings from counts of neighbouring tokens in the text (eigenvectors of their PPMI matrix)
+    instead of noise: what a CPU has time to learn is much more with it."""
     sinusoidal_positions: bool = False
     """Initialise position embeddings with sinusoids instead of noise; they are trained like the others."""
 
@@ -220,6 +230,10 @@ class PretrainConfig:
         base = {name: known[name] for name in ("recipe", "size", "style")}
         defaults = recipe_settings(**base) | initial | base | stored
         return defaults | dict.fromkeys(BUDGETS) if explicit_values.keys() & set(BUDGETS) else defaults
+
+    def starts_from_weights(self) -> bool:
+        """Whether the initial weights are those of a checkpoint or of another model."""
+        return self.resumes_checkpoint() or self.init.model is not None or self.init.branch_from is not None
 
     def resumes_checkpoint(self) -> bool:
         """Whether this run is resumed from a checkpoint."""

@@ -225,7 +225,7 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
     loader = LoaderConfig(length=length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows), packing=config.packing)
     rows = corrupt_held_out_rows(electra, shards, loader, config.rows, device)
     tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items() if tensor is not None}
-    metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder.absolute())}
+    metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder)}
     write_file(config.output, serialize_tensors(tensors, metadata))
     metrics = rows.evaluate(electra, shards.tokenizer, World(device))
     is_replaced = tensors["corrupted_ids"] != tensors["input_ids"]

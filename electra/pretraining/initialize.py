@@ -1,4 +1,4 @@
-"""Initial weights: from other models, from the previous phase, from unigram frequencies and sinusoids."""
+"""Initial weights: from other models, from the previous phase, from counts of the text and sinusoids."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
+from electra.pretraining.cooccurrence import set_cooccurrence_embeddings
 from electra.training.checkpoint import find_model_folder
 
 TABLES = ("token", "position", "segment")
@@ -214,6 +215,16 @@ def unigram_frequencies(shards: Shards, device: torch.device) -> Tensor:
         counts += np.bincount(tokens, minlength=len(counts))
     counts[list(shards.tokenizer.vocabulary.unmaskable_ids())] = 0
     return torch.from_numpy(counts / max(1, counts.sum())).float().to(device)
+
+
+def set_initial_weights(model: Electra, init: InitConfig, shards: Shards, frequencies: Tensor, is_new: bool) -> None:
+    """Set the weights that do not start as noise; of a model that is not new, other weights are loaded later."""
+    if init.unigram_output_bias:
+        set_unigram_output_bias(model, frequencies)
+    if init.cooccurrence_embeddings and is_new:  # takes seconds
+        set_cooccurrence_embeddings(model, shards)
+    if init.sinusoidal_positions:
+        set_sinusoidal_positions(model)
 
 
 @torch.no_grad()

@@ -18,8 +18,7 @@ from electra.objectives.objectives import OBJECTIVES, Counts, Loss, Losses, Obje
 from electra.pretraining.held_out import held_out_batches, read_corrupted_rows, write_samples_page
 from electra.pretraining.initialize import (
     copy_first_segment_embedding,
-    set_sinusoidal_positions,
-    set_unigram_output_bias,
+    set_initial_weights,
     unigram_frequencies,
 )
 from electra.pretraining.phases import Phase
@@ -58,10 +57,8 @@ class PretrainingTask:
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two
 
             self.master_weights.model.require_generator().side_stream = GeneratorStream()
-        if config.init.unigram_output_bias:
-            set_unigram_output_bias(self.model, self.unigram)
-        if config.init.sinusoidal_positions:
-            set_sinusoidal_positions(self.model)
+        is_new = phase.index == 0 and not config.starts_from_weights()
+        set_initial_weights(self.model, config.init, shards, self.unigram, is_new)
         self.trains_segments = config.loader.packing != "packed"
         if not self.trains_segments:
             copy_first_segment_embedding(self.model)  # so that `has_trained_segments` is not misled by random numbers

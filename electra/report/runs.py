@@ -94,7 +94,9 @@ def read_run(folder: Path, glue_table: Path | None) -> Run:
     metrics_lines = [line for line in read_metrics(folder / METRICS) if line["step"] <= state.step]
     ends = phase_end_steps(phases, progress, metrics_lines)
     evaluations = parse_evaluations(metrics_lines, phases, ends)
-    if not evaluations or (progress.unfinished is None and evaluations[-1].step != state.step):
+    if not evaluations and progress.unfinished is not None:
+        raise DataError(f"it was not evaluated yet at step {state.step:,}; --evaluate-every sets how often it is")
+    if not evaluations or (evaluations[-1].step != state.step and progress.unfinished is None):
         raise DataError(f"{METRICS} has no evaluation at the last step, {state.step:,}")
     last_phase = [each for each in evaluations if each.step > state.start_step and each.phase == evaluations[-1].phase]
     return Run(

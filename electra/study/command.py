@@ -8,7 +8,7 @@ from electra.signals import explain_stop
 from electra.study.config import StudyConfig
 from electra.study.measures import measure_runs, read_measures
 from electra.study.output import OutputRecord
-from electra.study.results import StudyResult, summarize_study, write_study
+from electra.study.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.study.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.study.studies import STUDIES
 
@@ -19,6 +19,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     text = {"text in --data": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint}
     record = OutputRecord("study", text)
     record.check(config.output)
+    check_own_folder(config.output / config.name)
     if config.dry_run:
         folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
         return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)

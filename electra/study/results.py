@@ -3,16 +3,17 @@
 import csv
 import io
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from electra.errors import DataError
 from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate
 from electra.plotting import ErrorBars, plot_error_bars
-from electra.runfolder import write_file, write_json
+from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 from electra.study.measures import (
     PRETRAINING_SD,
     MeasuredRun,
@@ -25,6 +26,7 @@ from electra.study.measures import (
 from electra.study.studies import Study, StudySetting
 
 Verdict = Literal["holds", "reversed", "within noise", "not learnt", "not measured"]
+STUDY = "study.json"
 STANDARD_ERRORS = 2.0  # a difference of fewer is within noise
 MeasureName = Literal["probe", "fixed RTD loss"]
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"
@@ -293,16 +295,26 @@ def table_csv(settings: list[SettingResult]) -> str:
     return file.getvalue()
 
 
+def check_own_folder(folder: Path) -> None:
+    """Raise a DataError if the folder of a study's tables and figures has files of others."""
+    if is_missing_or_empty(folder):
+        return
+    path = folder / STUDY
+    if not path.exists() or {field.name for field in fields(StudyResult)} != read_json(path).keys():
+        raise DataError(f"{folder} is not empty and was not written by electra study; choose another --output")
+
+
 def write_study(result: StudyResult, study: Study, folder: Path) -> StudyResult:
     """Write table.md, table.csv, study.json and the figure as PNG and SVG."""
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / STUDY, asdict(result))  # so that an interrupted command can be repeated
     plots = [name for name in ("figure.png", "figure.svg") if plot_study(folder / name, study, result)]
-    result = replace(result, output=str(folder), files=["study.md", "table.csv", "study.json", *plots])
+    result = replace(result, output=str(folder), files=["study.md", "table.csv", STUDY, *plots])
     image = ["![](figure.png)"] if plots else []
     page = "\n\n".join([f"# {result.name}", str(replace(result, files=[])), *image])
     write_file(folder / "study.md", page + "\n")
     write_file(folder / "table.csv", table_csv(result.settings))
-    write_json(folder / "study.json", asdict(result))
+    write_json(folder / STUDY, asdict(result))
     return result
 
 
