@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -30,6 +31,7 @@ PAGES = {  # files outside of docs/ and their pages
 }
 PAGES |= {f"docs/{path.name}": path.name for path in sorted((ROOT / "docs").glob("*.md"))}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
+COMMAND_BLOCK = re.compile(r"(?<=\n\n)    (?:electra|pip|make|torchrun|python|#) .*\n(?:    .*\n)*")
 MAX_EXAMPLES = 8
 TYPE_NAMES = {int: "integer", float: "number", str: "text", Path: "path", bool: ""}
 
@@ -72,9 +74,10 @@ def site_settings() -> dict[str, Any]:
 
 
 def convert_page(source: str) -> str:
-    """A page of the repository with links that hold on the site."""
+    """A page of the repository with links that hold on the site, and with highlighted commands."""
     text = (ROOT / source).read_text(encoding="utf-8")
     text = LINK.sub(lambda match: convert_link(source, *match.groups(default="")), text)
+    text = COMMAND_BLOCK.sub(lambda match: f"```bash\n{dedent(match[0])}```\n", text)
     return f"---\nhide: [navigation]\n---\n\n{text}" if source == "README.md" else text
 
 

@@ -76,6 +76,7 @@ FEATURES = {
     "sklearn": Feature("estimators for scikit-learn", ("scikit-learn",)),
     "onnx": Feature("export to ONNX", ("onnx", "onnxscript", "onnxruntime")),
     "page": Feature("a page that runs a model (--to page)", ("onnx", "onnxscript", "onnxruntime"), find_missing_npm),
+    "ray": Feature("shards and fine-tuning on a Ray cluster (--ray)", ("ray",)),
     "server": Feature("electra serve", ("fastapi", "uvicorn")),
 }
 

@@ -79,7 +79,9 @@ def test_links_are_converted(build_site, source, link, expected):
 
 
 def test_the_home_page_is_the_readme(staged):
-    assert "**replaced token detection**" in (staged / "pages/index.md").read_text()
+    page = (staged / "pages/index.md").read_text()
+    assert "**replaced token detection**" in page
+    assert "\n```bash\nelectra tokenizer --corpus texts/" in page  # highlighted
 
 
 class Links(HTMLParser):
