@@ -51,7 +51,7 @@ def run_server(model: str, threads: int, is_alone: bool) -> None:
     """Serve until this process is stopped; `is_alone` keeps requests from being computed together."""
     torch.set_num_threads(threads)
     if is_alone:
-        server.CHARACTERS_PER_TOKEN = 0
+        server.CHARACTERS_PER_BATCH_TOKEN = 0
     limits = LimitsConfig()
     server.run_server(ServeConfig(model=Path(model), port=0, page=False, device="cpu", limits=limits))
 
@@ -91,14 +91,15 @@ async def measure(
     port: int, clients: int, seconds: float, tokenizer: TextTokenizer, words: list[int]
 ) -> dict[str, Any]:
     """The requests per second of all clients."""
-    generator, latencies = random.Random(0), []
+    generator = random.Random(0)
+    latencies: list[float] = []
+    texts = [
+        [" ".join(generator.choices(WORDS, k=generator.randint(*words))) for _ in range(20)] for _ in range(clients)
+    ]
+    expected = [[tokenizer.library.encode(text).tokens for text in of_client] for of_client in texts]
     start = time.perf_counter()
-    tasks = []
-    for _ in range(clients):
-        texts = [" ".join(generator.choices(WORDS, k=generator.randint(*words))) for _ in range(20)]
-        expected = [tokenizer.library.encode(text).tokens for text in texts]
-        tasks.append(ask(port, texts, expected, start + seconds, latencies))
-    wrong = sum(await asyncio.gather(*tasks))
+    requests = [ask(port, *of_client, start + seconds, latencies) for of_client in zip(texts, expected, strict=True)]
+    wrong = sum(await asyncio.gather(*requests))
     elapsed = time.perf_counter() - start
     middle, *_, high = statistics.quantiles(latencies, n=20)[9:]
     result = {"requests_per_second": round(len(latencies) / elapsed, 1), "wrong": wrong}

@@ -189,6 +189,20 @@ def test_int8_files_keep_the_head_in_fp32(exported):
     assert products[-2:] == ["MatMul", "MatMul"]
 
 
+def test_classifiers_are_quantised(finetuned, tmp_path):
+    """Their head is a 2D product, whose weights ONNX Runtime transposes."""
+    source = load_export_source(ExportConfig(model=finetuned.output, output=tmp_path))
+    model = onnx_export.ExportableModel(source.model, source.encoder, source.outputs).eval()
+    onnx_export.write_onnx(model, tmp_path / "fp32.onnx")
+    quantize.write_int8(model, tmp_path / "fp32.onnx", tmp_path / "int8.onnx", keep_head=True)
+    inputs = {name: tensor.numpy() for name, tensor in model.sample_inputs(3, 8).items()}
+    fp32, int8 = (
+        onnxruntime.InferenceSession(tmp_path / f"{name}.onnx").run(None, inputs)[0] for name in ("fp32", "int8")
+    )
+    assert fp32.shape == int8.shape
+    assert np.corrcoef(fp32.ravel(), int8.ravel())[0, 1] > 0.7  # coarse for a width of 24
+
+
 def test_outlier_channels_are_scaled_without_changing_the_product():
     """x W with one channel of x a hundred times as large as the others."""
     generator = np.random.default_rng(0)

@@ -26,10 +26,19 @@ def write_int8(model: ExportableModel, path: Path, output: Path, keep_head: bool
     graph = onnx.load(path)
     excluded = head_nodes(graph) if keep_head else []
     scale_outlier_channels(graph, largest_inputs(model, path, excluded))
+    del graph.graph.value_info[:]  # ONNX Runtime transposes weights of 2D products (Gemm), whose shapes are there, too
     scaled = output.with_suffix(".scaled")
     onnx.save(graph, scaled)
     with quiet():
-        quantize_dynamic(scaled, output, per_channel=True, weight_type=QuantType.QInt8, nodes_to_exclude=excluded)
+        # weights of 7 bits: with 8, sums of two products overflow in 16 bits on CPUs without VNNI (docs/log.md)
+        quantize_dynamic(
+            scaled,
+            output,
+            per_channel=True,
+            reduce_range=True,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=excluded,
+        )
     scaled.unlink()
 
 

@@ -32,7 +32,7 @@ from electra.training.config import Device
 from electra.training.hardware import choose_device
 
 Method = Literal["detect", "fill", "embed", "predict"]
-MAX_TOKENS = 4096
+MAX_TOKENS = 512
 TOKENS_PER_MASK = 16
 
 

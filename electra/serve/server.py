@@ -33,7 +33,8 @@ from electra.serve.service import Service, load_service
 from electra.signals import STOP_SIGNALS, handle_signals
 
 STATIC = Path(__file__).with_name("static")
-CHARACTERS_PER_TOKEN = 4  # of requests that are computed together, before their tokens are known
+CHARACTERS_PER_BATCH_TOKEN = 16
+"""Requests that are computed together fill about four forward passes: texts of similar length then share one."""
 MAX_CONNECTIONS = 512
 HEADERS = {"content-security-policy": "default-src 'self'", "x-content-type-options": "nosniff"}
 SUMMARIES: dict[Method, str] = {
@@ -62,9 +63,8 @@ def create_app(service: Service, limits: LimitsConfig, name: str = "model") -> F
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        batcher = Batcher(
-            service.compute, max_queue=limits.max_queue, max_size=CHARACTERS_PER_TOKEN * limits.batch_tokens
-        )
+        max_size = CHARACTERS_PER_BATCH_TOKEN * service.batch_tokens
+        batcher = Batcher(service.compute, max_queue=limits.max_queue, max_size=max_size)
         batcher.on_batch = metrics.batches.add
         app.state.batcher = batcher
         task = asyncio.create_task(batcher.run())

@@ -15,6 +15,7 @@ from electra.serve.inference import Method, Model, is_onnx_folder, load, load_on
 
 Function = Callable[[list[Any], Any], list[Any]]  # of texts or rows, and of an option
 
+BATCH_TOKENS = {"cpu": 512, "cuda": 16_384}  # by device
 EXAMPLES: dict[Method, str] = {
     "detect": "The chef ate the purple",
     "fill": "The chef ate the [MASK]",
@@ -26,9 +27,10 @@ EXAMPLES: dict[Method, str] = {
 class Service:
     """A loaded model and its methods, each a function of texts or rows and of one option."""
 
-    def __init__(self, model: Model | Predictor, batch_tokens: int) -> None:
+    def __init__(self, model: Model | Predictor, batch_tokens: int | None = None) -> None:
         self.model = model
-        model.max_tokens = batch_tokens
+        self.batch_tokens = batch_tokens or BATCH_TOKENS[model.device.type]
+        model.max_tokens = self.batch_tokens
         functions: dict[Method, Function] = {
             "detect": self.detect,
             "fill": self.fill,
@@ -58,7 +60,7 @@ class Service:
 
     def create_embedder(self, pooling: EmbeddingPooling) -> Embedder:
         assert isinstance(self.model, Model)
-        return self.model.create_embedder(pooling=pooling, max_tokens=self.model.max_tokens)
+        return self.model.create_embedder(pooling=pooling, max_tokens=self.batch_tokens)
 
     def predict(self, rows: list[dict[str, Any]], option: None) -> list[Any]:
         assert isinstance(self.model, Predictor)
