@@ -30,7 +30,15 @@ def write_int8(model: ExportableModel, path: Path, output: Path, keep_head: bool
     scaled = output.with_suffix(".scaled")
     onnx.save(graph, scaled)
     with quiet():
-        quantize_dynamic(scaled, output, per_channel=True, weight_type=QuantType.QInt8, nodes_to_exclude=excluded)
+        # weights of 7 bits: with 8, sums of two products overflow in 16 bits on CPUs without VNNI (docs/log.md)
+        quantize_dynamic(
+            scaled,
+            output,
+            per_channel=True,
+            reduce_range=True,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=excluded,
+        )
     scaled.unlink()
 
 
