@@ -126,8 +126,8 @@ def compare(config: FinetuneConfig, name: str) -> dict[str, Any]:
     for seed in seeds:
         path = config.output.with_name(f"{config.output.name}-peer-{seed}.json")
         if not path.exists():
-            peer, seconds = train_peer(config, task, seed)
-            write_json(path, {"score": peer.score(read_examples(task, "dev")), "seconds": seconds})
+            peer, elapsed = train_peer(config, task, seed)
+            write_json(path, {"score": peer.score(read_examples(task, "dev")), "seconds": elapsed})
         peers.append(read_json(path))
         print(f"{name}, seed {seed}: transformers {metric} {100 * peers[-1]['score']:.1f}", file=sys.stderr, flush=True)
     seconds = {"electra": median([each["seconds"] for each in stored]), "peer": median([p["seconds"] for p in peers])}
