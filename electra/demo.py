@@ -167,6 +167,9 @@ def run_demo(config: DemoConfig) -> DemoResult:
     result = electra.pretrain(
         data=shards, output=run, steps=steps, evaluate_every=-(-steps // 6), device="cpu", **settings
     )
+    if result.signal:
+        report("pre-training was stopped by a signal, so the demo ends here")
+        sys.exit(result.exit_code)
     electra.export_model(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
     model = load_model(run, "cpu")

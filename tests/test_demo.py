@@ -2,8 +2,11 @@
 
 import json
 import re
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from transformers import AutoModel, AutoTokenizer
 
@@ -11,7 +14,9 @@ import electra
 from electra import demo
 from electra.cli import main
 from electra.demo import is_prose, unused_folder
+from electra.serve.config import DemoConfig
 from electra.serve.inference import load_model
+from electra.training.logging import TrainResult
 
 
 @pytest.mark.slow
@@ -30,6 +35,21 @@ def test_the_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real
     check_demo(tmp_path / "further", result)
     assert result["uses_packaged_model"]
     assert len(result["marked_planted"]) == 4
+
+
+def test_a_demo_ends_when_a_signal_stops_its_pretraining(tmp_path, monkeypatch):
+    stopped = TrainResult(
+        run="run", checkpoint="", step=1, tokens=1, seconds=1.0, nonfinite_steps=0, metrics={}, signal=signal.SIGTERM
+    )
+    for name in ("train_tokenizer", "shard"):
+        monkeypatch.setattr(electra, name, lambda **settings: None)
+    monkeypatch.setattr(electra, "pretrain", lambda **settings: stopped)
+    monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
+    monkeypatch.setattr(demo, "open_shards", lambda folder: None)
+    monkeypatch.setattr(demo, "count_bigrams", lambda shards: SimpleNamespace(token_counts=np.ones(3)))
+    monkeypatch.setattr(electra, "export_model", lambda **settings: pytest.fail("the demo went on"))
+    with pytest.raises(SystemExit, match="143"):
+        demo.run_demo(DemoConfig(output=tmp_path / "demo", quick=True))
 
 
 def check_demo(folder: Path, result: dict) -> None:
