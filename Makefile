@@ -57,7 +57,7 @@ demo: $(VENV)/demo-installed
 	@$(BIN)/python -m electra.export.node_packages 2>/dev/null || echo "without npm the demo writes no page"
 	$(BIN)/electra demo
 
-# Makes the packaged model again, on a GPU in about 25 minutes. Interrupted, it continues.
+# Makes the packaged model, on a GPU. Interrupted, it continues.
 packaged-model: $(VENV)/demo-installed
 	test -n "$(CORPUS)" || { echo "name a folder of text: make packaged-model CORPUS=texts/"; exit 2; }
 	test -d $(PACKAGED_WORK)/vocab || $(BIN)/electra tokenizer --corpus $(CORPUS) --vocab-size 8192 --lowercase --output $(PACKAGED_WORK)/vocab

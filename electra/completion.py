@@ -18,7 +18,7 @@ class CompletionConfig:
     """Complete commands, flags and their values with the tab key: print the script of a shell, or install it."""
 
     shell: Positional[Literal["bash", "zsh", "fish", "powershell"] | None] = None
-    """The shell; default: the one that runs this command."""
+    """The shell; default: the one that runs this command. Only the script of bash was executed so far."""
     install: bool = False
     """Write the script where the shell finds it, and add what it needs to the shell's start file."""
 

@@ -60,7 +60,7 @@ class ElectraVectorizer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, TextI
     """Texts to embeddings, the pooled hidden states of an encoder (see `electra embed`).
 
     `model` is a run, a model folder, a fine-tuned model or a Hugging Face folder; by default the small English model of
-    the package. It is not part of a pickle, which holds its path."""
+    the package, if the installation contains one. It is not part of a pickle, which holds its path."""
 
     def __init__(
         self,

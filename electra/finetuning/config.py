@@ -246,7 +246,7 @@ class FinetuneConfig:
     model: Path = PACKAGED_MODEL
     """What to fine-tune: a pre-training run, a model folder (written by electra), a Hugging Face folder (ELECTRA, BERT,
     ModernBERT), a fine-tuned model, or the --output of another fine-tuning (its best seed); default: the small English
-    model in the package."""
+    model in the package, if the installation contains one."""
     output: Path
     """Folder for models, metrics and plots."""
     task: TaskConfig

@@ -147,8 +147,7 @@ def attention_nodes(query: Any, key: Any, value: Any, attn_mask: Any) -> Any:
 def keep_fast_layer_norms(model: Any) -> None:
     """Write the sum before a LayerNorm as `Sum` instead of `Add`.
 
-    ONNX Runtime would fuse Add and LayerNorm to an operation that is several times as slow as both on a CPU
-    (docs/log.md)."""
+    ONNX Runtime would fuse Add and LayerNorm to one operation, which seemed slower on a CPU (no times recorded)."""
     producers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         before = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None

@@ -20,7 +20,7 @@ class TextConfig:
     """Instead of a text: a file with one text per line; without either, standard input is read."""
     model: Path = PACKAGED_MODEL
     """A run folder, a model folder (written by electra) or a Hugging Face folder (ELECTRA, BERT, ModernBERT); default:
-    the small English model in the package."""
+    the small English model in the package, if the installation contains one."""
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     json: bool = False
@@ -143,7 +143,7 @@ class ServeConfig:
 
     model: Path = PACKAGED_MODEL
     """A run, a model folder, a fine-tuned model, a Hugging Face folder (ELECTRA, BERT, ModernBERT) or a folder of
-    electra export --to onnx; default: the small English model in the package."""
+    electra export --to onnx; default: the small English model in the package, if the installation contains one."""
     backend: Literal["auto", "torch", "onnx"] = "auto"
     """auto: ONNX Runtime for a folder of electra export --to onnx, else PyTorch."""
     int8: bool = False

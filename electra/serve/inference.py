@@ -247,7 +247,7 @@ def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | 
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
     `path` is a run, a model folder, a Hugging Face folder, a folder of electra export --to onnx, or the output of a
-    fine-tuning (its best seed); by default the small English model in the package."""
+    fine-tuning (its best seed); by default the small English model in the package, if the installation contains one."""
     if is_onnx_folder(Path(path)):
         return load_onnx(Path(path))
     if is_finetuned(Path(path)):
