@@ -349,3 +349,25 @@ def test_a_changed_archive_is_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"changed archive of some-package@1\.0\.0"):
         fetch_node_packages(tmp_path / "vendor")
     assert not (tmp_path / "vendor").exists()
+
+
+def test_libraries_that_another_process_has_fetched_meanwhile_are_kept(tmp_path, monkeypatch):
+    """Both processes find an incomplete folder; the slower one does not replace the complete one."""
+    vendor, archives = tmp_path / "vendor", []
+    vendor.mkdir()
+    (vendor / "old.mjs").write_text("of another version")
+    monkeypatch.setattr(node_packages.shutil, "which", lambda name: "npm")
+    monkeypatch.setattr(node_packages, "pack", lambda npm, package, folder: (folder / "package.tgz").touch())
+
+    def extract(package, archive, folder):
+        archives.append(archive)
+        for name in node_packages.FILES:
+            (folder / name).write_text(f"{len(archives)}")
+
+    monkeypatch.setattr(node_packages, "extract", extract)
+    fetch_node_packages(vendor)
+    assert {file.name for file in vendor.iterdir()} == set(node_packages.FILES)
+    first = {file.name: file.read_text() for file in vendor.iterdir()}
+    fetch_node_packages(vendor)
+    assert {file.name: file.read_text() for file in vendor.iterdir()} == first
+    assert [path.name for path in tmp_path.iterdir()] == ["vendor"]

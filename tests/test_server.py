@@ -1,5 +1,6 @@
 """The HTTP server gives the results of the Python API, to many clients at once, within limits; it stops cleanly."""
 
+import asyncio
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from electra.cli import main
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.serve import server as server_module
 from electra.serve.server import STATIC, count_characters
 from electra.serve.service import Service
 
@@ -294,6 +296,14 @@ def test_a_folder_of_files_is_the_page(model, tmp_path):
         assert server.ask("/model.wasm") == (200, "x")
         assert server.ask("/../secret")[0] == 404
         assert server.ask("/health")[0] == 200
+
+
+def test_a_server_does_not_fetch_the_libraries_of_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(server_module, "has_node_packages", lambda: False)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", None)
+    asyncio.run(server_module.make_page(None, tmp_path / "model", tmp_path / "page"))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("fetch them: python -m electra.export.node_packages")
 
 
 def error_message(capsys, *arguments: str) -> str:

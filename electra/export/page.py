@@ -24,13 +24,14 @@ from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
 from electra.onnx.export import INPUTS, INT8, check_libraries
 from electra.onnx.verify import OnnxFile, count_advances
-from electra.runfolder import create_folder_atomically, dump_json
+from electra.runfolder import PARTIAL, create_folder_atomically, dump_json
 from electra.training.checkpoint import find_model_folder
 
 STATIC = Path(__file__).with_name("static")
 MODEL = "model"  # folder of what belongs to the model
 DESCRIPTION = "model.json"
 EXAMPLES = "examples.txt"
+STATIC_IGNORED = shutil.ignore_patterns(EXAMPLES, VENDOR.name, f"*{PARTIAL}")  # partial: of npm packages
 MAX_EXAMPLES, MAX_EXAMPLE_CHARACTERS = 30, 2000
 MIN_INT8_BYTES = 20_000_000  # of fp32 weights: below, int8 saves little of the page's size, and verdicts stay exact
 MAX_MAP_TOKENS = 65_536  # the neighbours of more would take minutes
@@ -74,7 +75,7 @@ def write_page(model: Path, output: Path, *, int8: bool | None = None, examples:
     with create_folder_atomically(output) as draft, create_progress_bar() as progress:
         counts = [count_advances(exportable_model(source), wants_int8(source, int8)) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
-        shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(EXAMPLES, VENDOR.name))
+        shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=STATIC_IGNORED)
         (draft / VENDOR.name).mkdir()
         for name in FILES:
             shutil.copyfile(VENDOR / name, draft / VENDOR.name / name)

@@ -23,6 +23,7 @@ from starlette.staticfiles import StaticFiles
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
+from electra.export.node_packages import has_node_packages
 from electra.serve.batcher import Batcher, QueueFullError
 from electra.serve.config import LimitsConfig, ServeConfig
 from electra.serve.inference import Method
@@ -284,7 +285,15 @@ async def run(server: Server, listening: socket.socket, app: FastAPI, config: Se
 
 
 async def make_page(app: FastAPI, model: Path, folder: Path) -> None:
-    """Write the page of a model in another process, and show it at /."""
+    """Write the page of a model in another process, and show it at /; without its libraries, which a server does not
+    fetch, there is no page."""
+    if not has_node_packages():
+        fetch = "python -m electra.export.node_packages"
+        print(
+            f"electra: there is no page at /: its JavaScript libraries are missing; fetch them: {fetch}",
+            file=sys.stderr,
+        )
+        return
     command = [sys.executable, "-m", "electra", "export", "--model", model, "--to", "page", "--output", folder]
     process = await asyncio.create_subprocess_exec(*map(str, command), stdout=DEVNULL, stderr=asyncio.subprocess.PIPE)
     try:
