@@ -9,6 +9,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,15 @@ from transformers_models import add_noise
 import electra
 from electra.errors import ConfigError, DataError
 from electra.export import node_packages
+from electra.export import page as page_module
+from electra.export.config import ExportConfig
 from electra.export.node_packages import NodePackage, fetch_node_packages, has_node_packages
 from electra.export.page import read_examples, write_page
 from electra.export.vocabulary_map import compute_map
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.onnx.verify import OnnxFile
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = {
@@ -55,7 +59,7 @@ def short_measurements():
 def site(finished_run, tmp_path_factory) -> Path:
     """The page of a run, in fp32."""
     folder = tmp_path_factory.mktemp("page") / "site"
-    result = write_page(finished_run, folder, int8=False)
+    result = write_page(finished_run, folder)
     assert result.megabytes > 14
     return folder
 
@@ -236,7 +240,7 @@ def tuned_site(finetuned, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page") / "tuned"
     examples = folder.with_suffix(".txt")
     examples.write_text(f"{TEXT}\nthe small bird sat on the mat .\n")
-    electra.export_model(model=finetuned.output, to="page", int8=False, examples=examples, output=folder)
+    electra.export_model(model=finetuned.output, to="page", examples=examples, output=folder)
     return folder
 
 
@@ -269,7 +273,7 @@ def make_tuned_page(encoder_folder, tmp_path_factory):
         model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
         (folder / "model").mkdir()
         save_finetuned_model(model, replace(task, null_threshold=100.0), 32, folder / "model", pretrained.folder)
-        write_page(folder / "model", folder / "site", int8=False)
+        write_page(folder / "model", folder / "site")
         return folder / "model", folder / "site"
 
     return make
@@ -311,6 +315,21 @@ def test_choices_have_no_page(encoder_folder, tmp_path):
     with pytest.raises(ConfigError, match="no page"):
         write_page(tmp_path / "model", tmp_path / "site")
     assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_model_of_any_size_is_in_fp32_unless_int8_is_given(tmp_path, monkeypatch, int8):
+    def write_onnx_files(source, folder, wants_int8, advance):
+        names = ["fp32.onnx", "int8.onnx"][: 1 + wants_int8]
+        for name in names:
+            (folder / name).write_text(name)
+        return [OnnxFile(name, 400.0, 0.0, 1.0, 1.0) for name in names]
+
+    monkeypatch.setattr(page_module, "write_onnx_files", write_onnx_files)
+    source = SimpleNamespace(count_parameters=lambda: 100_000_000)
+    config = ExportConfig(model=tmp_path, to="page", output=tmp_path / "site", **({"int8": True} if int8 else {}))
+    page_module.write_model(source, tmp_path / "model.onnx", config.int8, lambda: None)
+    assert (tmp_path / "model.onnx").read_text() == ("int8.onnx" if int8 else "fp32.onnx")
 
 
 def test_the_map_keeps_clusters_together():

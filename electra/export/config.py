@@ -32,9 +32,9 @@ class ExportConfig:
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
     training_data: str | None = None
     """The text that the model was trained on and its licences, for the model card; --to package needs it."""
-    int8: bool | None = None
+    int8: bool = False
     """With --to onnx: also write a file with int8 weights, a quarter of the size and faster. With --to page: int8
-    or, with --no-int8, fp32 weights; by default int8 for models above 20 MB, unless it is too coarse for them."""
+    instead of fp32 weights."""
     examples: Path | None = None
     """With --to page: a text file with one example per line; the two texts of a pair are separated by a tab. Default:
     some English sentences."""
