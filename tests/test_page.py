@@ -29,6 +29,7 @@ from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.onnx.verify import OnnxFile
+from electra.runfolder import CHECKSUMS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = {
@@ -263,12 +264,16 @@ def test_scores_of_a_classifier_equal_pytorch(tuned_site, finetuned, open_page):
 def make_tuned_page(encoder_folder, tmp_path_factory):
     """Write an untrained model of a kind of task and its page; returns both folders."""
 
-    def make(kind: str, write) -> tuple[Path, Path]:
+    def make(kind: str, write, piece: str | None = None) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
+        encoder = shutil.copytree(encoder_folder, folder / "encoder")
+        (encoder / CHECKSUMS).unlink(missing_ok=True)
+        for file in [encoder / name for name in ("tokenizer.json", "vocab.txt") if piece and (encoder / name).exists()]:
+            file.write_text(file.read_text().replace("flew", piece))
         rows = folder / f"rows.{'conll' if kind == 'tags' else 'jsonl'}"
         write(rows, 20, seed=0)
         task = define_task(TaskConfig(train=rows, kind=kind))
-        pretrained = load_pretrained(encoder_folder)
+        pretrained = load_pretrained(encoder)
         torch.manual_seed(0)
         model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
         (folder / "model").mkdir()
@@ -295,15 +300,30 @@ def test_tags_equal_pytorch(make_tuned_page, open_page):
 @needs_browser
 @pytest.mark.slow
 def test_answers_equal_pytorch(make_tuned_page, open_page):
-    model, site = make_tuned_page("question-answering", write_questions)
-    page = open_page(site)
-    question, context = "the red bird", "the big cat sat on the mat . the small dog ran in the house ."
-    page.fill("#text-0", question)
-    page.fill("#text-1", context)
-    page.wait_for_selector("#scores .bar")
-    [predicted] = electra.load(model, device="cpu").predict([{"question": question, "context": context}])
-    assert page.inner_text("#scores .name >> nth=0") == predicted["prediction"]
-    assert page.inner_text("mark") == predicted["prediction"]
+    """Also where a question is cut off, and where the best answer starts or ends inside a word (cat ##s)."""
+    model, site = make_tuned_page("question-answering", write_questions, piece="##s")
+    predictor, page = electra.load(model, device="cpu"), open_page(site)
+    context = "the big cat sat on the mat . the small dog ran in the house ."
+    questions = {
+        "the red bird": context,
+        "the small red house " * 5: context[:28],
+        "the tree": "cats dogs birds trees mats houses",
+        "in the house": "birds mats cats houses",
+    }
+    for question, text in questions.items():
+        page.fill("#text-0", question)
+        page.fill("#text-1", text)
+        [predicted] = predictor.predict([{"question": question, "context": text}])
+        expected = f"Answer: {predicted['prediction']} ("
+        page.wait_for_function(
+            "start => document.querySelector('#class-summary').textContent.startsWith(start)",
+            arg=expected,
+            timeout=9000,
+        )
+        assert page.inner_text("#scores .name >> nth=0") == predicted["prediction"]
+        assert page.inner_text("mark") == predicted["prediction"]
+        values = json.loads(page.get_attribute("#scores", "data-values"))
+        assert values[0] == pytest.approx(predicted["probability"], abs=1e-3)
 
 
 def test_choices_have_no_page(encoder_folder, tmp_path):
