@@ -24,7 +24,7 @@ from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
-from electra.pretraining.config import recipe_settings
+from electra.pretraining.config import PretrainConfig, recipe_settings
 from electra.pretraining.cooccurrence import cooccurrence_vectors
 from electra.pretraining.initialize import read_initial_weights, sinusoidal_table, unigram_frequencies
 from electra.pretraining.task import PretrainingTask
@@ -444,6 +444,13 @@ def test_cooccurrence_embeddings_have_the_scale_of_the_default_initialisation(ru
         assert table.isfinite().all()
     if sharing == "disentangled":
         assert not model.discriminator.encoder.embeddings.token.weight.any()
+
+
+@pytest.mark.parametrize("recipe", ["fast", "faithful"])
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+def test_no_recipe_has_cooccurrence_embeddings(recipe, size):
+    config = build_config(PretrainConfig, data="shards", output="run", recipe=recipe, size=size)
+    assert not config.init.cooccurrence_embeddings
 
 
 def test_unigram_frequencies_are_sampled_from_all_shards(tmp_path, monkeypatch):

@@ -2,6 +2,8 @@
 
 import gzip
 import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,3 +162,36 @@ def test_the_packaged_model_is_small_and_complete(capsys):
     main(["fill", "The capital of France is [MASK]."])
     main(["embed", "A sentence."])
     assert "[MASK] at 6" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("electra", "training_data", "content"),
+    [
+        ('test "$1" != export', "reports (CC BY 4.0)", "old"),  # the export fails
+        (
+            'test "$1" != export || { mkdir -p "$9"; echo "$7" > "$9/README.md"; }',
+            "reports (CC BY 4.0)",
+            "reports (CC BY 4.0)",
+        ),
+        ("true", "", "old"),
+    ],
+)
+def test_make_replaces_the_packaged_model_only_by_a_complete_and_described_one(
+    tmp_path, electra, training_data, content
+):
+    for name, command in {"electra": electra, "python": "true"}.items():
+        script = tmp_path / "venv/bin" / name
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(f"#!/bin/sh\n{command}\n")
+        script.chmod(0o755)
+    (tmp_path / "venv/demo-installed").touch()
+    (tmp_path / "packaged").mkdir()
+    (tmp_path / "packaged/README.md").write_text("old\n")
+    values = {"VENV": tmp_path / "venv", "PACKAGED": tmp_path / "packaged", "PACKAGED_WORK": tmp_path / "work"}
+    values |= {"CORPUS": tmp_path, "TRAINING_DATA": training_data}
+    makefile = Path(__file__).parents[1] / "Makefile"
+    command = ["make", "-f", makefile, "-C", makefile.parent, "packaged-model"]
+    ended = subprocess.run([*command, *(f"{name}={value}" for name, value in values.items())], check=False)
+    assert (ended.returncode == 0) == (content != "old")
+    assert (tmp_path / "packaged/README.md").read_text() == f"{content}\n"

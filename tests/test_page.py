@@ -9,6 +9,7 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,16 @@ from transformers_models import add_noise
 import electra
 from electra.errors import ConfigError, DataError
 from electra.export import node_packages
+from electra.export import page as page_module
+from electra.export.config import ExportConfig
 from electra.export.node_packages import NodePackage, fetch_node_packages, has_node_packages
 from electra.export.page import read_examples, write_page
 from electra.export.vocabulary_map import compute_map
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.onnx.verify import OnnxFile
+from electra.runfolder import CHECKSUMS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = {
@@ -55,7 +60,7 @@ def short_measurements():
 def site(finished_run, tmp_path_factory) -> Path:
     """The page of a run, in fp32."""
     folder = tmp_path_factory.mktemp("page") / "site"
-    result = write_page(finished_run, folder, int8=False)
+    result = write_page(finished_run, folder)
     assert result.megabytes > 14
     return folder
 
@@ -236,7 +241,7 @@ def tuned_site(finetuned, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page") / "tuned"
     examples = folder.with_suffix(".txt")
     examples.write_text(f"{TEXT}\nthe small bird sat on the mat .\n")
-    electra.export_model(model=finetuned.output, to="page", int8=False, examples=examples, output=folder)
+    electra.export_model(model=finetuned.output, to="page", examples=examples, output=folder)
     return folder
 
 
@@ -259,17 +264,21 @@ def test_scores_of_a_classifier_equal_pytorch(tuned_site, finetuned, open_page):
 def make_tuned_page(encoder_folder, tmp_path_factory):
     """Write an untrained model of a kind of task and its page; returns both folders."""
 
-    def make(kind: str, write) -> tuple[Path, Path]:
+    def make(kind: str, write, piece: str | None = None) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
+        encoder = shutil.copytree(encoder_folder, folder / "encoder")
+        (encoder / CHECKSUMS).unlink(missing_ok=True)
+        for file in [encoder / name for name in ("tokenizer.json", "vocab.txt") if piece and (encoder / name).exists()]:
+            file.write_text(file.read_text().replace("flew", piece))
         rows = folder / f"rows.{'conll' if kind == 'tags' else 'jsonl'}"
         write(rows, 20, seed=0)
         task = define_task(TaskConfig(train=rows, kind=kind))
-        pretrained = load_pretrained(encoder_folder)
+        pretrained = load_pretrained(encoder)
         torch.manual_seed(0)
         model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
         (folder / "model").mkdir()
         save_finetuned_model(model, replace(task, null_threshold=100.0), 32, folder / "model", pretrained.folder)
-        write_page(folder / "model", folder / "site", int8=False)
+        write_page(folder / "model", folder / "site")
         return folder / "model", folder / "site"
 
     return make
@@ -291,15 +300,30 @@ def test_tags_equal_pytorch(make_tuned_page, open_page):
 @needs_browser
 @pytest.mark.slow
 def test_answers_equal_pytorch(make_tuned_page, open_page):
-    model, site = make_tuned_page("question-answering", write_questions)
-    page = open_page(site)
-    question, context = "the red bird", "the big cat sat on the mat . the small dog ran in the house ."
-    page.fill("#text-0", question)
-    page.fill("#text-1", context)
-    page.wait_for_selector("#scores .bar")
-    [predicted] = electra.load(model, device="cpu").predict([{"question": question, "context": context}])
-    assert page.inner_text("#scores .name >> nth=0") == predicted["prediction"]
-    assert page.inner_text("mark") == predicted["prediction"]
+    """Also where a question is cut off, and where the best answer starts or ends inside a word (cat ##s)."""
+    model, site = make_tuned_page("question-answering", write_questions, piece="##s")
+    predictor, page = electra.load(model, device="cpu"), open_page(site)
+    context = "the big cat sat on the mat . the small dog ran in the house ."
+    questions = {
+        "the red bird": context,
+        "the small red house " * 5: context[:28],
+        "the tree": "cats dogs birds trees mats houses",
+        "in the house": "birds mats cats houses",
+    }
+    for question, text in questions.items():
+        page.fill("#text-0", question)
+        page.fill("#text-1", text)
+        [predicted] = predictor.predict([{"question": question, "context": text}])
+        expected = f"Answer: {predicted['prediction']} ("
+        page.wait_for_function(
+            "start => document.querySelector('#class-summary').textContent.startsWith(start)",
+            arg=expected,
+            timeout=9000,
+        )
+        assert page.inner_text("#scores .name >> nth=0") == predicted["prediction"]
+        assert page.inner_text("mark") == predicted["prediction"]
+        values = json.loads(page.get_attribute("#scores", "data-values"))
+        assert values[0] == pytest.approx(predicted["probability"], abs=1e-3)
 
 
 def test_choices_have_no_page(encoder_folder, tmp_path):
@@ -311,6 +335,21 @@ def test_choices_have_no_page(encoder_folder, tmp_path):
     with pytest.raises(ConfigError, match="no page"):
         write_page(tmp_path / "model", tmp_path / "site")
     assert not (tmp_path / "site").exists()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_model_of_any_size_is_in_fp32_unless_int8_is_given(tmp_path, monkeypatch, int8):
+    def write_onnx_files(source, folder, wants_int8, advance):
+        names = ["fp32.onnx", "int8.onnx"][: 1 + wants_int8]
+        for name in names:
+            (folder / name).write_text(name)
+        return [OnnxFile(name, 400.0, 0.0, 1.0, 1.0) for name in names]
+
+    monkeypatch.setattr(page_module, "write_onnx_files", write_onnx_files)
+    source = SimpleNamespace(count_parameters=lambda: 100_000_000)
+    config = ExportConfig(model=tmp_path, to="page", output=tmp_path / "site", **({"int8": True} if int8 else {}))
+    page_module.write_model(source, tmp_path / "model.onnx", config.int8, lambda: None)
+    assert (tmp_path / "model.onnx").read_text() == ("int8.onnx" if int8 else "fp32.onnx")
 
 
 def test_the_map_keeps_clusters_together():
@@ -349,3 +388,25 @@ def test_a_changed_archive_is_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"changed archive of some-package@1\.0\.0"):
         fetch_node_packages(tmp_path / "vendor")
     assert not (tmp_path / "vendor").exists()
+
+
+def test_libraries_that_another_process_has_fetched_meanwhile_are_kept(tmp_path, monkeypatch):
+    """Both processes find an incomplete folder; the slower one does not replace the complete one."""
+    vendor, archives = tmp_path / "vendor", []
+    vendor.mkdir()
+    (vendor / "old.mjs").write_text("of another version")
+    monkeypatch.setattr(node_packages.shutil, "which", lambda name: "npm")
+    monkeypatch.setattr(node_packages, "pack", lambda npm, package, folder: (folder / "package.tgz").touch())
+
+    def extract(package, archive, folder):
+        archives.append(archive)
+        for name in node_packages.FILES:
+            (folder / name).write_text(f"{len(archives)}")
+
+    monkeypatch.setattr(node_packages, "extract", extract)
+    fetch_node_packages(vendor)
+    assert {file.name for file in vendor.iterdir()} == set(node_packages.FILES)
+    first = {file.name: file.read_text() for file in vendor.iterdir()}
+    fetch_node_packages(vendor)
+    assert {file.name: file.read_text() for file in vendor.iterdir()} == first
+    assert [path.name for path in tmp_path.iterdir()] == ["vendor"]

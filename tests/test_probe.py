@@ -128,6 +128,13 @@ def test_undefined_correlations_count_as_zero():
     assert as_array(collect_scores(results, "spearman")).tolist() == [[0.0], [0.5]]
 
 
+def test_a_result_with_an_undefined_loss_is_missing():
+    results = [result("a", "rte", fold, 1, 0.5) for fold in range(2)]
+    results = [replace(each, metrics={"loss": loss}) for each, loss in zip(results, (None, 0.7), strict=True)]
+    [row] = compare_rows(results, "loss").rows
+    assert (row.tasks, row.missing, row.mean) == ({}, {"rte": 1}, None)
+
+
 def test_a_job_gives_the_metrics_of_electra_finetune(data, encoder_folder, tmp_path):
     fields = dict.fromkeys(("model_name", "setting"), "x")
     [tuning] = parse_settings(("x", *SMALL)).values()

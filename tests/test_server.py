@@ -1,5 +1,6 @@
 """The HTTP server gives the results of the Python API, to many clients at once, within limits; it stops cleanly."""
 
+import asyncio
 import json
 import random
 import re
@@ -20,7 +21,8 @@ from electra.cli import main
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
-from electra.serve.server import STATIC
+from electra.serve import server as server_module
+from electra.serve.server import STATIC, count_characters
 from electra.serve.service import Service
 
 WORDS = ("the", "big", "cat", "sat", "on", "mat", "dog", "ran", "house", "[MASK]")
@@ -104,6 +106,22 @@ def test_models_of_every_kind_of_task_predict(encoder_folder, tmp_path, kind):
         pytest.approx(result["prediction"], rel=1e-4) if kind == "regression" else result["prediction"]
         for result in expected
     ]
+
+
+@pytest.mark.parametrize(("cell", "characters"), [("four", 4), (["a", "four"], 7), ([["a"], []], 4), (1, 0), ([1], 1)])
+def test_the_characters_of_lists_are_counted_with_a_space_for_each_item(cell, characters):
+    assert count_characters(cell) == characters
+
+
+def test_lists_in_rows_have_a_limit_and_count_for_the_size_of_batches(finetuned):
+    predictor = electra.load(finetuned.output, device="cpu")
+    with running_server(Service(predictor, batch_tokens=128), max_characters=100) as server:
+        sizes, submit = [], server.app.state.batcher.submit
+        server.app.state.batcher.submit = lambda key, items, size: sizes.append(size) or submit(key, items, size)
+        status, answer = server.ask("/predict", {"rows": [{"text": "the cat", "words": ["a"] * 60}]})
+        assert (status, answer["error"]) == (422, "a text has 120 characters; at most 100 are allowed")
+        server.ask("/predict", {"rows": [{"text": "the cat", "words": ["a"] * 40}]})
+        assert sizes == [7 + 80]
 
 
 def test_texts_are_predicted_like_rows(finetuned):
@@ -278,6 +296,14 @@ def test_a_folder_of_files_is_the_page(model, tmp_path):
         assert server.ask("/model.wasm") == (200, "x")
         assert server.ask("/../secret")[0] == 404
         assert server.ask("/health")[0] == 200
+
+
+def test_a_server_does_not_fetch_the_libraries_of_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(server_module, "has_node_packages", lambda: False)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", None)
+    asyncio.run(server_module.make_page(None, tmp_path / "model", tmp_path / "page"))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("fetch them: python -m electra.export.node_packages")
 
 
 def error_message(capsys, *arguments: str) -> str:

@@ -126,6 +126,10 @@ def test_a_crf_is_learnt_and_cannot_be_exported(encoder_folder, tmp_path, capsys
     model, _ = load_finetuned_model(tmp_path / "out/seed-1/model")
     assert isinstance(model, CrfTagModel)
     assert model.head.crf.transitions.abs().max() > 0.1
+    [predicted] = electra.load(tmp_path / "out", device="cpu").predict([words := ["the", "big", "cat", "sat", "."]])
+    assert list(predicted) == ["prediction", "entities"]  # scores of best paths are no probabilities
+    assert len(predicted["prediction"]) == len(words)
+    assert all(list(entity) == ["type", "start", "end", "text"] for entity in predicted["entities"])
     with pytest.raises(SystemExit, match="2"):
         main(f"export --model {tmp_path}/out --output {tmp_path}/hf".split())
     assert "the model has a CRF, which transformers lacks; fine-tune without --crf" in capsys.readouterr().err

@@ -122,13 +122,13 @@ def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
     """Write a folder that transformers.js loads, after its ONNX files were compared with PyTorch."""
     model = exportable_model(source)
     with create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
-        bar = progress.add_task("ONNX, compared with PyTorch", total=count_advances(model, bool(config.int8)))
+        bar = progress.add_task("ONNX, compared with PyTorch", total=count_advances(model, config.int8))
         write_json(draft / CONFIG, source.settings)
         copied = copy_tokenizer_files_with_json(source, draft)
         if source.finetuned is not None:
             write_task(draft, source.finetuned.task, source.length)
         (draft / FOLDER).mkdir()
-        files = write_onnx_files(source, draft / FOLDER, bool(config.int8), lambda: progress.advance(bar))
+        files = write_onnx_files(source, draft / FOLDER, config.int8, lambda: progress.advance(bar))
         write_card(source, draft, config)
     return OnnxResult(
         output=str(config.output),

@@ -32,7 +32,7 @@ class ExportConfig:
     the modern style: ModernBertForTokenClassification (original, replaced); ModernBertForMaskedLM; ModernBertModel."""
     training_data: str | None = None
     """The text that the model was trained on and its licences, for the model card; --to package needs it."""
-    int8: bool | None = None
+    int8: bool = False
     """With --to onnx: also write a file with int8 weights, about a quarter of the size. With --to page: int8 weights
     instead of fp32."""
     examples: Path | None = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from electra.errors import ConfigError, DataError
-from electra.runfolder import create_folder_atomically
+from electra.runfolder import PARTIAL, lock_file
 
 VENDOR = Path(__file__).with_name("static") / "vendor"
 
@@ -52,8 +52,8 @@ PACKAGES = (
 FILES = tuple(Path(file).name for package in PACKAGES for file in package.files)
 
 
-def has_node_packages() -> bool:
-    return all((VENDOR / name).is_file() for name in FILES)
+def has_node_packages(folder: Path = VENDOR) -> bool:
+    return all((folder / name).is_file() for name in FILES)
 
 
 def require_node_packages() -> Path:
@@ -71,14 +71,28 @@ def fetch_node_packages(folder: Path) -> None:
             f"the page needs {' and '.join(package.reference for package in PACKAGES)}, which this installation lacks, "
             "and npm, which fetches them, is missing: install Node.js (on Debian: apt-get install npm)"
         )
-    shutil.rmtree(folder, ignore_errors=True)  # an incomplete one, or of other versions
-    with tempfile.TemporaryDirectory() as archives, create_folder_atomically(folder) as draft:
+    with tempfile.TemporaryDirectory() as temporary:
+        extracted = Path(temporary, "extracted")
+        extracted.mkdir()
         for number, package in enumerate(PACKAGES):
-            archive = Path(archives) / str(number)
+            archive = Path(temporary, str(number))
             archive.mkdir()
             pack(npm, package, archive)
             [file] = archive.glob("*.tgz")
-            extract(package, file, draft)
+            extract(package, file, extracted)
+        replace_folder(folder, extracted)
+
+
+def replace_folder(folder: Path, extracted: Path) -> None:
+    """Put the extracted libraries in place of a folder that is missing, incomplete or of other versions."""
+    draft = folder.with_name(f".{folder.name}{PARTIAL}")
+    with lock_file(folder, wait_seconds=60):
+        if has_node_packages(folder):  # another process was faster, and may be reading them
+            return
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.copytree(extracted, draft)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
 
 
 def pack(npm: str, package: NodePackage, folder: Path) -> None:

@@ -24,15 +24,15 @@ from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
 from electra.onnx.export import INPUTS, INT8, check_libraries
 from electra.onnx.verify import OnnxFile, count_advances
-from electra.runfolder import create_folder_atomically, dump_json
+from electra.runfolder import PARTIAL, create_folder_atomically, dump_json
 from electra.training.checkpoint import find_model_folder
 
 STATIC = Path(__file__).with_name("static")
 MODEL = "model"  # folder of what belongs to the model
 DESCRIPTION = "model.json"
 EXAMPLES = "examples.txt"
+STATIC_IGNORED = shutil.ignore_patterns(EXAMPLES, VENDOR.name, f"*{PARTIAL}")  # partial: of npm packages
 MAX_EXAMPLES, MAX_EXAMPLE_CHARACTERS = 30, 2000
-MIN_INT8_BYTES = 20_000_000  # of fp32 weights: below, int8 saves little of the page's size, and verdicts stay exact
 MAX_MAP_TOKENS = 65_536  # the neighbours of more would take minutes
 
 
@@ -60,10 +60,10 @@ def open_command(folder: str | Path) -> str:
     return f"python -m http.server --bind 127.0.0.1 --directory {folder}   and visit http://127.0.0.1:8000"
 
 
-def write_page(model: Path, output: Path, *, int8: bool | None = None, examples: Path | None = None) -> PageResult:
+def write_page(model: Path, output: Path, *, int8: bool = False, examples: Path | None = None) -> PageResult:
     """Write a complete static site for a run, a model folder or an output of electra finetune.
 
-    `int8` None: int8 weights for large models, unless that is too coarse. `examples`: a text file, one per line."""
+    `int8`: int8 weights instead of fp32. `examples`: a text file, one per line."""
     check_libraries()
     shown = read_examples(examples or STATIC / EXAMPLES)
     sources = load_sources(model, output)
@@ -72,9 +72,9 @@ def write_page(model: Path, output: Path, *, int8: bool | None = None, examples:
     require_node_packages()
     has_map = main.encoder.config.vocab_size <= MAX_MAP_TOKENS
     with create_folder_atomically(output) as draft, create_progress_bar() as progress:
-        counts = [count_advances(exportable_model(source), wants_int8(source, int8)) for source in sources.values()]
+        counts = [count_advances(exportable_model(source), int8) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
-        shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(EXAMPLES, VENDOR.name))
+        shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=STATIC_IGNORED)
         (draft / VENDOR.name).mkdir()
         for name in FILES:
             shutil.copyfile(VENDOR / name, draft / VENDOR.name / name)
@@ -116,19 +116,10 @@ def load_sources(model: Path, output: Path) -> dict[str, ExportSource]:
     return sources
 
 
-def wants_int8(source: ExportSource, int8: bool | None) -> bool:
-    return 4 * source.count_parameters() > MIN_INT8_BYTES if int8 is None else int8
-
-
-def write_model(source: ExportSource, path: Path, int8: bool | None, advance: Callable[[], None]) -> OnnxFile:
+def write_model(source: ExportSource, path: Path, int8: bool, advance: Callable[[], None]) -> OnnxFile:
     """Write the ONNX file of a model in int8 or fp32."""
     with TemporaryDirectory() as folder:
-        try:
-            file = write_onnx_files(source, Path(folder), wants_int8(source, int8), advance)[-1]
-        except DataError:
-            if int8 is not None:
-                raise
-            file = write_onnx_files(source, Path(folder), False, advance)[-1]
+        file = write_onnx_files(source, Path(folder), int8, advance)[-1]
         name = Path(file.name).name
         shutil.copyfile(Path(folder, name), path)
     return replace(file, name=name)

@@ -413,7 +413,8 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         counts = confusion_matrix(predicted_classes, true_classes, len(task.labels))
         plot_confusion_matrix(folder / "confusion.png", counts, task.labels)
     if mistakes := list(finetuning.kind.mistakes(task, outputs["dev"], predicted, dev_labels)):
-        write_file(folder / MISTAKES, format_mistakes(mistakes, task.name))
+        confidence = "score difference" if task.crf else "probability"
+        write_file(folder / MISTAKES, format_mistakes(mistakes, task.name, confidence))
     result = JobResult(
         task=task.name,
         seed=finetuning.job.seed,

@@ -213,22 +213,22 @@ def confusion_matrix(predicted: NDArray, labels: NDArray, num_labels: int) -> ND
 class Mistake(NamedTuple):
     """A wrong prediction."""
 
-    confidence: float  # its probability
+    confidence: float  # its probability; of a CRF, by how much its score exceeds the second-best
     predicted: str
     expected: str
     text: str
 
 
-def format_mistakes(mistakes: Iterable[Mistake], task: str) -> str:
+def format_mistakes(mistakes: Iterable[Mistake], task: str, confidence: str = "probability") -> str:
     """A page with the most confident mistakes."""
     every = sorted(mistakes, key=lambda mistake: -mistake.confidence)
     listed = every[:MAX_MISTAKES]
     title = f"# The {len(listed)} most confident of {len(every):,} mistakes on the dev rows of {task}"
-    header = ["| probability | predicted | expected | text |", "|---|---|---|---|"]
+    header = [f"| {confidence} | predicted | expected | text |", "|---|---|---|---|"]
     rows = []
-    for confidence, *texts in listed:
+    for value, *texts in listed:
         cells = [" ".join(text.split())[:MAX_CELL].replace("|", "\\|") for text in texts]
-        rows.append(f"| {confidence:.3f} | {' | '.join(cells)} |")
+        rows.append(f"| {value:.3f} | {' | '.join(cells)} |")
     return "\n".join([title, "", *header, *rows, ""])
 
 

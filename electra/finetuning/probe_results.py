@@ -115,11 +115,12 @@ def score_name(task: str, score: ProbeScore) -> str:
 
 
 def collect_scores(results: Iterable[ProbeResult], name: str) -> Scores:
-    """The scores of one task; undefined ones count as 0."""
-    return {
-        (result.fold, result.seed): [metrics[name] or 0.0 for metrics in result.parts or [result.metrics]]
+    """The scores of one task; undefined ones count as 0, but a result whose loss is undefined as missing."""
+    values = {
+        (result.fold, result.seed): [metrics[name] for metrics in result.parts or [result.metrics]]
         for result in results
     }
+    return {key: [value or 0.0 for value in row] for key, row in values.items() if name != "loss" or None not in row}
 
 
 def as_array(scores: Scores) -> NDArray:
@@ -162,6 +163,10 @@ class ProbeScores:
         return f"{self.score}\n\n{markdown_table(cells)}"
 
 
+def of_task(results: list[ProbeResult], row: Row, task: str) -> list[ProbeResult]:
+    return [each for each in results if (each.model, each.setting, each.task) == (*row, task)]
+
+
 def score_arrays(results: list[ProbeResult], score: ProbeScore) -> dict[Row, dict[str, NDArray]]:
     """The scores [folds, seeds] by model and setting, and by task, of those that lack no result that others have."""
     tasks = [task for task in GLUE_6 if any(result.task == task for result in results)]
@@ -170,8 +175,7 @@ def score_arrays(results: list[ProbeResult], score: ProbeScore) -> dict[Row, dic
     for row in sorted({(result.model, result.setting) for result in results}):
         arrays[row] = {}
         for task in tasks:
-            of_task = [each for each in results if (each.model, each.setting, each.task) == (*row, task)]
-            scores = collect_scores(of_task, score_name(task, score))
+            scores = collect_scores(of_task(results, row, task), score_name(task, score))
             if scores.keys() == expected[task]:
                 arrays[row][task] = as_array(scores)
     return arrays
@@ -190,7 +194,7 @@ def compare_rows(results: list[ProbeResult], score: ProbeScore, baseline: tuple[
         differences = [
             complete[row][task] - complete[reference][task] for task in tasks if has_difference and reference
         ]
-        found = {task: sum((*row, task) == (each.model, each.setting, each.task) for each in results) for task in tasks}
+        found = {task: len(collect_scores(of_task(results, row, task), score_name(task, score))) for task in tasks}
         rows.append(
             ProbeRow(
                 *row,

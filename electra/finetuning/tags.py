@@ -25,6 +25,7 @@ from electra.finetuning.conll import (
     CONLLU,
     OUTSIDE,
     SCHEMES_IN_WORDS,
+    Entity,
     count_violations,
     find_entities,
     has_prefix,
@@ -324,35 +325,50 @@ def word_logits(outputs: Outputs) -> NDArray:
     return outputs.logits[outputs.features.words.cpu().numpy()]
 
 
-def tag_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
-    """The tags of each sentence, their probabilities, and the entities."""
+def word_confidences(task: Task, outputs: Outputs) -> list[Sequence[float]]:
+    """Of each sentence, the probabilities of the words' tags; of a CRF, whose logits are scores of best paths, by how
+    much they exceed the second-best."""
     assert outputs.examples is not None
-    counts = outputs.examples.text_counts
-    probabilities = torch.from_numpy(word_logits(outputs)).softmax(1).amax(1).tolist()
+    logits = torch.from_numpy(word_logits(outputs))
+    if task.crf:
+        ordered = logits.sort(1).values
+        confidences = ordered[:, -1] - ordered[:, -2:][:, 0]
+    else:
+        confidences = logits.softmax(1).amax(1)
+    return split_sentences(confidences.tolist(), outputs.examples.text_counts)
+
+
+def tag_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
+    """The tags of each sentence, their probabilities (not of a CRF), and the entities."""
+    assert outputs.examples is not None
     tags = decode_tags(predict_tags(outputs, task), task)
-    parts = split_sentences(outputs.examples.texts, counts), split_sentences(probabilities, counts)
-    for prediction, words, values in zip(tags, *parts, strict=True):
-        columns = {"prediction": prediction, "probabilities": [round(value, 4) for value in values]}
-        entities = [
-            {
-                "type": entity.type,
-                "start": entity.start,
-                "end": entity.end,
-                "text": " ".join(words[entity.start : entity.end]),
-                "probability": round(sum(values[entity.start : entity.end]) / (entity.end - entity.start), 4),
-            }
-            for entity in find_entities(prediction)
-        ]
-        yield columns | ({"entities": entities} if task.scheme else {})
+    sentences = split_sentences(outputs.examples.texts, outputs.examples.text_counts)
+    for prediction, words, values in zip(tags, sentences, word_confidences(task, outputs), strict=True):
+        columns: dict[str, Any] = {"prediction": prediction}
+        if not task.crf:
+            columns["probabilities"] = [round(value, 4) for value in values]
+        if task.scheme:
+            entities = find_entities(prediction)
+            columns["entities"] = [describe_entity(entity, words, None if task.crf else values) for entity in entities]
+        yield columns
+
+
+def describe_entity(entity: Entity, words: Sequence[str], probabilities: Sequence[float] | None) -> dict[str, Any]:
+    """The type, place and text of an entity, and the mean probability of its tags."""
+    span = slice(entity.start, entity.end)
+    text = " ".join(words[span])
+    described = {"type": entity.type, "start": entity.start, "end": entity.end, "text": text}
+    if probabilities is None:
+        return described
+    return described | {"probability": round(sum(probabilities[span]) / (entity.end - entity.start), 4)}
 
 
 def tag_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
     """Words with another tag than the predicted one, between the words around them."""
     assert outputs.examples is not None
-    counts = outputs.examples.text_counts
-    probabilities = split_sentences(torch.from_numpy(word_logits(outputs)).softmax(1).amax(1).tolist(), counts)
-    sentences = split_sentences(outputs.examples.texts, counts)
-    for words, values, tags, expected in zip(sentences, probabilities, predicted, labels, strict=True):
+    sentences = split_sentences(outputs.examples.texts, outputs.examples.text_counts)
+    rows = zip(sentences, word_confidences(task, outputs), predicted, labels, strict=True)
+    for words, values, tags, expected in rows:
         for index in np.flatnonzero(np.array(tags) != np.array(expected)).tolist():
             before, after = words[max(0, index - CONTEXT) : index], words[index + 1 : index + 1 + CONTEXT]
             text = " ".join([*before, f"**{words[index]}**", *after])

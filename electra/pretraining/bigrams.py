@@ -55,14 +55,15 @@ def count_bigrams(shards: Shards) -> BigramCounts:
 
 
 def bigram_auc(shards: Shards, counts: BigramCounts, length: int, rows: int) -> tuple[float, float]:
-    """`unigram_rtd_auc` of bigram counts on held-out rows, and the smoothing it is highest with.
+    """`unigram_rtd_auc` of bigram counts on held-out rows, spread over the split like those of a run's evaluation, and
+    the smoothing it is highest with.
 
     The smoothing is chosen on these rows, which makes the baseline slightly too strong."""
     context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     frequencies = unigram_frequencies(shards, torch.device("cpu"))
-    batches = validation_batches(shards, LoaderConfig(length=length, batch_size=ROWS))
+    loader = LoaderConfig(length=length, batch_size=ROWS)
+    batches = validation_batches(shards, loader, max_batches=max(1, rows // ROWS))
     corrupted = [corrupt_with_unigram_samples(batch, context, frequencies).corrupted for batch in batches]
-    corrupted = corrupted[: max(1, rows // ROWS)]
     ids = torch.cat([part.input_ids for part in corrupted]).numpy()
     labels = torch.cat([part.is_replaced for part in corrupted]).numpy()
     return max((roc_auc(counts.replaced_scores(ids, each).ravel(), labels.ravel()), each) for each in SMOOTHING)

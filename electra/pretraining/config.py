@@ -68,14 +68,7 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "steps": 400_000},
     },
     "fast": {
-        "tiny": {
-            "learning_rate": 3e-3,
-            "batch_size": 64,
-            "length": 64,
-            "steps": 10_000,
-            "mask_fraction": 0.3,
-            "cooccurrence_embeddings": True,  # a CPU would spend most of its steps on learning them
-        },
+        "tiny": {"learning_rate": 3e-3, "batch_size": 64, "length": 64, "steps": 10_000, "mask_fraction": 0.3},
         "small": {"learning_rate": 1.5e-3, "batch_size": 256, "length": 128, "steps": 50_000},
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
         "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},
@@ -119,7 +112,7 @@ class InitConfig:
     """Initialise the output bias of token predictions with the log unigram frequencies of the text."""
     cooccurrence_embeddings: bool = False
     """Initialise token embeddings from counts of neighbouring tokens in the text (eigenvectors of their PPMI matrix)
-    instead of noise: what a CPU has time to learn is much more with it."""
+    instead of noise."""
     sinusoidal_positions: bool = False
     """Initialise position embeddings with sinusoids instead of noise; they are trained like the others."""
 

@@ -116,7 +116,7 @@ class LimitsConfig:
     max_texts: int = 64
     """Texts or rows of a request."""
     max_characters: int = 20_000
-    """Characters of a text; what is longer than the model reads is truncated."""
+    """Characters of a text, or of a list of words or choices; what is longer than the model reads is truncated."""
     max_queue: int = 1024
     """Texts that may wait; further requests are answered with 429."""
     batch_tokens: int | None = None

@@ -23,6 +23,7 @@ from starlette.staticfiles import StaticFiles
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
+from electra.export.node_packages import has_node_packages
 from electra.serve.batcher import Batcher, QueueFullError
 from electra.serve.config import LimitsConfig, ServeConfig
 from electra.serve.inference import Method
@@ -93,14 +94,14 @@ def add_methods(app: FastAPI, service: Service, limits: LimitsConfig) -> None:
     """Add an endpoint for each method of the model, and one that explains it for each other method."""
     requests = create_request_classes(service, limits)
 
-    async def compute(key: tuple[Method, Any], items: list[Any], texts: list[str]) -> Response:
-        for text in texts:
-            if len(text) > limits.max_characters:
-                raise RequestError(
-                    422, f"a text has {len(text):,} characters; at most {limits.max_characters:,} are allowed"
-                )
+    async def compute(key: tuple[Method, Any], items: list[Any], texts: list[Any]) -> Response:
+        sizes = [count_characters(text) for text in texts]
+        if max(sizes, default=0) > limits.max_characters:
+            raise RequestError(
+                422, f"a text has {max(sizes):,} characters; at most {limits.max_characters:,} are allowed"
+            )
         try:
-            results = await app.state.batcher.submit(key, items, sum(map(len, texts)))
+            results = await app.state.batcher.submit(key, items, sum(sizes))
         except QueueFullError:
             raise RequestError(429, f"{limits.max_queue:,} texts are waiting already; try again in a second") from None
         return Response(msgspec.json.encode({"results": results}), media_type="application/json")
@@ -118,8 +119,7 @@ def add_methods(app: FastAPI, service: Service, limits: LimitsConfig) -> None:
         if (body.texts is None) == (body.rows is None):
             raise RequestError(422, "a request needs either texts or rows")
         rows = body.rows or service.rows_of_texts(body.texts)
-        cells = [cell for row in rows for cell in row.values()]
-        return await compute(("predict", None), rows, [cell for cell in cells if isinstance(cell, str)])
+        return await compute(("predict", None), rows, [cell for row in rows for cell in row.values()])
 
     handlers: dict[Method, Any] = {"detect": detect, "fill": fill, "embed": embed, "predict": predict}
     for method, handler in handlers.items():
@@ -130,6 +130,21 @@ def add_methods(app: FastAPI, service: Service, limits: LimitsConfig) -> None:
             )
         else:
             app.post(f"/{method}", include_in_schema=False)(explain_missing(method, service))
+
+
+def count_characters(cell: Any) -> int:
+    """The characters of a text, or of the texts in a list, each with a space; lists may be nested."""
+    if isinstance(cell, str):
+        return len(cell)
+    count, remaining = 0, [cell]  # not recursive: a client may nest as deeply as the JSON parser allows
+    while remaining:
+        value = remaining.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, (list, dict)):
+            count += len(value)
+            remaining += value.values() if isinstance(value, dict) else value
+    return count
 
 
 def explain_missing(method: Method, service: Service) -> Any:
@@ -270,7 +285,15 @@ async def run(server: Server, listening: socket.socket, app: FastAPI, config: Se
 
 
 async def make_page(app: FastAPI, model: Path, folder: Path) -> None:
-    """Write the page of a model in another process, and show it at /."""
+    """Write the page of a model in another process, and show it at /; without its libraries, which a server does not
+    fetch, there is no page."""
+    if not has_node_packages():
+        fetch = "python -m electra.export.node_packages"
+        print(
+            f"electra: there is no page at /: its JavaScript libraries are missing; fetch them: {fetch}",
+            file=sys.stderr,
+        )
+        return
     command = [sys.executable, "-m", "electra", "export", "--model", model, "--to", "page", "--output", folder]
     process = await asyncio.create_subprocess_exec(*map(str, command), stdout=DEVNULL, stderr=asyncio.subprocess.PIPE)
     try:

@@ -111,6 +111,7 @@ function showAnswers({ answers, isAnswered, isTruncated }, [, context], about) {
     ...(isFound ? [context.slice(0, best.start), element("mark", {}, context.slice(best.start, best.end)), context.slice(best.end)] : [context]),
   );
   find("scores").replaceChildren(...answers.map((each) => bar(each.text, each.probability, { isMarked: isFound && each === best })));
+  find("scores").dataset.values = JSON.stringify(answers.map((each) => each.probability));
   const verdict = isFound ? `Answer: ${best.text} (${percent(best.probability)}).` : "The text has no answer, says the model.";
   find("class-summary").textContent = verdict + note(isTruncated, about.length);
 }

@@ -5,6 +5,7 @@ import { Words } from "./tokens.js";
 
 const MODEL = new URL("./model/", import.meta.url);
 const SUGGESTIONS = 8;
+const MAX_QUESTION = 64; // tokens
 const MAX_ANSWER = 30; // tokens
 
 ort.env.wasm.numThreads = 1; // several need headers that static hosts do not send
@@ -131,26 +132,25 @@ const methods = {
 
   /** The best answers to a question from the start of a context that fits into the model. */
   async answer({ texts: [question, context] }) {
-    const asked = words.split(question, "plain").ids;
+    const maxQuestion = Math.min(MAX_QUESTION, Math.floor((about.length - 3) / 2));
+    const asked = words.split(question, "plain").ids.slice(0, maxQuestion);
     const split = words.split(context, "plain");
-    const room = about.length - 3 - asked.length;
-    if (room < 1) throw new Error("the question is too long");
-    const kept = split.ids.slice(0, room);
+    const kept = split.ids.slice(0, about.length - 3 - asked.length);
     const ids = [special.cls, ...asked, special.sep, ...kept, special.sep];
     const first = asked.length + 2;
     const outputs = await run("classifier", ids, ids.map((_, place) => Number(place >= first)));
-    const [starts, ends] = ["start_logits", "end_logits"].map((name) => logSoftmax(outputs[name].data));
-    const tokens = split.words.flatMap((word) => word.tokens);
+    const [starts, ends] = ["start_logits", "end_logits"].map((name) => spanLogProbabilities(outputs[name].data, first));
+    const wordOf = split.words.flatMap((word) => word.tokens.map(() => word));
     const spans = [];
     for (let from = 0; from < kept.length; from++) {
       for (let to = from; to < Math.min(from + MAX_ANSWER, kept.length); to++) {
-        spans.push({ from, to, score: starts[first + from] + ends[first + to] });
+        spans.push({ from, to, score: starts[1 + from] + ends[1 + to] });
       }
     }
     spans.sort((a, b) => b.score - a.score);
     const answers = new Map();
     for (const { from, to, score } of spans.slice(0, 20)) {
-      const [start, end] = [tokens[from].start, tokens[to].end];
+      const [start, end] = [wordOf[from].start, wordOf[to].end];
       const text = context.slice(start, end).trim();
       if (text && !answers.has(text)) answers.set(text, { text, start, end, probability: Math.exp(score) });
     }
@@ -172,8 +172,12 @@ function startEntity(label, before = "O") {
   return label.startsWith("I-") && before.slice(2) !== label.slice(2) ? `B-${label.slice(2)}` : label;
 }
 
-function logSoftmax(logits) {
-  return softmax(logits).map(Math.log);
+/** Log-probabilities of [CLS] and the tokens of the context, which starts at `first` and ends before the last [SEP]. */
+function spanLogProbabilities(logits, first) {
+  const allowed = [logits[0], ...logits.subarray(first, -1)];
+  const highest = Math.max(...allowed);
+  const logSum = highest + Math.log(allowed.reduce((sum, logit) => sum + Math.exp(logit - highest), 0));
+  return allowed.map((logit) => logit - logSum);
 }
 
 /** Token ids with the special tokens that the tokenizer adds, and the number of those before the text. */
