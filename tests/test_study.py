@@ -148,6 +148,24 @@ def test_a_diverged_run_does_not_stop_the_others(study_config, monkeypatch, shar
     assert result.exit_code == 1
 
 
+@pytest.mark.parametrize(("finished", "is_measured"), [(["unigram", "1/8"], True), (["unigram"], False)])
+def test_rows_are_corrupted_by_the_first_finished_run_with_a_generator(
+    study_config, monkeypatch, finished, is_measured
+):
+    config, pretrain = study_config("generator-size"), runs_module.pretrain
+    names = {run.name for run in plan_runs(STUDIES["generator-size"], config) if run.setting.label in finished}
+
+    def diverge(config):
+        if config.output.name not in names:
+            raise runs_module.TrainingError("training diverged")
+        return pretrain(config)
+
+    monkeypatch.setattr(runs_module, "pretrain", diverge)
+    result = study(config)
+    assert [each.label for each in result.settings] == finished
+    assert [each.fixed_rtd_loss is not None for each in result.settings] == [is_measured] * len(finished)
+
+
 def test_a_folder_of_others_is_refused(study_config, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").touch()

@@ -53,8 +53,8 @@ class StudyConfig:
     probe_rows: int | None = None
     """Use at most this many rows of each task, for a trial."""
     corrupted_rows: Path | None = None
-    """File of electra corrupt, on which all discriminators are evaluated; default: made with the generator of the
-    first run in --output."""
+    """File of electra corrupt, on which all discriminators are evaluated; default: made with the first
+    finished run in --output that has a generator."""
     parallel: bool = False
     """Use all GPUs, one run on each; their messages are in the folder logs of --output."""
     summarize: bool = False

@@ -7,7 +7,7 @@ import torch
 
 from electra.config import build_config
 from electra.data.shards import Shards
-from electra.model.storage import load_model
+from electra.model.storage import load_model, read_model_config
 from electra.pretraining.config import CorruptConfig
 from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
 from electra.runfolder import file_checksum, read_stored, write_stored
@@ -30,10 +30,15 @@ class FixedRTD:
     metrics: dict[str, float]  # empty for a model without discriminator
 
 
-def find_corrupted_rows(first: StudyRun, config: StudyConfig) -> Path:
-    """The file of corrupted rows; made with the generator of the study's first run if there is none."""
+def find_corrupted_rows(runs: list[StudyRun], config: StudyConfig) -> Path | None:
+    """The file of corrupted rows; if it is missing, it is made with the first finished run that has a generator, and
+    None if there is no such run."""
     path = config.corrupted_rows or config.output / CORRUPTED_ROWS
     if not path.exists():
+        with_generator = (run for run in runs if read_model_config(find_model_folder(run.folder)).generator is not None)
+        first = next(with_generator, None)
+        if first is None:
+            return None
         packing = "examples" if first.config.loader.packing == "examples" else "packed"
         write_corrupted_rows(
             build_config(
