@@ -70,8 +70,9 @@ def probe_config(config: StudyConfig) -> ProbeConfig:
 def measure_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
     """Compute the measures of finished runs that are missing; returns the errors of fine-tunings that failed."""
     rows = find_corrupted_rows(runs, config)
-    for run in runs if rows else []:
-        measure_fixed_rtd(run, rows, shards, config)
+    if rows is not None:
+        for run in runs:
+            measure_fixed_rtd(run, rows, shards, config)
     return run_probe(probe_config(config), {run.name: run.folder for run in runs}) if config.glue else {}
 
 
