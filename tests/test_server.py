@@ -229,7 +229,8 @@ def test_slow_clients_are_disconnected(model):
             slow.sendall(head + b'{"texts": ["a"]}')
             assert b" 200 " in slow.recv(4096)
             slow.sendall(b"GET /hea")
-            assert b"".join(iter(lambda: slow.recv(4096), b"")) == b""
+            rest = b"".join(iter(lambda: slow.recv(4096), b""))  # perhaps the end of the first answer
+            assert b"HTTP/1.1" not in rest
 
 
 def test_texts_of_clients_that_have_gone_are_not_computed(model):
