@@ -172,7 +172,9 @@ def main() -> None:
     parser.add_argument("--squad", type=Path, help="a file in SQuAD's format, for its contexts")
     parser.add_argument("--rows", type=int, nargs=2, default=(2000, 400), help="of SST-2 and of SQuAD")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--memory-rows", type=int, help="instead: peak memory for a tenth and for all of so many rows")
+    parser.add_argument(
+        "--memory-rows", type=int, help="instead: peak memory for a tenth of this number of rows and for all of them"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

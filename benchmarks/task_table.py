@@ -63,7 +63,7 @@ def write_sentences(source: Path, target: Path, max_sentences: int | None) -> No
 
 
 def write_next_sentences(corpus: Path, files: dict[Path, int]) -> None:
-    """Write rows of a choice task, so many to each file: two sentences of a paragraph, and four that may come next.
+    """Write rows of a choice task, a number of them to each file: two sentences and four that may follow.
 
     A paragraph is a line of the text; the wrong sentences are of other paragraphs, and no two files share any."""
     draw, paragraphs = random.Random(0), read_paragraphs(corpus)

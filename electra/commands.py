@@ -141,6 +141,7 @@ def make_command_function(name: str) -> Callable[..., Any]:
     function.__doc__ = f"{inspect.getdoc(config_class)}\n\nSettings:\n\n" + "\n".join(
         f"- `{setting.name}`: {setting.help}" for setting in settings_by_name(config_class).values()
     )
+    # what help() and notebooks show; functions have this attribute only for `inspect`
     function.__signature__ = make_signature(config_class, command.writes_metrics)  # type: ignore[attr-defined]
     return function
 

@@ -303,7 +303,7 @@ def define_task(config: TaskConfig) -> Task:
 
 
 def with_windows(task: Task, windows: int) -> Task:
-    """The task with up to so many windows of each text."""
+    """The task with at most this number of windows of each text."""
     if windows > 1 and (KINDS[task.kind].model is not text_model or task.text_b is not None):
         what = "pairs of texts" if task.text_b is not None else f"a task of kind {task.kind}"
         raise ConfigError(

@@ -71,7 +71,7 @@ class ProbeJob(Job):
         fields = {"checkpoint": self.model.name, "tuning": asdict(self.tuning), "rows": count_rows(self.task)}
         return json.loads(dump_json(dict(zip(names, self.key, strict=True)) | fields))  # as read from the file
 
-    def run(self, quiet: bool = False) -> ProbeResult | None:  # type: ignore[override]
+    def run(self, quiet: bool = False) -> ProbeResult | None:  # type: ignore[override]  # not a Job's result
         try:
             start = time.perf_counter()
             result = finetune(self)

@@ -1,8 +1,7 @@
 """Initial token embeddings from counts: which tokens are neighbours in the text.
 
 The vectors are the leading eigenvectors of the matrix of positive pointwise mutual information (PPMI) of neighbours,
-as of count-based word vectors. They take seconds, and a model that starts with them knows at once which tokens go
-together; from random embeddings it learns that in its first thousands of steps.
+as of count-based word vectors, so that tokens with similar neighbours have similar embeddings before the first step.
 """
 
 import numpy as np

@@ -35,7 +35,7 @@ MAX_SENTENCES, MAX_TOKENS = 4, 40
 SAMPLES = "samples.md"
 CORRUPTED_ROWS_PER_BATCH = 128
 MERGED_ON_GPU = 4  # batches of held-out rows: evaluating them one by one is bound by kernel launches
-HELD_OUT_LENGTH = 128  # tokens of held-out rows, if the model is trained on so many
+HELD_OUT_LENGTH = 128  # tokens of held-out rows, if the model is trained on rows of that length
 
 
 def held_out_batches(config: PretrainConfig, shards: Shards, device: torch.device) -> list[Batch]:

@@ -120,6 +120,7 @@ def create_protocol(timeout: float) -> type[H11Protocol]:
     class TimedProtocol(H11Protocol):
         timer: asyncio.TimerHandle | None = None
 
+        # as uvicorn declares it; asyncio's type is wider
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self.watch_head()

@@ -94,7 +94,7 @@ const methods = {
     return { best, rank, probability: own.length === 1 ? predicted[own[0]] : null };
   },
 
-  /** A sample of the generator for each of these places in a text, as in training: all are masked at once. */
+  /** A sample of the generator for each of these places in a text; all of them are masked together. */
   async sample({ text, places }) {
     const predictions = await predictMasked(text, places);
     return predictions.map((predicted) => {
