@@ -1,6 +1,7 @@
 """The model in the package: weights in 8 bits, the export that writes it, and the commands that use it by default."""
 
 import gzip
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_the_card_names_the_text_and_the_settings(packaged):
     assert "Sentences (CC0)" in card
     assert "--size tiny --layers 1 --width 32" in card
     assert "generator with 1 layer of width 32" in card
-    assert "| mlm_loss |" in card
+    assert re.search(r"\| mlm_loss +\|", card)
     assert str(packaged.parent.parent) not in card  # no path of this machine
 
 

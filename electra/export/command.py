@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from electra.data.corpus import create_progress_bar
 from electra.errors import ConfigError
 from electra.export.card import write_card
 from electra.export.config import ExportConfig, ImportConfig
@@ -29,6 +28,7 @@ from electra.onnx.verify import (
     verified_lengths,
     write_verified_files,
 )
+from electra.progress import create_progress_bar
 from electra.runfolder import CONFIG, create_folder_atomically, write_checksums, write_file, write_json
 from electra.training.checkpoint import find_model_folder
 
