@@ -21,7 +21,7 @@ from electra.model.config import PACKAGED_MODEL
 from electra.model.quantize import dequantize, quantize, relative_error
 from electra.model.storage import load_model
 from electra.pretraining.command import pretrain
-from electra.serve.planted import find_planted_words
+from electra.serve.replaced_words import find_replaced_words
 from electra.training import checkpoint
 
 WEIGHTS = "model.safetensors.gz"
@@ -152,8 +152,8 @@ def test_without_a_packaged_model_one_has_to_be_named(command, tmp_path, monkeyp
 
 
 @needs_packaged_model
-def test_the_packaged_model_finds_planted_words():
-    assert find_planted_words(electra.load(device="cpu")).found >= 85
+def test_the_packaged_model_finds_replaced_words():
+    assert find_replaced_words(electra.load(device="cpu")).found >= 85
 
 
 @needs_packaged_model
