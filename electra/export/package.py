@@ -7,9 +7,10 @@ from typing import Any
 
 from electra.config import all_defaults, command_line_words
 from electra.data.tokenizer import SETTINGS, VOCAB_TXT, TextTokenizer, load_tokenizer, read_trained_length
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError
 from electra.export.card import CARD, describe_origin
 from electra.export.config import ExportConfig
+from electra.export.source import check_finite_weights, count_parameters
 from electra.model.electra import Electra, meta_device
 from electra.model.quantize import dequantize, quantize, relative_error, write_compressed
 from electra.model.storage import (
@@ -38,9 +39,7 @@ def write_package(config: ExportConfig, folder: Path) -> tuple[str, int, list[st
         )
     electra = without_training_heads(load_model(folder))
     weights = {name: parameter.detach().float() for name, parameter in electra.named_parameters()}
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise DataError(f"the weights in {folder} are not finite ({name}); train the model again")
+    check_finite_weights(weights, folder)
     with create_folder_atomically(config.output) as draft:
         write_config(electra.config, draft)
         files = write_small_tokenizer(folder, draft)
@@ -58,7 +57,7 @@ def write_package(config: ExportConfig, folder: Path) -> tuple[str, int, list[st
                 "or a smaller vocabulary"
             )
     description = f"generator and discriminator in 8 bits, {size / 1e6:.2f} MB, relative error {error:.1%}"
-    return description, sum(tensor.numel() for tensor in weights.values()), files
+    return description, count_parameters(weights), files
 
 
 def without_training_heads(electra: Electra) -> Electra:

@@ -34,7 +34,7 @@ class Embedding:
     """The embedding of a text."""
 
     vector: list[float]
-    is_truncated: bool = False
+    is_truncated: bool
 
     def __str__(self) -> str:
         start = " ".join(f"{number:.4f}" for number in self.vector[:8])
