@@ -74,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         fp32, int8 = Path(folder, FP32), Path(folder, INT8)
         write_onnx(model, fp32)
-        write_int8(model, fp32, int8, keep_head=True)
+        write_int8(model, fp32, int8)
         sessions = {"fp32": open_session(fp32), "int8": open_session(int8)}
     for rows in arguments.batches:
         inputs = model.sample_inputs(rows, arguments.length, is_padded=False)

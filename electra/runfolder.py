@@ -30,8 +30,8 @@ from electra.errors import ConfigError, DataError
 PARTIAL = ".electra-partial"
 """Suffix of files and folders that are being written."""
 LOCK = "electra.lock"
-LOCK_SECONDS = 0.2  # to wait for a lock
 """Names the process that uses a folder."""
+LOCK_SECONDS = 0.2  # to wait for a lock
 CHECKSUM = "sha256:"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # without a file's name when it is written
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # file systems without flock

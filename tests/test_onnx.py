@@ -21,7 +21,6 @@ from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.export.command import export
 from electra.export.config import ExportConfig
-from electra.export.onnx_files import copy_tokenizer_files_with_json
 from electra.export.source import load_export_source
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.heads import ChoiceModel, SpanModel, TagModel, TaskModel
@@ -194,7 +193,7 @@ def test_classifiers_are_quantised(finetuned, tmp_path):
     source = load_export_source(ExportConfig(model=finetuned.output, output=tmp_path))
     model = onnx_export.ExportableModel(source.model, source.encoder, source.outputs).eval()
     onnx_export.write_onnx(model, tmp_path / "fp32.onnx")
-    quantize.write_int8(model, tmp_path / "fp32.onnx", tmp_path / "int8.onnx", keep_head=True)
+    quantize.write_int8(model, tmp_path / "fp32.onnx", tmp_path / "int8.onnx")
     inputs = {name: tensor.numpy() for name, tensor in model.sample_inputs(3, 8).items()}
     fp32, int8 = (
         onnxruntime.InferenceSession(tmp_path / f"{name}.onnx").run(None, inputs)[0] for name in ("fp32", "int8")
@@ -253,7 +252,6 @@ def test_a_vocab_txt_becomes_a_tokenizer_json(pairs, tmp_path):
     source, output = tmp_path / "model", tmp_path / "onnx"
     shutil.copytree(pairs["classic"], source, ignore=shutil.ignore_patterns("tokenizer.json", "checksums.json"))
     output.mkdir()
-    loaded = load_export_source(ExportConfig(model=source, output=output))
-    assert "tokenizer.json" in copy_tokenizer_files_with_json(loaded, output)
+    assert "tokenizer.json" in onnx_export.write_tokenizer(source, output, 32)
     fingerprints = [load_tokenizer(folder).fingerprint for folder in (source, output)]
     assert fingerprints[0] == fingerprints[1]

@@ -24,10 +24,10 @@ from electra.export import page as page_module
 from electra.export.config import ExportConfig
 from electra.export.node_packages import NodePackage, fetch_node_packages, has_node_packages
 from electra.export.page import read_examples, write_page
-from electra.export.vocabulary_map import compute_map
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
+from electra.model.vocabulary_map import compute_map
 from electra.onnx.verify import OnnxFile
 from electra.runfolder import CHECKSUMS
 
@@ -339,14 +339,14 @@ def test_choices_have_no_page(encoder_folder, tmp_path):
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_model_of_any_size_is_in_fp32_unless_int8_is_given(tmp_path, monkeypatch, int8):
-    def write_onnx_files(source, folder, wants_int8, advance):
+    def write_verified_files(model, folder, wants_int8, advance):
         names = ["fp32.onnx", "int8.onnx"][: 1 + wants_int8]
         for name in names:
             (folder / name).write_text(name)
         return [OnnxFile(name, 400.0, 0.0, 1.0, 1.0) for name in names]
 
-    monkeypatch.setattr(page_module, "write_onnx_files", write_onnx_files)
-    source = SimpleNamespace(count_parameters=lambda: 100_000_000)
+    monkeypatch.setattr(page_module, "write_verified_files", write_verified_files)
+    source = SimpleNamespace(exportable_model=lambda: None)
     config = ExportConfig(model=tmp_path, to="page", output=tmp_path / "site", **({"int8": True} if int8 else {}))
     page_module.write_model(source, tmp_path / "model.onnx", config.int8, lambda: None)
     assert (tmp_path / "model.onnx").read_text() == ("int8.onnx" if int8 else "fp32.onnx")

@@ -8,7 +8,6 @@ from electra.data.corpus import create_progress_bar
 from electra.errors import ConfigError
 from electra.export.card import write_card
 from electra.export.config import ExportConfig, ImportConfig
-from electra.export.onnx_files import copy_tokenizer_files_with_json, exportable_model, write_onnx_files
 from electra.export.package import write_package
 from electra.export.page import PageResult, write_page
 from electra.export.source import ExportSource, load_export_source
@@ -21,13 +20,14 @@ from electra.model.storage import (
     write_model_files,
     write_tensors,
 )
-from electra.onnx.export import FOLDER, check_libraries, write_task
+from electra.onnx.export import FOLDER, check_libraries, write_task, write_tokenizer
 from electra.onnx.verify import (
     TIMED_LENGTH,
     OnnxFile,
     count_advances,
     measure_torch_milliseconds,
     verified_lengths,
+    write_verified_files,
 )
 from electra.runfolder import CONFIG, create_folder_atomically, write_checksums, write_file, write_json
 from electra.training.checkpoint import find_model_folder
@@ -120,15 +120,15 @@ def write_sentence_transformers_files(folder: Path, source: ExportSource) -> Non
 
 def write_onnx_folder(source: ExportSource, config: ExportConfig) -> OnnxResult:
     """Write a folder that transformers.js loads, after its ONNX files were compared with PyTorch."""
-    model = exportable_model(source)
+    model = source.exportable_model()
     with create_folder_atomically(config.output) as draft, create_progress_bar() as progress:
         bar = progress.add_task("ONNX, compared with PyTorch", total=count_advances(model, config.int8))
         write_json(draft / CONFIG, source.settings)
-        copied = copy_tokenizer_files_with_json(source, draft)
+        copied = write_tokenizer(source.folder, draft, source.length)
         if source.finetuned is not None:
             write_task(draft, source.finetuned.task, source.length)
         (draft / FOLDER).mkdir()
-        files = write_onnx_files(source, draft / FOLDER, config.int8, lambda: progress.advance(bar))
+        files = write_verified_files(model, draft / FOLDER, config.int8, lambda: progress.advance(bar))
         write_card(source, draft, config)
     return OnnxResult(
         output=str(config.output),

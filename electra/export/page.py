@@ -17,13 +17,12 @@ from electra.data.tokenizer import SETTINGS, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
 from electra.export.node_packages import FILES, VENDOR, require_node_packages
-from electra.export.onnx_files import copy_tokenizer_files_with_json, exportable_model, write_onnx_files
 from electra.export.source import ExportSource, load_export_source
-from electra.export.vocabulary_map import EPOCHS, compute_map
 from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
-from electra.onnx.export import INPUTS, INT8, check_libraries
-from electra.onnx.verify import OnnxFile, count_advances
+from electra.model.vocabulary_map import EPOCHS, compute_map
+from electra.onnx.export import INPUTS, INT8, check_libraries, write_tokenizer
+from electra.onnx.verify import OnnxFile, count_advances, write_verified_files
 from electra.runfolder import PARTIAL, create_folder_atomically, dump_json
 from electra.training.checkpoint import find_model_folder
 
@@ -72,7 +71,7 @@ def write_page(model: Path, output: Path, *, int8: bool = False, examples: Path 
     require_node_packages()
     has_map = main.encoder.config.vocab_size <= MAX_MAP_TOKENS
     with create_folder_atomically(output) as draft, create_progress_bar() as progress:
-        counts = [count_advances(exportable_model(source), int8) for source in sources.values()]
+        counts = [count_advances(source.exportable_model(), int8) for source in sources.values()]
         bar = progress.add_task("ONNX, compared with PyTorch", total=sum(counts) + EPOCHS * has_map)
         shutil.copytree(STATIC, draft, dirs_exist_ok=True, ignore=STATIC_IGNORED)
         (draft / VENDOR.name).mkdir()
@@ -80,7 +79,7 @@ def write_page(model: Path, output: Path, *, int8: bool = False, examples: Path 
             shutil.copyfile(VENDOR / name, draft / VENDOR.name / name)
         folder = draft / MODEL
         folder.mkdir()
-        if not copy_tokenizer_files_with_json(main, folder):
+        if not write_tokenizer(main.folder, folder, main.length):
             raise DataError(f"{main.folder} has no tokenizer; copy the tokenizer.json or vocab.txt of its training")
         for file in set(folder.iterdir()) - {folder / TOKENIZER_JSON, folder / SETTINGS}:
             file.unlink()
@@ -119,7 +118,7 @@ def load_sources(model: Path, output: Path) -> dict[str, ExportSource]:
 def write_model(source: ExportSource, path: Path, int8: bool, advance: Callable[[], None]) -> OnnxFile:
     """Write the ONNX file of a model in int8 or fp32."""
     with TemporaryDirectory() as folder:
-        file = write_onnx_files(source, Path(folder), int8, advance)[-1]
+        file = write_verified_files(source.exportable_model(), Path(folder), int8, advance)[-1]
         name = Path(file.name).name
         shutil.copyfile(Path(folder, name), path)
     return replace(file, name=name)

@@ -1,6 +1,5 @@
 """Models to export: one of a pre-trained pair or a fine-tuned one, as a class of `transformers`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,13 +24,11 @@ from electra.huggingface.convert import (
 )
 from electra.huggingface.folders import select_part
 from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSES, Settings
-from electra.model.config import EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, has_rtd_head, load_model, read_tensor_names
+from electra.onnx.export import ExportableModel, Outputs
 from electra.training.checkpoint import find_model_folder
-
-Outputs = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class ExportSource:
     folder: Path
     model: nn.Module
     encoder: Encoder
-    outputs: Outputs  # of input_ids, attention_mask and segment_ids, as the class has them
+    outputs: Outputs  # as the class has them
     tensors: Tensors
     settings: Settings
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
@@ -61,6 +58,11 @@ class ExportSource:
     def count_parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values())
 
+    def exportable_model(self) -> ExportableModel:
+        """The model in fp32, with the inputs and outputs of its class."""
+        int8_head = self.purpose == "generator"  # whose head is most of it
+        return ExportableModel(self.model.float(), self.encoder, self.outputs, self.input_axes, int8_head).eval()
+
 
 def load_export_source(config: ExportConfig) -> ExportSource:
     """Load a part of a pair, or a fine-tuned model."""
@@ -75,7 +77,7 @@ def load_export_source(config: ExportConfig) -> ExportSource:
     name = EXPORT_CLASSES[encoder.style][config.part]
     tensors = to_huggingface_tensors(fold_projection(part.state_dict(), encoder), ARCHITECTURES[name])
     dtype = next(iter(tensors.values())).dtype
-    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, encoder))
+    settings = to_huggingface_config(encoder, name, dtype, read_vocabulary_if_modern(folder, part.encoder))
     return ExportSource(
         folder=folder,
         model=part.encoder if config.part == "encoder" else part,
@@ -151,7 +153,8 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
     architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
     tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture)
     tensors |= TASK_HEADS[class_name](dict(model.head.state_dict()))
-    settings = to_huggingface_config(encoder, class_name, torch.float32, read_vocabulary_if_modern(folder, encoder))
+    vocabulary = read_vocabulary_if_modern(folder, model.encoder)
+    settings = to_huggingface_config(encoder, class_name, torch.float32, vocabulary)
     settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
     if encoder.is_modern():
         settings |= {"classifier_dropout": encoder.dropout, "classifier_pooling": model.pooling}
@@ -169,7 +172,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
     )
 
 
-def read_vocabulary_if_modern(folder: Path, encoder: EncoderConfig) -> Vocabulary | None:
+def read_vocabulary_if_modern(folder: Path, encoder: Encoder) -> Vocabulary | None:
     """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
     has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    return load_tokenizer(folder).vocabulary if encoder.is_modern() and has_tokenizer else None
+    return load_tokenizer(folder).vocabulary if encoder.config.is_modern() and has_tokenizer else None

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from electra.data.files import require_libraries
+from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError
 from electra.finetuning.tasks import Task
 from electra.model.encoder import Encoder
-from electra.runfolder import write_stored
+from electra.model.storage import copy_tokenizer_files
+from electra.runfolder import write_file, write_stored
 
 FOLDER, FP32, INT8 = "onnx", "model.onnx", "model_quantized.onnx"  # the names that transformers.js reads
 TASK = "task.json"  # of a fine-tuned model
@@ -33,11 +35,16 @@ class ExportableModel(nn.Module):
     """A model with the inputs and outputs of its class in `transformers`."""
 
     def __init__(
-        self, module: nn.Module, encoder: Encoder, compute_outputs: Outputs, axes: tuple[str, ...] = ("batch", "length")
+        self,
+        module: nn.Module,
+        encoder: Encoder,
+        compute_outputs: Outputs,  # of input_ids, attention_mask and segment_ids
+        axes: tuple[str, ...] = ("batch", "length"),  # of these inputs
+        int8_head: bool = False,  # whether an int8 file has all that follows the hidden states in int8, too
     ) -> None:
-        """`compute_outputs` takes input_ids, attention_mask and segment_ids, whose dimensions are `axes`."""
         super().__init__()
-        self.module, self.encoder, self.compute_outputs, self.axes = module, encoder, compute_outputs, axes
+        self.module, self.encoder, self.compute_outputs = module, encoder, compute_outputs
+        self.axes, self.int8_head = axes, int8_head
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
@@ -83,6 +90,16 @@ def write_task(folder: Path, task: Task, length: int) -> None:
     text. Files of the training data are not named."""
     exported = replace(task, splits={}, scale=1.0, offset=0.0, windows=1)
     write_stored(folder / TASK, asdict(OnnxTask(task=exported, length=length)))
+
+
+def write_tokenizer(source: Path, folder: Path, length: int) -> list[str]:
+    """Copy the tokenizer files of the folder `source`; JavaScript libraries read no vocab.txt, so tokenizer.json is
+    written if it is missing."""
+    copied = copy_tokenizer_files(source, folder, length)
+    if copied and TOKENIZER_JSON not in copied:
+        tokenizer = load_tokenizer(folder)
+        write_file(folder / TOKENIZER_JSON, tokenizer.library.to_str(pretty=True) + "\n")
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def write_onnx(model: ExportableModel, path: Path) -> None:

@@ -18,13 +18,13 @@ OUTLIER = 3.0  # a channel is scaled down to this multiple of the median of all 
 CALIBRATION_ROWS, CALIBRATION_LENGTH = 16, 128
 
 
-def write_int8(model: ExportableModel, path: Path, output: Path, keep_head: bool) -> None:
-    """Quantise the weights of an ONNX file; `keep_head` leaves all that follows the hidden states in fp32."""
+def write_int8(model: ExportableModel, path: Path, output: Path) -> None:
+    """Quantise the weights of an ONNX file, those of the head only with `int8_head`."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(path)
-    excluded = head_nodes(graph) if keep_head else []
+    excluded = [] if model.int8_head else head_nodes(graph)
     scale_outlier_channels(graph, largest_inputs(model, path, excluded))
     del graph.graph.value_info[:]  # ONNX Runtime transposes weights of 2D products (Gemm), whose shapes are there, too
     scaled = output.with_suffix(".scaled")

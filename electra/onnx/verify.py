@@ -46,7 +46,7 @@ class Comparison:
 
 
 def write_verified_files(
-    model: ExportableModel, folder: Path, *, int8: bool, keep_head: bool, advance: Callable[[], None]
+    model: ExportableModel, folder: Path, int8: bool, advance: Callable[[], None]
 ) -> list[OnnxFile]:
     """Write the fp32 file of a model and, if asked for, its int8 file, each after a comparison with PyTorch; calls
     `advance` once when the model is traced, and after each length of each file."""
@@ -54,7 +54,7 @@ def write_verified_files(
     advance()
     files = [verify_fp32(model, folder / FP32, advance)]
     if int8:
-        write_int8(model, folder / FP32, folder / INT8, keep_head)
+        write_int8(model, folder / FP32, folder / INT8)
         files.append(verify_int8(model, folder / INT8, advance))
     return files
 

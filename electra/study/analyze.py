@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from electra.data.shards import Shards, open_shards
-from electra.export.vocabulary_map import VocabularyMap, compute_map
 from electra.finetuning.glue import markdown_table
 from electra.model.electra import Electra
 from electra.model.storage import load_model, load_model_tokenizer
+from electra.model.vocabulary_map import VocabularyMap, compute_map
 from electra.objectives.evaluation import roc_auc
 from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
 from electra.pretraining.initialize import unigram_frequencies
 from electra.runfolder import lock_folder, write_file, write_json
-from electra.study.config import AnalyzeConfig
+from electra.study.config import AnalyzeConfig, OutputRecord
 from electra.study.detection import (
     CalibrationBin,
     DetectionBin,
@@ -27,7 +27,6 @@ from electra.study.detection import (
     expected_calibration_error,
 )
 from electra.study.few_shot import FewShotPoint, few_shot_curve
-from electra.study.output import OutputRecord
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 

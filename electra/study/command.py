@@ -5,9 +5,8 @@ from electra.errors import DataError
 from electra.finetuning.probe import FOLDS, SLICED_TASKS
 from electra.runfolder import lock_folder
 from electra.signals import explain_stop
-from electra.study.config import StudyConfig
+from electra.study.config import OutputRecord, StudyConfig
 from electra.study.measures import measure_runs, read_measures
-from electra.study.output import OutputRecord
 from electra.study.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.study.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.study.studies import STUDIES

@@ -1,13 +1,14 @@
-"""The settings of `electra study` and `electra analyze`."""
+"""The settings of `electra study` and `electra analyze`, and what their output folders record of them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from electra.config import Positional
-from electra.errors import ConfigError, check_range
+from electra.errors import ConfigError, DataError, check_range
 from electra.finetuning.config import Glue6Task
 from electra.pretraining.config import BudgetConfig
+from electra.runfolder import CONFIG, check_same_settings, is_missing_or_empty, read_json, read_stored, write_stored
 from electra.training.config import Device
 
 StudyName = Literal[
@@ -117,3 +118,24 @@ class AnalyzeConfig:
         check_range(self, "map_tokens", at_least=3)
         if any(count < 1 for count in self.examples):
             raise ConfigError(f"has {min(self.examples)}; it must be at least 1", field="examples")
+
+
+@dataclass(frozen=True)
+class OutputRecord:
+    """The config.json of an output folder."""
+
+    command: Literal["study", "analyze"]
+    settings: dict[str, Any]  # that everything in the folder has in common
+
+    def check(self, folder: Path) -> None:
+        """Raise if a folder is not empty and was not started by this command with these settings."""
+        if is_missing_or_empty(folder):
+            return
+        if not (folder / CONFIG).exists() or read_json(folder / CONFIG).get("command") != self.command:
+            raise DataError(
+                f"{folder} is not empty and not the output of electra {self.command}; choose another --output"
+            )
+        check_same_settings(folder, read_stored(folder / CONFIG, OutputRecord).settings, self.settings)
+
+    def write(self, folder: Path) -> None:
+        write_stored(folder / CONFIG, asdict(self))
