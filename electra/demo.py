@@ -1,8 +1,8 @@
 """`electra demo`: what the packaged model knows, then the whole pipeline in minutes on a CPU, on text that every Python
 installation contains.
 
-Planted words → text → tokens → shards → pre-training, of the packaged model where there is one → the same baselines for
-all → Hugging Face folder → a page that runs the model in the browser.
+Replaced words → text → tokens → shards → pre-training, of the packaged model where there is one → the same baselines
+for all → Hugging Face folder → a page that runs the model in the browser.
 """
 
 import ast
@@ -12,7 +12,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -31,12 +31,12 @@ from electra.plotting import plot_demo
 from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
 from electra.serve.config import DemoConfig
 from electra.serve.inference import Model, load_model
-from electra.serve.planted import (
-    PlantedResult,
-    PlantedSentence,
+from electra.serve.replaced_words import (
+    CorruptedSentence,
+    ReplacedWordsResult,
     count_found,
-    find_planted_words,
-    read_planted_sentences,
+    find_replaced_words,
+    read_corrupted_sentences,
     word_scores,
 )
 from electra.training.checkpoint import has_packaged_model
@@ -44,7 +44,7 @@ from electra.training.logging import METRICS, read_metrics
 
 BLANK = re.compile(r"\n\s*\n")  # between paragraphs
 PICTURE = "demo.png"
-SHOWN_SENTENCES = (0, 14, 20, 50)  # of the hundred with a planted word
+SHOWN_SENTENCES = (0, 14, 20, 50)  # of the hundred with a replaced word
 REPLACEMENTS = {0.35: "dictionary", 0.75: "should"}  # words put into a held-out sentence, by their relative position
 VOCAB_SIZE = 1000
 INTERVALS = {"log_every": 2, "save_every": 100_000, "evaluation_rows": 64}
@@ -87,7 +87,7 @@ class DemoResult:
     comparisons: list[Comparison]
     sentence: str
     marked_sentence: str
-    marked_planted: list[str]
+    marked_examples: list[str]
     pictures: list[str]
     page: str | None  # None: libraries for it are missing
 
@@ -96,11 +96,11 @@ class DemoResult:
         kind = "the packaged model, trained further" if self.uses_packaged_model else "a tiny model, from scratch"
         lines = [
             *(
-                ["Sentences with a planted word, and the word that the packaged model finds, with its probability:"]
-                if self.marked_planted
+                ["Sentences with a replaced word, and the word that the packaged model finds, with its probability:"]
+                if self.marked_examples
                 else []
             ),
-            *(f"  {marked}" for marked in self.marked_planted),
+            *(f"  {marked}" for marked in self.marked_examples),
             "",
             f"{kind.capitalize()}: {self.documents:,} documents, {self.steps:,} steps, {self.tokens:,} tokens, "
             f"{self.seconds:.0f} seconds in all. Beside baselines:",
@@ -141,24 +141,17 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     folder = unused_folder(config.output)
     folder.mkdir(parents=True)
-    corpus, shards, run = folder / "corpus.txt", folder / "shards", folder / "run"
+    shards, run = folder / "shards", folder / "run"
     is_packaged = has_packaged_model()
-    found, marked_planted = None, []
+    found, marked_examples = None, []
     if is_packaged:
         packaged = load_model(PACKAGED_MODEL, "cpu")
-        found = find_planted_words(packaged)
+        found = find_replaced_words(packaged)
         report(
-            f"the packaged model finds {found.found} of {found.sentences} planted words; guessing {found.guessing:.0f}"
+            f"the packaged model finds {found.found} of {found.sentences} replaced words; guessing {found.guessing:.0f}"
         )
-        marked_planted = [mark_planted_word(packaged, sentence.text) for sentence in shown_sentences()]
-    documents = write_documentation_corpus(corpus, max_characters=200_000 if config.quick else 600_000)
-    report(f"collected {documents:,} documents from the documentation of this Python installation")
-    tokenizer = PACKAGED_MODEL
-    if not is_packaged:
-        tokenizer = folder / "vocab"
-        electra.train_tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
-        report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
-    electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
+        marked_examples = [mark_replaced_word(packaged, sentence.text) for sentence in shown_sentences()]
+    documents = write_shards(folder, shards, 200_000 if config.quick else 600_000, is_packaged, report)
     counts = count_bigrams(open_shards(shards))
     report(f"wrote {counts.token_counts.sum():,} tokens into shards, and counted their bigrams")
     steps = config.steps or (40 if is_packaged else 1000) // (5 if config.quick else 1)
@@ -173,7 +166,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     electra.export_model(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
     model = load_model(run, "cpu")
-    found = found or find_planted_words(model)
+    found = found or find_replaced_words(model)
     comparisons = compare(model, found, shards, counts, result.metrics, settings["length"])
     sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))
     detection = model.detect(sentence)
@@ -192,10 +185,26 @@ def run_demo(config: DemoConfig) -> DemoResult:
         comparisons=comparisons,
         sentence=sentence,
         marked_sentence=detection.marked_text(threshold=sorted(detection.replaced)[-3]),
-        marked_planted=marked_planted,
+        marked_examples=marked_examples,
         pictures=[str(picture) for picture in pages if picture.exists()],
         page=page,
     )
+
+
+def write_shards(
+    folder: Path, shards: Path, max_characters: int, is_packaged: bool, report: Callable[[str], None]
+) -> int:
+    """Write a corpus and its shards, with the packaged model's tokenizer if there is one; returns the number of
+    documents."""
+    corpus, tokenizer = folder / "corpus.txt", PACKAGED_MODEL
+    documents = write_documentation_corpus(corpus, max_characters)
+    report(f"collected {documents:,} documents from the documentation of this Python installation")
+    if not is_packaged:
+        tokenizer = folder / "vocab"
+        electra.train_tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
+        report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
+    electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
+    return documents
 
 
 def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
@@ -209,9 +218,9 @@ def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
 
 
 def compare(
-    model: Model, found: PlantedResult, shards: Path, counts: BigramCounts, metrics: dict[str, float], length: int
+    model: Model, found: ReplacedWordsResult, shards: Path, counts: BigramCounts, metrics: dict[str, float], length: int
 ) -> list[Comparison]:
-    """The planted words that were found and the trained model beside guessing, token frequencies and bigram counts."""
+    """The replaced words that were found and the trained model beside guessing, token frequencies and bigram counts."""
     opened = open_shards(shards)
     auc, smoothing = bigram_auc(opened, counts, length, INTERVALS["evaluation_rows"])
 
@@ -221,23 +230,23 @@ def compare(
 
     by_bigrams = count_found(score_by_bigrams)
     uniform = math.log(opened.tokenizer.vocabulary.size)
-    planted = {"guessing": found.guessing, "bigram counts": by_bigrams.found}
+    words = {"guessing": found.guessing, "bigram counts": by_bigrams.found}
     detection = {"guessing": 0.5, "bigram counts": auc}
     prediction = {"guessing": uniform, "token frequencies": metrics["unigram_mlm_loss"]}
     return [
-        Comparison("planted words found, of 100", "{:.0f}", planted, found.found, True),
+        Comparison("replaced words found, of 100", "{:.0f}", words, found.found, True),
         Comparison("held-out RTD AUC, of random tokens", "{:.3f}", detection, metrics["unigram_rtd_auc"], True),
         Comparison("held-out MLM loss", "{:.2f}", prediction, metrics["mlm_loss"], False),
     ]
 
 
-def shown_sentences() -> list[PlantedSentence]:
-    sentences = read_planted_sentences()
+def shown_sentences() -> list[CorruptedSentence]:
+    sentences = read_corrupted_sentences()
     return [sentences[index] for index in SHOWN_SENTENCES]
 
 
-def mark_planted_word(model: Model, text: str) -> str:
-    """A text with the word marked that is most likely planted."""
+def mark_replaced_word(model: Model, text: str) -> str:
+    """A text with the word marked that is most likely replaced."""
     words, scores = text.split(), word_scores(model.tokenizer, text, model.detect(text).replaced)
     highest = scores.index(max(scores))
     return " ".join(f"[{word} {max(scores):.2f}]" if index == highest else word for index, word in enumerate(words))

@@ -34,7 +34,7 @@ def test_the_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real
     result = json.loads(capsys.readouterr().out)
     check_demo(tmp_path / "further", result)
     assert result["uses_packaged_model"]
-    assert len(result["marked_planted"]) == 4
+    assert len(result["marked_examples"]) == 4
 
 
 def test_a_demo_ends_when_a_signal_stops_its_pretraining(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_model_is_compared_with_the_best_baseline(model, higher_is_better, is_
 
 def test_the_word_with_the_highest_probability_is_marked(finished_run):
     model = load_model(finished_run, "cpu")
-    marked = demo.mark_planted_word(model, "the cat sat on the house")
+    marked = demo.mark_replaced_word(model, "the cat sat on the house")
     assert len(re.findall(r"\[\w+ \d\.\d\d\]", marked)) == 1
 
 
