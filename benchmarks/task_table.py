@@ -38,8 +38,8 @@ import transformers
 from finetune import summarize, train_peer
 
 from electra.config import build_config
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.glue import markdown_table
 from electra.finetuning.jobs import prepare_jobs

@@ -23,15 +23,15 @@ import numpy
 import electra
 from electra.data.shards import open_shards
 from electra.data.tokenizer import TextTokenizer
-from electra.export.node_packages import has_node_packages
-from electra.export.page import open_command
+from electra.exporting.node_packages import has_node_packages
+from electra.exporting.page import open_command
 from electra.model.config import PACKAGED_MODEL
 from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
 from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
-from electra.serve.config import DemoConfig
-from electra.serve.inference import Model, load_model
-from electra.serve.replaced_words import (
+from electra.serving.config import DemoConfig
+from electra.serving.inference import Model, load_model
+from electra.serving.replaced_words import (
     CorruptedSentence,
     ReplacedWordsResult,
     count_found,
@@ -163,7 +163,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     if result.signal:
         report("pre-training was stopped by a signal, so the demo ends here")
         sys.exit(result.exit_code)
-    electra.export_model(model=run, output=folder / "huggingface")
+    electra.export(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
     model = load_model(run, "cpu")
     found = found or find_replaced_words(model)
@@ -201,7 +201,7 @@ def write_shards(
     report(f"collected {documents:,} documents from the documentation of this Python installation")
     if not is_packaged:
         tokenizer = folder / "vocab"
-        electra.train_tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
+        electra.tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
         report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
     electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
     return documents
@@ -213,7 +213,7 @@ def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
         return None
     examples, page = folder / "examples.txt", folder / "page"
     examples.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    electra.export_model(model=run, to="page", examples=examples, output=page)
+    electra.export(model=run, to="page", examples=examples, output=page)
     return str(page)
 
 

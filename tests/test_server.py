@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from http_server import ask, running_server
@@ -21,9 +22,9 @@ from electra.cli import main
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
-from electra.serve import server as server_module
-from electra.serve.server import STATIC, count_characters
-from electra.serve.service import Service
+from electra.serving import server as server_module
+from electra.serving.server import STATIC, count_characters
+from electra.serving.service import Service
 
 WORDS = ("the", "big", "cat", "sat", "on", "mat", "dog", "ran", "house", "[MASK]")
 WRITERS = {"choice": write_choices, "tags": write_tags, "question-answering": write_questions}
@@ -81,6 +82,19 @@ def test_results_equal_those_of_the_python_api(server, model):
         vectors = model.embed(texts, pooling=pooling).tolist()
         for result, vector in zip(answer["results"], vectors, strict=True):
             assert result["vector"] == pytest.approx(vector, abs=1e-4)
+
+
+def test_requests_in_the_documentation_have_the_results_that_it_shows(server, finetuned):
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    requests = re.findall(r"^curl localhost:8000/(\w+) .*?-d '(.*?)'\n# ([^\n]*)$", page, re.MULTILINE | re.DOTALL)
+    assert len(requests) == page.count("curl localhost")
+    with running_server(Service(electra.load(finetuned.output, device="cpu"), batch_tokens=128)) as predicting:
+        for method, body, shown in requests:
+            if "rows" in (request := json.loads(body)):
+                continue  # of another kind of task
+            status, answer = (predicting if method == "predict" else server).ask(f"/{method}", request)
+            assert status == 200, answer
+            assert [name for name in answer["results"][0] if f'"{name}":' not in shown and "(" not in name] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -304,7 +318,7 @@ def test_a_server_does_not_fetch_the_libraries_of_the_page(tmp_path, monkeypatch
     monkeypatch.setattr(asyncio, "create_subprocess_exec", None)
     asyncio.run(server_module.make_page(None, tmp_path / "model", tmp_path / "page"))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("fetch them: python -m electra.export.node_packages")
+    assert line.endswith("fetch them: python -m electra.exporting.node_packages")
 
 
 def error_message(capsys, *arguments: str) -> str:
