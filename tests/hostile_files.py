@@ -397,7 +397,7 @@ KIND_FILES: list[tuple[str, str, str, Callable[[], Any]]] = [  # kind, name, suf
     ("tags", "a million columns", ".conll", lambda: "a" + " b" * MILLION + "\n"),
     ("tags", "ragged columns", ".conll", lambda: "a B-X\nb c d I-X\n\n" * 20),
     ("tags", "tags of no scheme", ".conll", lambda: "a Q-X\nb W-Y\nc Z-X\n\n" * 20),
-    ("tags", "a sentence of 200,000 words", ".conll", lambda: "cat O\n" * 200_000),
+    ("tags", "a sentence of a million words", ".conll", lambda: "cat O\n" * MILLION),
     ("tags", "a word of 10 MB", ".conll", lambda: "a" * (10 * MEGABYTE) + " O\n\n" + "cat B-X\n\n" * 20),
     ("tags", "noise", ".conll", lambda: NOISE),
     ("tags", "20,000 tags", ".conll", lambda: "".join(f"cat B-{number}\n\n" for number in range(20_000))),

@@ -312,6 +312,46 @@ def test_conll_2000_has_no_dev_file(tmp_path):
         define_task(TaskConfig(task="ner", data=str(tmp_path / "missing")))
 
 
+def test_dev_tags_of_no_training_row_are_reported_once_before_training_and_listed_as_mistakes(
+    encoder_folder, tmp_path, capsys
+):
+    (tmp_path / "train.txt").write_text("the DT\ncat NN\n\n" * 20)
+    (tmp_path / "dev.txt").write_text("the DT\nthe DT\noh UH\n\n" * 2)
+    tuning = FLAGS.removeprefix("--kind tags --epochs 6 ")
+    command = f"finetune --model {encoder_folder} --task pos --data {tmp_path} --seeds 2 --workers 1 --epochs 1 "
+    main(f"{command} {tuning} --output {tmp_path}/out --json".split())
+    output, errors = capsys.readouterr()
+    assert json.loads(output)["median"]["dev"]["accuracy"] <= 2 / 3
+    assert errors.count("dev.txt: 2 of 6 labels are in no training row ('UH')") == 1
+    assert "| (in no training row) | the the **oh** |" in (tmp_path / "out/seed-1/errors.md").read_text()
+    (tmp_path / "dev.txt").write_text("the B-NP\nthe B-NP\noh DT\n\n" * 2)
+    with pytest.raises(SystemExit, match="2"):
+        main(f"{command} --output {tmp_path}/out-2".split())
+    error = capsys.readouterr().err
+    assert "dev.txt: 4 of 6 labels are in no training row ('B-NP'); is --label the right column?" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out-2").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "tags", "message"),
+    [
+        ("ner", ("O", "PER", "LOC"), "has tags such as 'LOC', 'PER'; tags of entities or chunks must be O, B-TYPE"),
+        ("ner", ("B-PER", "X-FOO", "I"), "line 1: the tag of word 2 is 'X-FOO'; tags of entities must be O, B-TYPE"),
+        ("chunking", ("NP", "VP", "O"), "has tags such as 'NP', 'VP'; tags of entities or chunks must be"),
+        ("pos", ("B-PER", "I-PER", "O"), "has tags of entities, such as 'B-PER'; it must have parts of speech"),
+    ],
+)
+def test_tasks_of_the_table_refuse_tags_of_another_kind(encoder_folder, tmp_path, capsys, task, tags, message):
+    (tmp_path / "train.txt").write_text("".join(f"cat {tag} {tag} {tag}\n" for tag in tags) + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(f"finetune --model {encoder_folder} --task {task} --data {tmp_path} --output {tmp_path}/out".split())
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 GOOD = {"words": ["the", "cat"], "tags": ["O", "B-WHO"]}
 
 
@@ -358,14 +398,13 @@ def test_flags_of_other_kinds_are_refused(tmp_path, capsys, flags, message):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_tag_that_the_training_file_lacks_is_an_error_with_its_line(tagged, tmp_path, capsys):
+def test_a_tag_that_the_training_file_lacks_is_reported_and_counts_as_an_error(tagged, tmp_path, capsys):
     (tmp_path / "new.conll").write_text("the X O\n\nthe X O\ncat X B-CAT\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(f"evaluate --model {tagged}/out --input {tmp_path}/new.conll --device cpu".split())
-    assert (
-        "new.conll, line 3: unknown label 'B-CAT'; the labels of the training rows are O, B-WH"
-        in capsys.readouterr().err
-    )
+    main(f"evaluate --model {tagged}/out --input {tmp_path}/new.conll --device cpu --json".split())
+    output, errors = capsys.readouterr()
+    assert "new.conll: 1 of 3 labels are in no training row ('B-CAT'); predictions for them count as errors" in errors
+    assert json.loads(output)["metrics"]["recall"] == 0
+    assert sum(map(sum, json.loads(output)["confusion_matrix"])) == 2
     with pytest.raises(SystemExit, match="2"):
         main(f"predict --model {tagged}/out --input {tmp_path}/new.conll --output {tmp_path}/out.csv".split())
     assert "its name must end in .conll, .jsonl" in capsys.readouterr().err

@@ -19,9 +19,12 @@ from electra.finetuning.tags import (
     read_rows,
     score_tag_classes,
     split_into_windows,
+    tag_loss,
     tag_mistakes,
+    tag_targets,
     tag_warnings,
     task_fields_from_tags,
+    unknown_tags,
 )
 from electra.finetuning.tasks import Examples, Task, stack_labels
 
@@ -135,19 +138,54 @@ def test_tags_of_no_scheme_are_an_error():
     task = task_of([["B-PER", "I-PER", "O", "PER"]])
     with pytest.raises(DataError, match="the tag of word 4 is 'PER'; tags of entities must be O, B-TYPE and I-TYPE"):
         encode_tags(["B-PER", "I-PER", "O", "PER"], task)
-    with pytest.raises(DataError, match="unknown label 'B-LOC'"):
-        encode_tags(["I-LOC"], task)
     with pytest.raises(DataError, match="every tag is 'O'"):
         task_fields_from_tags([["O", "O"]])
 
 
+@pytest.mark.parametrize("tags", [["B-PER", "X-FOO", "I"], ["Q-X", "W-Y", "O"], ["NN", "DT", "VB", "I-PER"]])
+def test_mixed_and_unknown_prefixes_are_tags_of_no_scheme(tags):
+    with pytest.raises(DataError, match="tags of entities must be O, B-TYPE and I-TYPE"):
+        encode_tags(tags, task_of([tags]))
+
+
+def test_tags_of_positions_and_brackets_are_not_taken_for_entities():
+    tags = ["n-s---fn-", "d--------", "-LRB-", "NN-TL", "A-", "O"]
+    assert task_of([tags]).scheme is None
+
+
+def test_tags_that_no_training_row_has_count_as_errors():
+    task = task_of([["B-PER", "I-PER", "O"]])
+    predicted, labels = [["O", "O", "B-PER", "O", "B-PER"]], [["B-LOC", "I-LOC", "B-PER", "I-LOC", "O"]]
+    ours, truth = (stack_labels([encode_tags(tags, task) for tags in each]) for each in (predicted, labels))
+    metrics = compute_tag_metrics(ours, truth, task)
+    assert metrics["entity_f1"] == f1_score(labels, predicted) == 0.4
+    assert metrics["accuracy"] == 0.2
+    assert score_tag_classes(ours, truth, task) == {
+        "PER": {"precision": 0.5, "recall": 1.0, "f1": 2 / 3, "entities": 1.0}
+    }
+    plain = task_of([["DT", "NN"]])
+    ours, truth = (stack_labels([encode_tags(tags, plain)]) for tags in (["DT", "NN"], ["DT", "UH"]))
+    assert compute_tag_metrics(ours, truth, plain) == {"accuracy": 0.5, "macro_f1": pytest.approx(1 / 3)}
+    assert score_tag_classes(ours, truth, plain)["NN"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "words": 0.0}
+    assert unknown_tags(["DT", "UH"], plain) == ["UH"]
+    assert unknown_tags(["I-LOC", "E-PER", "O"], task) == ["I-LOC"]
+
+
+def test_unknown_tags_have_no_term_in_the_loss():
+    task = task_of([["DT", "NN"]])
+    ((known, continued, tags),) = tag_targets(stack_labels([encode_tags(["NN", "UH"], task)]), task)
+    assert (known, continued, tags) == ([1, -1], [1, -1], [1, 2])
+    logits, targets = torch.randn(1, 2, 2), torch.tensor([known])
+    assert tag_loss(logits, targets) == tag_loss(logits[:, :1], targets[:, :1])
+
+
 def test_violations_of_the_scheme_are_counted():
     sentences = [["B-PER", "I-PER", "O"]] * 5 + [["O", "I-PER"], ["I-LOC"]]
-    assert list(tag_warnings(sentences)) == [
+    assert list(tag_warnings(sentences, task_of(sentences))) == [
         "2 tags do not follow IOB2, e.g. I-PER after O; they are read as conlleval reads them"
     ]
-    assert list(tag_warnings(sentences[:5])) == []
-    assert "tags have no prefix" in next(tag_warnings([["PER", "O"]]))
+    assert list(tag_warnings(sentences[:5], task_of(sentences))) == []
+    assert "no tag has a prefix" in next(tag_warnings([["PER", "O"]], task_of([["PER", "O"]])))
 
 
 CONLL = """# a comment of any length

@@ -15,7 +15,7 @@ from electra.finetuning.jobs import (
     prepare_jobs,
     run_jobs,
 )
-from electra.finetuning.kinds import define_task
+from electra.finetuning.kinds import check_other_splits, define_task
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import Task
 
@@ -66,6 +66,7 @@ class FinetuneResult:
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
     task = define_task(config.task)
+    check_other_splits(task)
     with lock_output(config.output, [config.output]):
         return finetune_task(task, config)
 

@@ -19,6 +19,7 @@ from electra.finetuning.readers import MAX_LABELS, Row, TagScheme, decode_lines
 OUTSIDE = "O"
 OTHER_PREFIXES = {"L": "E", "U": "S"}  # of BILOU, which is BIOES with other letters
 ENTITY_TAG = re.compile(r"([BIESLU])-(.+)", re.DOTALL)
+ANY_PREFIX = re.compile(r"[A-Z]-.+", re.DOTALL)
 SCHEMES_IN_WORDS = "O, B-TYPE and I-TYPE (IOB1, IOB2), or also E-TYPE and S-TYPE (BIOES)"
 
 DOCUMENT_START = "-DOCSTART-"
@@ -74,9 +75,12 @@ def has_prefix(tag: str) -> bool:
 
 
 def recognize_scheme(sentences: Sequence[Sequence[str]]) -> TagScheme | None:
-    """The scheme that most tags follow; None if most have no prefix, as parts of speech."""
-    tags = [tag for tag in chain.from_iterable(sentences) if tag != OUTSIDE]
-    if sum(map(has_prefix, tags)) <= len(tags) / 2:
+    """The scheme that most tags follow; None if they are no tags of entities, as parts of speech.
+
+    They are tags of entities if one has a prefix of a scheme, or if all begin with a capital letter and a hyphen, so
+    that tags of no scheme are refused later."""
+    names = set(chain.from_iterable(sentences)) - {OUTSIDE}
+    if not any(map(has_prefix, names)) and not (names and all(map(ANY_PREFIX.fullmatch, names))):
         return None
     schemes: tuple[TagScheme, ...] = ("IOB2", "IOB1", "BIOES")  # the first of equals
     counts = Counter(map(tuple, sentences))
@@ -125,24 +129,26 @@ def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()
             break
     names = list(columns) or [str(column) for column in range(1, len(head[-1][1]) + 1)]
     start = 0
-    words: list[list[str]] = []  # of the sentence
+    cells: list[str] = []  # of the sentence, word by word: a list for each word would be slow in long sentences
     for number, fields in chain(head, numbered):
         if not fields or fields[0] == DOCUMENT_START:
-            if words:
-                yield Row(start, dict(zip(names, map(list, zip(*words, strict=True)), strict=True)))
-            words = []
+            if cells:
+                yield Row(start, {name: cells[column :: len(names)] for column, name in enumerate(names)})
+            cells = []
         elif len(fields) != len(names):
-            if words or not fields[0].startswith("#"):
+            if cells or not fields[0].startswith("#"):
                 raise DataError(
                     f"{file_name}, line {number}: {len(fields):,} columns, but {len(names)} in the lines before; each "
                     "word needs all columns, separated by spaces or by tabs, and a blank line ends a sentence"
                 )
         elif not (columns and NO_WORD.fullmatch(fields[0])):
-            start = start if words else number
-            words.append(fields)
+            start = start if cells else number
+            cells += fields
 
 
 def split_columns(line: str) -> list[str]:
     """The columns of a line, separated by tabs if it has any, else by spaces."""
     stripped = line.strip(" \t\r\n")  # no-break spaces belong to words
-    return re.split(r" *\t *" if "\t" in stripped else " +", stripped) if stripped else []
+    if "\t" in stripped:
+        return [column.strip(" ") for column in stripped.split("\t")]
+    return [column for column in stripped.split(" ") if column]

@@ -62,7 +62,10 @@ class Kind:
     label_cell: Callable[[Task, Row], Any] = lambda task, row: get_cell(task, task.label, row)
     parse: Callable[[Any], Any]  # label cell → class name, class names, or score
     infer: Callable[[list[Any]], dict[str, Any]]  # parsed labels of all training rows → fields of the task
-    warnings: Callable[[list[Any]], Iterator[str]] = lambda labels: iter(())  # about them: probably not intended
+    warnings: Callable[[list[Any], Task], Iterator[str]] = lambda labels, task: iter(())
+    """Parsed labels of all training rows → what is probably not intended."""
+    unknown_labels: Callable[[Any, Task], list[str]] | None = None
+    """Parsed label of another row → what of it no training row has, if that counts as an error and is not refused."""
     check_strictly: Callable[[Any], None] = lambda label: None  # raises what is otherwise a warning
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`

@@ -3,6 +3,7 @@ tasks are defined and their files are read by it."""
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -19,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import IGNORED, Features, Outputs, load_or_make_features
+from electra.finetuning.features import Features, Outputs, load_or_make_features
 from electra.finetuning.heads import ChoiceModel, CrfTagModel, JointSpanModel, SpanModel, TagModel, span_loss
 from electra.finetuning.kind import Kind, class_mistakes, text_model
 from electra.finetuning.losses import (
@@ -43,6 +44,7 @@ from electra.finetuning.tasks import (
     take_chunk,
 )
 from electra.huggingface.convert import choice_settings
+from electra.runfolder import join_first_names
 
 
 def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
@@ -75,7 +77,7 @@ KINDS: dict[TaskKind, Kind] = {
     "classification": Kind(
         parse=readers.parse_class,
         infer=readers.task_fields_from_classes,
-        warnings=readers.class_warnings,
+        warnings=lambda names, task: readers.class_warnings(names),
         encode=lambda name, task: readers.encode_class(name, task.class_ids),
         dtype=np.int64,
         loss=cross_entropy,
@@ -92,7 +94,7 @@ KINDS: dict[TaskKind, Kind] = {
     "multi-label": Kind(
         parse=readers.parse_classes,
         infer=readers.task_fields_from_multi_labels,
-        warnings=lambda rows: readers.class_warnings(chain.from_iterable(rows), has_several=True),
+        warnings=lambda rows, task: readers.class_warnings(chain.from_iterable(rows), has_several=True),
         encode=lambda names, task: readers.encode_classes(names, task.class_ids),
         dtype=np.float32,
         loss=binary_cross_entropy,
@@ -108,7 +110,7 @@ KINDS: dict[TaskKind, Kind] = {
     "regression": Kind(
         parse=readers.parse_score,
         infer=readers.task_fields_from_scores,
-        warnings=readers.score_warnings,
+        warnings=lambda scores, task: readers.score_warnings(scores),
         encode=lambda score, task: score,
         dtype=np.float32,
         has_classes=False,
@@ -155,7 +157,7 @@ KINDS: dict[TaskKind, Kind] = {
         label_cell=qa.read_answers_cell,
         parse=qa.parse_answers,
         infer=qa.task_fields_from_answers,
-        warnings=qa.answer_warnings,
+        warnings=lambda answers, task: qa.answer_warnings(answers),
         check_strictly=qa.check_answers,
         encode=lambda answers, task: answers,
         dtype=object,
@@ -192,16 +194,17 @@ KINDS: dict[TaskKind, Kind] = {
         parse=tags.parse_tags,
         infer=tags.task_fields_from_tags,
         warnings=tags.tag_warnings,
+        unknown_labels=tags.unknown_tags,
         encode=tags.encode_tags,
         dtype=object,
         has_row_logits=False,
         make_features=tags.make_tag_features,
         targets=tags.tag_targets,
-        labels_of_targets=lambda targets, task: stack_labels([tags for tags, _ in targets]),
+        labels_of_targets=lambda targets, task: stack_labels([tags for *_, tags in targets]),
         model=lambda task: CrfTagModel if task.crf else TagModel,
         loss=tags.tag_loss,
         balance=lambda labels, num_classes: balanced_class_weights(tags.classes_of_words(labels), num_classes),
-        num_terms=lambda targets: (targets != IGNORED).sum(1),
+        num_terms=lambda targets: (targets >= 0).sum(1),
         uniform_loss=lambda task: math.log(task.num_labels),
         predict=tags.predict_tags,
         activation=softmax,
@@ -271,8 +274,9 @@ def define_task(config: TaskConfig) -> Task:
     if config.task is not None:
         assert config.data is not None
         if config.task in tags.TASK_COLUMNS:
-            task = tags.define_tagging_task(config.task, config.data, config.crf)
-            return with_windows(with_inferred_labels(task, "tags"), config.windows)
+            task = with_inferred_labels(tags.define_tagging_task(config.task, config.data, config.crf), "tags")
+            tags.check_tags_of_task(task)
+            return with_windows(task, config.windows)
         if config.task in qa.SQUAD_VERSIONS:
             task = qa.define_squad_task(config.task, config.data, config.head)
             return with_windows(with_inferred_labels(task, task.kind, config.strict), config.windows)
@@ -298,8 +302,10 @@ def define_task(config: TaskConfig) -> Task:
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
         dev_fraction=dev_fraction if config.dev is None else 0.0,
     )
-    task = kind.find_columns(task, next(read_split_rows(task, "train", kind.read_rows)))
-    return with_windows(with_inferred_labels(task, given_kind, config.strict), config.windows)
+    rows = read_split_rows(task, "train", kind.read_rows)
+    first = next(rows)
+    task = with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
+    return with_windows(task, config.windows)
 
 
 def with_windows(task: Task, windows: int) -> Task:
@@ -312,11 +318,13 @@ def with_windows(task: Task, windows: int) -> Task:
     return replace(task, windows=windows)
 
 
-def with_inferred_labels(task: Task, kind: TaskKind | None, strict: bool = False) -> Task:
+def with_inferred_labels(
+    task: Task, kind: TaskKind | None, strict: bool = False, rows: Iterable[Row] | None = None
+) -> Task:
     """The task with classes or scale, metrics and, unless given, kind inferred from its training labels."""
     source = task.splits["train"]
     cells: dict[int, Any] = {}  # by line
-    for row in read_split_rows(task, "train", KINDS[task.kind].read_rows):
+    for row in rows or read_split_rows(task, "train", KINDS[task.kind].read_rows):
         with add_line_to_errors(source, row.line):
             cells[row.line] = KINDS[task.kind].label_cell(task, row)
     kind = kind or readers.infer_task_kind(list(cells.values()))
@@ -326,8 +334,6 @@ def with_inferred_labels(task: Task, kind: TaskKind | None, strict: bool = False
             parsed.append(KINDS[kind].parse(cell))
             if strict:
                 KINDS[kind].check_strictly(parsed[-1])
-    for warning in KINDS[kind].warnings(parsed):
-        print(f"{source}: {warning}", file=sys.stderr)
     try:
         task = replace(task, kind=kind, **KINDS[kind].infer(parsed))
     except DataError as error:
@@ -335,7 +341,41 @@ def with_inferred_labels(task: Task, kind: TaskKind | None, strict: bool = False
     for line, label in zip(cells, parsed, strict=True):  # refused before anything is written
         with add_line_to_errors(source, line):
             KINDS[kind].encode(label, task)
+    for warning in KINDS[kind].warnings(parsed, task):
+        print(f"{source}: {warning}", file=sys.stderr)
     return task
+
+
+def count_unknown_labels(task: Task, source: str, rows: Iterable[Row]) -> tuple[Counter[str], int]:
+    """How often rows have labels that no training row has, where these count as errors, and the number of all."""
+    kind, unknown, total = KINDS[task.kind], Counter[str](), 0
+    if kind.unknown_labels is None:
+        return unknown, total
+    for row in rows:
+        if task.find_column(task.label, row.values) is not None:
+            with add_line_to_errors(source, row.line):
+                labels = kind.parse(kind.label_cell(task, row))
+            unknown.update(kind.unknown_labels(labels, task))
+            total += len(labels)
+    return unknown, total
+
+
+def report_unknown_labels(source: str, unknown: Counter[str], total: int) -> None:
+    """Print that labels of a file count as errors; raises if they are more than half, as in a wrong column."""
+    names = join_first_names([repr(name) for name, _ in unknown.most_common()])
+    message = f"{source}: {unknown.total():,} of {total:,} labels are in no training row ({names})"
+    if unknown.total() > total / 2:
+        raise DataError(f"{message}; is --label the right column?")
+    if unknown:
+        print(f"{message}; predictions for them count as errors", file=sys.stderr)
+
+
+def check_other_splits(task: Task) -> None:
+    """Report the unknown labels of dev and test rows, before anything is written."""
+    for split, source in task.splits.items():
+        if KINDS[task.kind].unknown_labels is not None and source != task.splits["train"]:
+            rows = read_split_rows(task, split, KINDS[task.kind].read_rows)
+            report_unknown_labels(source, *count_unknown_labels(task, source, rows))
 
 
 def read_examples(task: Task, split: str) -> Examples:

@@ -204,9 +204,10 @@ def format_class_scores(scores: dict[str, Metrics]) -> list[str]:
 
 
 def confusion_matrix(predicted: NDArray, labels: NDArray, num_labels: int) -> NDArray:
-    """Counts [class in the labels, predicted class]."""
+    """Counts [class in the labels, predicted class], without labels that are none of the classes."""
     counts = np.zeros((num_labels, num_labels), np.int64)
-    np.add.at(counts, (labels, predicted), 1)
+    is_known = labels < num_labels
+    np.add.at(counts, (labels[is_known], predicted[is_known]), 1)
     return counts
 
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,14 @@ from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorCo
 from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
-from electra.finetuning.kinds import KINDS, Kind, parse_examples, stream_examples
+from electra.finetuning.kinds import (
+    KINDS,
+    Kind,
+    count_unknown_labels,
+    parse_examples,
+    report_unknown_labels,
+    stream_examples,
+)
 from electra.finetuning.metrics import Metrics, confusion_matrix, format_class_scores, format_metric
 from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
@@ -366,6 +374,7 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
     predictor = Predictor(config.predictor)
     path, task = config.predictor.input, predictor.task
     labels, predictions = [], []
+    unknown, total = Counter[str](), 0
     for outputs in predictor.stream_outputs(path, with_labels=True):
         assert outputs.examples is not None
         if outputs.examples.labels is None:
@@ -374,6 +383,9 @@ def evaluate(config: EvaluateConfig) -> EvaluateResult:
             )
         labels.append(outputs.examples.labels)
         predictions.append(predictor.kind.predict(outputs, task))
+        in_chunk, count = count_unknown_labels(task, str(path), outputs.examples.rows or ())
+        unknown, total = unknown + in_chunk, total + count
+    report_unknown_labels(str(path), unknown, total)
     truth, predicted, class_ids = np.concatenate(labels), np.concatenate(predictions), predictor.kind.class_ids
     return EvaluateResult(
         models=[str(folder) for folder in predictor.folders],

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -65,7 +66,7 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
 
 def decode_lines(path: Path, stream: BinaryIO) -> Iterator[str]:
     """Lines of UTF-8 text with their line ends; only line feeds end a line."""
-    lines = iter(lambda: stream.readline(MAX_DOCUMENT_BYTES + 1), b"")
+    lines = iter(partial(stream.readline, MAX_DOCUMENT_BYTES + 1), b"")
     for number, line in enumerate(limit_expansion(path, lines, len), start=1):
         if len(line) > MAX_DOCUMENT_BYTES:
             raise DataError(f"{path}, line {number} is longer than {MAX_DOCUMENT_BYTES >> 20} MB; remove or split it")

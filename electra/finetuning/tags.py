@@ -45,14 +45,15 @@ from electra.finetuning.metrics import (
     find_entity_spans,
     precision_recall_f1,
 )
-from electra.finetuning.readers import Row, class_name_from_cell, encode_class, sort_labels
+from electra.finetuning.readers import Row, class_name_from_cell, sort_labels
 from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack_labels
+from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
 OF_ENTITIES = ENTITY_METRICS[:3]
 TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
 CONTEXT = 10  # words before and after a mistake in errors.md
-UNKNOWN = -1  # target of words whose tags are not known
+UNKNOWN = -1  # target of words whose tags are not known, or are those of no training row
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
 TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
 TASK_CORPORA = {"ner": ("conll2003",), "chunking": ("conll2000", "conll2003"), "pos": ("conll2003", "conll2000")}
@@ -122,7 +123,17 @@ def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
     )
 
 
-def read_words(task: Task, row: Row) -> list[tuple[str, ...]]:
+def check_tags_of_task(task: Task) -> None:
+    """Raise a DataError if the tags of a task of the table are not those that its name promises."""
+    if (task.scheme is None) != (task.name == "pos"):
+        column = f"column {task.label} of {task.splits['train']}"
+        if task.scheme is None:
+            found = join_first_names([repr(label) for label in task.labels if label != OUTSIDE])
+            raise DataError(f"{column} has tags such as {found}; tags of entities or chunks must be {SCHEMES_IN_WORDS}")
+        raise DataError(f"{column} has tags of entities, such as {task.labels[1]!r}; it must have parts of speech")
+
+
+def read_sentence(task: Task, row: Row) -> list[str]:
     """The words of a sentence, from a list or from a text that is split at spaces."""
     assert task.text is not None
     cell = get_cell(task, task.text, row)
@@ -134,12 +145,16 @@ def read_words(task: Task, row: Row) -> list[tuple[str, ...]]:
     texts = [check_text(word, f"word {number}") for number, word in enumerate(words, start=1)]
     if empty := [number for number, text in enumerate(texts, start=1) if not text.strip()]:
         raise DataError(f"word {empty[0]} is empty; each word must be a text")
-    return [(text,) for text in texts]
+    return texts
+
+
+def read_words(task: Task, row: Row) -> list[tuple[str, ...]]:
+    return [(word,) for word in read_sentence(task, row)]
 
 
 def read_tags(task: Task, row: Row) -> tuple[Any, int]:
     """The cell of the tags, and the number of words."""
-    return get_cell(task, task.label, row), len(read_words(task, row))
+    return get_cell(task, task.label, row), len(read_sentence(task, row))
 
 
 def parse_tags(cell: tuple[Any, int]) -> list[str]:
@@ -168,26 +183,42 @@ def task_fields_from_tags(sentences: list[list[str]]) -> dict[str, Any]:
     return {"scheme": scheme, "labels": labels, "metrics": ENTITY_METRICS}
 
 
-def tag_warnings(sentences: list[list[str]]) -> Iterator[str]:
+def tag_warnings(sentences: list[list[str]], task: Task) -> Iterator[str]:
     """What is probably not intended in the tags of all training rows."""
-    scheme = recognize_scheme(sentences)
-    if scheme is None:
-        if OUTSIDE in chain.from_iterable(sentences):
-            yield f"tags have no prefix, so they are not joined to entities; tags of entities are {SCHEMES_IN_WORDS}"
+    if task.scheme is None:
+        if task.name not in TASK_COLUMNS:
+            yield (
+                "no tag has a prefix, so tags are classes of words (as parts of speech) and not joined to entities; "
+                f"tags of entities are {SCHEMES_IN_WORDS}"
+            )
         return
-    count, first = count_violations(sentences, scheme)
+    count, first = count_violations(sentences, task.scheme)
     if count:
-        yield f"{count:,} tags do not follow {scheme}, e.g. {first}; they are read as conlleval reads them"
+        yield f"{count:,} tags do not follow {task.scheme}, e.g. {first}; they are read as conlleval reads them"
+
+
+def unknown_tags(tags: list[str], task: Task) -> list[str]:
+    """The tags of a sentence that no training row has; of entities, if it has none of their type."""
+    if task.scheme is None:
+        return [tag for tag in tags if tag not in task.class_ids]
+    return [tag for tag in tags if has_prefix(tag) and f"I-{split_tag(tag)[1]}" not in task.class_ids]
 
 
 def encode_tags(tags: list[str], task: Task) -> list[int]:
-    """The class id of each word's tag; tags of entities are converted to IOB2."""
+    """The class id of each word's tag; tags of entities are converted to IOB2.
+
+    Tags that no training row has get ids after those of the classes, as if of one more tag, or type of entities."""
+    class_ids, unknown = task.class_ids, len(task.labels)
     if task.scheme is None:
-        return [encode_class(tag, task.class_ids) for tag in tags]
+        return [class_ids.get(tag, unknown) for tag in tags]
     for number, tag in enumerate(tags, start=1):
         if tag != OUTSIDE and not has_prefix(tag):
-            raise DataError(f"the tag of word {number} is {tag!r}; tags of entities must be {SCHEMES_IN_WORDS}")
-    return [encode_class(tag, task.class_ids) for tag in write_tags(find_entities(tags), len(tags), "IOB2")]
+            raise DataError(
+                f"the tag of word {number} is {tag!r}; tags of entities must be {SCHEMES_IN_WORDS}, and tags of "
+                "another kind must not begin with a capital letter and a hyphen"
+            )
+    converted = write_tags(find_entities(tags), len(tags), "IOB2")
+    return [class_ids.get(tag, unknown + tag.startswith("I-")) for tag in converted]
 
 
 def decode_tags(sentences: Iterable[Sequence[int]], task: Task) -> list[list[str]]:
@@ -203,11 +234,12 @@ def decode_tags(sentences: Iterable[Sequence[int]], task: Task) -> list[list[str
 
 def tag_targets(sentences: NDArray, task: Task) -> NDArray:
     """Targets of the first token of each word and of those that `transformers` takes for words of their own, such as
-    the periods of U.S.; these continue an entity."""
+    the periods of U.S.; these continue an entity. And the tags themselves, some of which may be unknown."""
     targets = []
     for tags in sentences:
-        continued = [tag + tag % 2 for tag in tags] if task.scheme else tags
-        targets.append([tags, [IGNORED] * len(tags) if task.crf else continued])
+        known = [tag if tag < len(task.labels) else UNKNOWN for tag in tags]
+        continued = [tag + tag % 2 if tag > 0 else tag for tag in known] if task.scheme else known
+        targets.append([known, [IGNORED] * len(tags) if task.crf else continued, tags])
     return stack_labels(targets)
 
 
@@ -303,7 +335,8 @@ def split_into_windows(lengths: NDArray, max_tokens: int) -> list[Window]:
 
 def tag_loss(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
     """The sum over the words of each row of their cross-entropies [B], from logits [B, L, num_labels]."""
-    return cross_entropy(logits.transpose(1, 2), targets[:, : logits.shape[1]].long(), weights).sum(1)
+    known = targets[:, : logits.shape[1]].long()
+    return cross_entropy(logits.transpose(1, 2), known.where(known >= 0, IGNORED), weights).sum(1)
 
 
 def predict_tags(outputs: Outputs, task: Task) -> NDArray:
@@ -368,11 +401,13 @@ def tag_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArr
     assert outputs.examples is not None
     sentences = split_sentences(outputs.examples.texts, outputs.examples.text_counts)
     rows = zip(sentences, word_confidences(task, outputs), predicted, labels, strict=True)
+    unknown = "(in no training row)"
+    names = (*task.labels, unknown, unknown)
     for words, values, tags, expected in rows:
         for index in np.flatnonzero(np.array(tags) != np.array(expected)).tolist():
             before, after = words[max(0, index - CONTEXT) : index], words[index + 1 : index + 1 + CONTEXT]
             text = " ".join([*before, f"**{words[index]}**", *after])
-            yield Mistake(values[index], task.labels[tags[index]], task.labels[expected[index]], text)
+            yield Mistake(values[index], names[tags[index]], names[expected[index]], text)
 
 
 def join_sentences(sentences: NDArray) -> NDArray:
@@ -400,12 +435,13 @@ def constant_tag_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray
 def score_tag_classes(predicted: NDArray, labels: NDArray, task: Task) -> dict[str, Metrics]:
     """Precision, recall and F1 of each type of entity, with the number of entities, or of each tag."""
     if task.scheme is None:
-        counts = confusion_matrix(classes_of_words(predicted), classes_of_words(labels), len(task.labels))
-        table, names, unit = np.stack([counts.diagonal(), counts.sum(0), counts.sum(1)]), task.labels, "words"
+        names, unit = task.labels, "words"
+        counts = confusion_matrix(classes_of_words(predicted), classes_of_words(labels), len(names) + 1)
+        table = np.stack([counts.diagonal(), counts.sum(0), counts.sum(1)])
     else:
         names, unit = tuple(label[2:] for label in task.labels[1::2]), "entities"
-        table = count_entities(join_sentences(predicted), join_sentences(labels), len(names))
-    return {
+        table = count_entities(join_sentences(predicted), join_sentences(labels), len(names) + 1)
+    return {  # without unknown tags, which are last
         name: precision_recall_f1(*numbers) | {unit: float(numbers[2])}
-        for name, numbers in zip(names, table.T.tolist(), strict=True)
+        for name, numbers in zip(names, table.T.tolist(), strict=False)
     }
