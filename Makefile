@@ -67,7 +67,7 @@ packaged-model: $(VENV)/demo-installed
 	$(BIN)/electra export --model $(PACKAGED_WORK)/run --to package --training-data "$(TRAINING_DATA)" --output $(PACKAGED_WORK)/packaged
 	rm -rf $(PACKAGED)
 	cp -r $(PACKAGED_WORK)/packaged $(PACKAGED)
-	$(BIN)/python benchmarks/planted.py --model $(PACKAGED)
+	$(BIN)/python benchmarks/replaced_words.py --model $(PACKAGED)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -90,6 +90,14 @@ def flat_defaults(config_class: type) -> dict[str, Any]:
     return {name: each.default for name, each in settings_by_name(config_class).items() if each.default is not MISSING}
 
 
+def command_line_words(name: str, value: Any) -> list[str]:
+    """The flag of a setting and its value, as words of a command line."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+
+
 def all_defaults(config_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """The defaults of a config class, and over them those that its `dependent_defaults(values)` returns."""
     dependent = config_class.dependent_defaults(values) if hasattr(config_class, "dependent_defaults") else {}

@@ -40,7 +40,7 @@ def test_the_baseline_is_measured_on_the_samples_of_a_run_s_evaluation(
     run_config, shards, monkeypatch, with_generator, finished_run
 ):
     opened, found = open_shards(shards), []
-    generator = load_model(finished_run, "cpu").electra.generator if with_generator else None
+    electra = load_model(finished_run, "cpu").electra
     add = DetectionMetrics.add
 
     def keep(metrics, logits, corrupted, batch):
@@ -50,10 +50,9 @@ def test_the_baseline_is_measured_on_the_samples_of_a_run_s_evaluation(
     monkeypatch.setattr(DetectionMetrics, "add", keep)
     config = run_config(evaluation_rows=64, length=16)
     batches = held_out_batches(config, opened, torch.device("cpu"))
-    electra = load_model(finished_run, "cpu").electra
     evaluate(electra, batches, unigram_frequencies(opened, torch.device("cpu")), opened.tokenizer.vocabulary)
     expected = torch.cat(found[0 if with_generator else 1 :: 2])  # of each batch: the generator's, then unigram samples
-    samples = evaluation_samples(opened, 16, 64, generator)
+    samples = evaluation_samples(opened, 16, 64, electra if with_generator else None)
     assert torch.equal(torch.cat([each.corrupted.input_ids for each in samples]), expected)
 
 

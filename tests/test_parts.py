@@ -3,12 +3,11 @@
 import json
 import multiprocessing
 import os
-import random
 import shutil
 
 import pytest
 from kills import kill_repeatedly
-from test_prepare import FILES, TOKENS, command, config, content, run_failing, text
+from test_prepare import FILES, command, config, content, run_failing, text, write_random_words
 
 from electra.data.parts import Part
 from electra.data.prepare import ShardConfig, shard
@@ -160,16 +159,11 @@ def run_and_exit(part: ShardConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_parts_killed_at_random_times_continue_to_the_same_bytes(tmp_path):
-    draw = random.Random(0)
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(5000))
-        (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
-    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    parts = [config(tmp_path / "text", part=f"{number}/3") for number in (1, 2, 3)]
+    text = write_random_words(tmp_path, files=20, words=5000)
+    parts = [config(text, part=f"{number}/3") for number in (1, 2, 3)]
     for part in parts:
         kill_repeatedly(shard, part, times=10, within=0.1)
     for part in parts:
         shard(part)
-    shard(config(tmp_path / "text", "uninterrupted"))
+    shard(config(text, "uninterrupted"))
     assert content(parts[0].output) == content(tmp_path / "uninterrupted")

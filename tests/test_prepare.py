@@ -49,6 +49,17 @@ def text(tmp_path) -> Path:
     return folder
 
 
+def write_random_words(folder: Path, files: int, words: int) -> Path:
+    """Write a folder of files of random words, each a document, and beside it a vocabulary of letters."""
+    draw, text = random.Random(0), folder / "text"
+    text.mkdir()
+    for number in range(files):
+        documents = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(words))
+        (text / f"{number:02d}.txt").write_text("\n\n".join(documents))
+    (folder / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    return text
+
+
 def config(text: Path, output: str = "shards", **settings) -> ShardConfig:
     defaults = {"corpus": str(text), "tokenizer": text.parent / "vocab.txt", "output": text.parent / output}
     return build_config(
@@ -146,13 +157,7 @@ def test_interrupted_at_any_write_it_resumes_to_the_same_bytes(text, monkeypatch
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: no new import of torch
 def test_killed_at_random_times_it_resumes_to_the_same_bytes(tmp_path):
-    draw = random.Random(0)
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(5000))
-        (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
-    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    settings = config(tmp_path / "text")
+    settings = config(write_random_words(tmp_path, files=20, words=5000))
     kill_repeatedly(shard, settings, times=20, within=0.1)
     shard(settings)
     shard(config(tmp_path / "text", "uninterrupted"))

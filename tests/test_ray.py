@@ -1,14 +1,13 @@
 """Shards and GLUE tables from a Ray cluster equal those of one process, also if a node is lost."""
 
 import importlib.util
-import random
 import socket
 import sys
 
 import pytest
 from ray_nodes import run_and_kill_node
 from synthetic import write_glue
-from test_prepare import TOKENS, command, config, content, run_failing, text
+from test_prepare import command, config, content, run_failing, text, write_random_words
 
 from electra.config import build_config
 from electra.data.prepare import shard
@@ -51,16 +50,11 @@ def test_a_node_with_another_version_is_refused():
 @needs_ray
 @pytest.mark.slow
 def test_shards_of_a_cluster_that_loses_a_node_have_the_bytes_of_a_plain_run(tmp_path):
-    draw = random.Random(0)
-    (tmp_path / "text").mkdir()
-    for number in range(40):
-        words = ("".join(draw.choices("abcdefghij", k=draw.randint(1, 9))) for _ in range(20_000))
-        (tmp_path / "text" / f"{number:02d}.txt").write_text("\n\n".join(words))
-    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
-    flags = config(tmp_path / "text").command_line().split()[1:]
+    text = write_random_words(tmp_path, files=40, words=20_000)
+    flags = config(text).command_line().split()[1:]
     result = run_and_kill_node(flags, tmp_path / "shards", "*.safetensors", count=4)
     assert (result["code"], result["was_running"]) == (0, True), result["errors"]
-    shard(config(tmp_path / "text", "plain"))
+    shard(config(text, "plain"))
     assert content(tmp_path / "shards") == content(tmp_path / "plain")
 
 

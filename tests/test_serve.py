@@ -115,9 +115,9 @@ def test_texts_are_truncated_to_the_trained_length(run, model, capsys):
 
 
 def test_likely_replaced_tokens_are_marked():
-    assert str(Detection(["the", "cat"], [0.1, 0.9])) == "the cat(0.90)"
+    assert str(Detection(["the", "cat"], [0.1, 0.9], is_truncated=False)) == "the cat(0.90)"
     unmarked = "the cat\n(no token is likely replaced; the most likely is cat, 0.40)"
-    assert str(Detection(["the", "cat"], [0.1, 0.4])) == unmarked
+    assert str(Detection(["the", "cat"], [0.1, 0.4], is_truncated=False)) == unmarked
 
 
 def test_the_commands_print_json(run, capsys):

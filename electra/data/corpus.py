@@ -17,8 +17,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from electra.data.files import (
     TextFile,
@@ -32,7 +31,6 @@ from electra.data.files import (
     read_as_utf8,
 )
 from electra.errors import ConfigError, DataError
-from electra.progress import can_show_bars
 
 BLOCK_BYTES = 1 << 20
 """Bytes of text that are read at a time."""
@@ -332,10 +330,3 @@ def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) ->
 def hash_document(document: bytes) -> float:
     """A number from 0 to 1 that depends on the text only: a document below the validation fraction is held out."""
     return int.from_bytes(blake2b(document.strip(), digest_size=8).digest(), "big") / 2**64
-
-
-def create_progress_bar() -> Progress:
-    """A progress bar of at most 80 columns; nothing where bars cannot be shown."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), TimeRemainingColumn())
-    return Progress(*columns, console=console, disable=not can_show_bars(console))

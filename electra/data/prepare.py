@@ -18,12 +18,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from electra.config import flat_defaults, flat_values
+from electra.config import command_line_words, flat_defaults, flat_values
 from electra.data.corpus import (
     Corpus,
     CorpusConfig,
     ReadStats,
-    create_progress_bar,
     hash_document,
     parse_documents,
 )
@@ -55,6 +54,7 @@ from electra.data.shards import (
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
 from electra.data.workers import count_usable_cores, map_in_order
 from electra.errors import ConfigError, DataError, check_range
+from electra.progress import create_progress_bar
 from electra.runfolder import (
     CHECKSUM,
     PARTIAL,
@@ -107,8 +107,7 @@ class ShardConfig:
         defaults = flat_defaults(ShardConfig)
         for name, value in flat_values(self).items():
             if value != defaults.get(name) and name not in ("part", "workers", "ray", "json"):
-                flag = "--" + name.replace("_", "-")
-                words += [flag] if value is True else [flag, str(value)]
+                words += command_line_words(name, value)
         return shlex.join(words)
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from rich.progress import Progress
 from tokenizers import normalizers, trainers
 
-from electra.data.corpus import Corpus, CorpusConfig, ReadStats, create_progress_bar
+from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
 from electra.data.tokenizer import CONTINUATION_PREFIX, SPECIAL_TOKENS, TextTokenizer, build_wordpiece_tokenizer
 from electra.data.workers import call_in_thread
 from electra.errors import ConfigError, check_range
+from electra.progress import create_progress_bar
 from electra.runfolder import create_folder_atomically
 from electra.signals import explain_stop
 

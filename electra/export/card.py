@@ -11,7 +11,6 @@ from pathlib import Path
 from electra.data.shards import read_index
 from electra.errors import DataError
 from electra.export.config import ExportConfig
-from electra.export.package import CARD
 from electra.export.source import ExportSource
 from electra.finetuning.glue import markdown_table, read_glue_table
 from electra.finetuning.job import RESULT, read_job_result
@@ -24,6 +23,7 @@ from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
 from electra.training.checkpoint import read_training_state
 from electra.training.logging import METRICS, format_duration, read_metrics
 
+CARD = "README.md"
 PIPELINES = {  # Hugging Face's name of what a model does, if it has one
     "generator": "fill-mask",
     "encoder": "feature-extraction",

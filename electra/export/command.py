@@ -4,14 +4,12 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from electra.data.corpus import create_progress_bar
 from electra.errors import ConfigError
 from electra.export.card import write_card
 from electra.export.config import ExportConfig, ImportConfig
 from electra.export.package import write_package
 from electra.export.page import PageResult, write_page
-from electra.export.source import ExportSource, load_export_source
-from electra.huggingface.convert import Tensors
+from electra.export.source import ExportSource, count_parameters, load_export_source
 from electra.huggingface.folders import combine_into_pair, read_huggingface_model
 from electra.model.storage import (
     WEIGHTS,
@@ -29,6 +27,7 @@ from electra.onnx.verify import (
     verified_lengths,
     write_verified_files,
 )
+from electra.progress import create_progress_bar
 from electra.runfolder import CONFIG, create_folder_atomically, write_checksums, write_file, write_json
 from electra.training.checkpoint import find_model_folder
 
@@ -157,7 +156,3 @@ def import_model(config: ImportConfig) -> ConversionResult:
     description = f"{' and '.join(model.part for model in models)}, sharing {electra.sharing}"
     ignored = [name for model in models for name in model.ignored]
     return ConversionResult(str(config.output), description, count_parameters(tensors), tokenizer, ignored)
-
-
-def count_parameters(tensors: Tensors) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())

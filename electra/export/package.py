@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from electra.config import all_defaults
+from electra.config import all_defaults, command_line_words
 from electra.data.tokenizer import SETTINGS, VOCAB_TXT, TextTokenizer, load_tokenizer, read_trained_length
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError
+from electra.export.card import CARD, describe_origin
 from electra.export.config import ExportConfig
-from electra.model.config import ElectraConfig, EncoderConfig
+from electra.export.source import check_finite_weights, count_parameters
 from electra.model.electra import Electra, meta_device
 from electra.model.quantize import dequantize, quantize, relative_error, write_compressed
 from electra.model.storage import (
@@ -20,15 +21,13 @@ from electra.model.storage import (
     load_model_tokenizer,
     write_config,
 )
-from electra.pretraining.config import BUDGETS, PretrainConfig, RunRecord, read_run_record
-from electra.runfolder import CHECKPOINTS, create_folder_atomically
-from electra.training.logging import METRICS, read_metrics
+from electra.pretraining.config import BUDGETS, PretrainConfig, read_run_settings
+from electra.pretraining.describe import describe_encoder
+from electra.runfolder import create_folder_atomically
 
 MAX_BYTES = 5_000_000  # of all files
 RESOLUTIONS = (1 / 64, 1 / 32, 1 / 24, 1 / 16, 1 / 12, 1 / 8)  # of the weights, see `quantize`
-CARD = "README.md"
 NOT_IN_COMMAND = {"data", "output", "resume", "dry_run", "json", "device", "tensorboard", "track", "corrupted_rows"}
-SHOWN_METRICS = ("unigram_rtd_auc", "rtd_auc", "mlm_loss", "unigram_mlm_loss", "mlm_accuracy")
 
 
 def write_package(config: ExportConfig, folder: Path) -> tuple[str, int, list[str]]:
@@ -40,9 +39,7 @@ def write_package(config: ExportConfig, folder: Path) -> tuple[str, int, list[st
         )
     electra = without_training_heads(load_model(folder))
     weights = {name: parameter.detach().float() for name, parameter in electra.named_parameters()}
-    for name, tensor in weights.items():
-        if not tensor.isfinite().all():
-            raise DataError(f"the weights in {folder} are not finite ({name}); train the model again")
+    check_finite_weights(weights, folder)
     with create_folder_atomically(config.output) as draft:
         write_config(electra.config, draft)
         files = write_small_tokenizer(folder, draft)
@@ -60,7 +57,7 @@ def write_package(config: ExportConfig, folder: Path) -> tuple[str, int, list[st
                 "or a smaller vocabulary"
             )
     description = f"generator and discriminator in 8 bits, {size / 1e6:.2f} MB, relative error {error:.1%}"
-    return description, sum(tensor.numel() for tensor in weights.values()), files
+    return description, count_parameters(weights), files
 
 
 def without_training_heads(electra: Electra) -> Electra:
@@ -89,67 +86,39 @@ def write_small_tokenizer(folder: Path, draft: Path) -> list[str]:
 
 def format_card(electra: Electra, folder: Path, training_data: str, error: float) -> str:
     """The model card, with the settings and results of the run if the folder is one of its checkpoints."""
-    run = folder.parent.parent if folder.parent.name == CHECKPOINTS else None
-    parts = "; ".join(f"{part} with {describe(each)}" for part, each in electra.config.encoder_configs().items())
-    lines = [
-        "---\nlanguage: en\nlicense: apache-2.0\ntags: [electra]\n---\n",
-        "# The model in the package\n",
-        f"A small English text encoder, pre-trained by electra: {parts}; vocabulary of "
-        f"{vocab_size(electra.config):,} tokens. Its weights are stored in 8 bits with a scale for each row (relative "
-        f"error {error:.1%}), in {WEIGHTS}.gz, and dequantized when they are read.\n",
+    encoders = electra.config.encoder_configs()
+    vocab_size = encoders["discriminator"].vocab_size
+    parts = "; ".join(describe_encoder(part, encoder) for part, encoder in encoders.items())
+    paragraphs = [
+        "---\nlanguage: en\nlicense: apache-2.0\ntags: [electra]\n---",
+        "# The model in the package",
+        f"A small English text encoder, pre-trained by electra: {parts}; vocabulary of {vocab_size:,} tokens. Its "
+        f"weights are stored in 8 bits with a scale for each row (relative error {error:.1%}), in {WEIGHTS}.gz, and "
+        "dequantized when they are read.",
         "It is for first steps: finding words that do not fit, predicting masked words, fine-tuning on small tasks. It "
-        "repeats the biases of its text and is not fit for decisions about people.\n",
-        "## Text\n",
-        f"{training_data.rstrip('.')}. The weights have the license of electra, Apache 2.0.\n",
-        *(describe_run(run, read_run_record(run)) if run is not None else []),
+        "repeats the biases of its text and is not fit for decisions about people.",
+        "## Text",
+        f"{training_data.rstrip('.')}. The weights have the license of electra, Apache 2.0.",
+        *describe_origin(folder),
     ]
-    return "\n".join(lines)
+    if settings := read_run_settings(folder):
+        commands = [
+            f"electra tokenizer --corpus corpus/ --vocab-size {vocab_size} --lowercase --output vocab/",
+            "electra shard --corpus corpus/ --tokenizer vocab/ --output shards/",
+            f"electra pretrain --data shards/ --output run/ {shlex.join(explicit_flags(settings))}",
+            "electra export --model run/ --to package --training-data '…' --output electra/packaged",
+        ]
+        paragraphs += ["With the text in a folder corpus/ these commands make it again:"]
+        paragraphs += ["\n".join(f"    {command}" for command in commands)]
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def describe(encoder: EncoderConfig) -> str:
-    return f"{encoder.layers} layer{'s' if encoder.layers > 1 else ''} of width {encoder.width}"
-
-
-def vocab_size(config: ElectraConfig) -> int:
-    return next(iter(config.encoder_configs().values())).vocab_size
-
-
-def describe_run(run: Path, record: RunRecord) -> list[str]:
-    """How the model was trained, and its results on held-out text before it was quantized."""
-    lines = read_metrics(run / METRICS)
-    training: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "train"), {})
-    evaluation: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "validation"), {})
-    results = [f"| {name} | {evaluation[name]:.4f} |" for name in SHOWN_METRICS if name in evaluation]
-    flags = shlex.join(explicit_flags(record))
-    return [
-        "## Training\n",
-        f"{record.data.tokens.get('train', 0):,} tokens of text; {training.get('tokens', 0):,} were seen, with "
-        f"repetition, in {training.get('seconds', 0) / 60:.1f} minutes on {record.environment.get('device', '?')}, "
-        f"electra {record.environment.get('electra', '?')} at commit {record.environment.get('commit', '?')}. With the "
-        "text in a folder corpus/ these commands make it again:\n",
-        f"    electra tokenizer --corpus corpus/ --vocab-size {vocab_size(record.model)} --lowercase --output vocab/",
-        "    electra shard --corpus corpus/ --tokenizer vocab/ --output shards/",
-        f"    electra pretrain --data shards/ --output run/ {flags}",
-        "    electra export --model run/ --to package --training-data '…' --output electra/packaged\n",
-        "Results on held-out text, before quantization:\n",
-        "| metric | |\n|---|---|",
-        *results,
-        "",
-    ]
-
-
-def explicit_flags(record: RunRecord) -> list[str]:
+def explicit_flags(settings: dict[str, Any]) -> list[str]:
     """The flags of electra pretrain whose values differ from their defaults."""
-    settings = record.pretraining
     base = {name: settings[name] for name in ("recipe", "size", "style")}
     defaults = all_defaults(PretrainConfig, base | dict.fromkeys(BUDGETS))
     flags = []
     for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        if name in NOT_IN_COMMAND or (value == defaults.get(name) and name != "size"):
-            continue
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            flags += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+        if name not in NOT_IN_COMMAND and (value != defaults.get(name) or name == "size"):
+            flags += command_line_words(name, value)
     return flags

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from electra.data.corpus import create_progress_bar
 from electra.data.tokenizer import SETTINGS, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.export.config import ExportConfig
@@ -23,6 +22,7 @@ from electra.model.storage import check_tokenizer, load_model
 from electra.model.vocabulary_map import EPOCHS, compute_map
 from electra.onnx.export import INPUTS, INT8, check_libraries, write_tokenizer
 from electra.onnx.verify import OnnxFile, count_advances, write_verified_files
+from electra.progress import create_progress_bar
 from electra.runfolder import PARTIAL, create_folder_atomically, dump_json
 from electra.training.checkpoint import find_model_folder
 

@@ -47,21 +47,29 @@ class ExportSource:
     input_axes: tuple[str, ...] = ("batch", "length")
 
     def __post_init__(self) -> None:
-        for name, tensor in self.tensors.items():
-            if not tensor.isfinite().all():
-                raise DataError(f"the weights in {self.folder} are not finite ({name}); train the model again")
+        check_finite_weights(self.tensors, self.folder)
 
     @property
     def class_name(self) -> str:
         return self.settings["architectures"][0]
 
     def count_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        return count_parameters(self.tensors)
 
     def exportable_model(self) -> ExportableModel:
         """The model in fp32, with the inputs and outputs of its class."""
         int8_head = self.purpose == "generator"  # whose head is most of it
         return ExportableModel(self.model.float(), self.encoder, self.outputs, self.input_axes, int8_head).eval()
+
+
+def check_finite_weights(tensors: Tensors, folder: Path) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise DataError(f"the weights in {folder} are not finite ({name}); train the model again")
+
+
+def count_parameters(tensors: Tensors) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
 
 
 def load_export_source(config: ExportConfig) -> ExportSource:

@@ -8,15 +8,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite
@@ -37,7 +35,7 @@ from electra.finetuning.model import load_finetuned_model, weight_checksums
 from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
-from electra.progress import can_show_bars
+from electra.progress import show_row_count
 from electra.resumable import check_output_file, content_checksum, open_resumable, remove_partial_files
 from electra.runfolder import (
     CONFIG,
@@ -194,22 +192,6 @@ def ensemble_model_folders(output: Path) -> list[Path]:
             "keeps their models with --keep-models)"
         )
     return models
-
-
-@contextmanager
-def show_row_count(start: int = 0) -> Iterator[Callable[[int], None]]:
-    """Yield a function that shows a number of rows, with rows per second, in a progress bar."""
-    console = Console(stderr=True)
-    texts = "{task.completed:,.0f} rows", "{task.fields[speed]:,.0f} rows/s"
-    columns = (SpinnerColumn(), *map(TextColumn, texts), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not can_show_bars(console)) as progress:
-        task = progress.add_task("", total=None, completed=start, speed=0.0)
-
-        def show(rows: int) -> None:
-            speed = (rows - start) / max(1e-3, progress.tasks[0].elapsed or 0.0)
-            progress.update(task, completed=rows, speed=speed)
-
-        yield show
 
 
 def predict(config: PredictConfig) -> PredictResult:

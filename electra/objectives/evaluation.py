@@ -24,6 +24,7 @@ from electra.objectives.objectives import (
     ObjectiveContext,
     corrupt,
     entropy,
+    predict_masked,
     sample,
     token_weights,
 )
@@ -167,6 +168,13 @@ class MaskedAndCorrupted:
 
     masked: Masked
     corrupted: Corrupted
+
+
+def mask_and_corrupt(electra: Electra, batch: Batch, context: ObjectiveContext) -> MaskedAndCorrupted:
+    """Text corrupted by samples of the generator, or from `context.frequencies`."""
+    masked = context.mask(batch)
+    sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
+    return MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sampled))
 
 
 def evaluate_generator_and_corrupt(

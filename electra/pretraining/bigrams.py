@@ -17,13 +17,12 @@ from torch.nn import functional
 from electra.data.loader import Batch, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards
-from electra.model.electra import Generator
+from electra.model.electra import Electra
 from electra.objectives.evaluation import (
     SEED,
     MaskedAndCorrupted,
-    WeightedMeans,
     corrupt_with_unigram_samples,
-    evaluate_generator_and_corrupt,
+    mask_and_corrupt,
     roc_auc,
 )
 from electra.objectives.masking import Masked
@@ -82,16 +81,16 @@ def evaluation_batches(shards: Shards, length: int, rows: int) -> Iterator[Batch
 
 @torch.no_grad()
 def evaluation_samples(
-    shards: Shards, length: int, rows: int, generator: Generator | None = None
+    shards: Shards, length: int, rows: int, electra: Electra | None = None
 ) -> list[MaskedAndCorrupted]:
-    """The held-out rows of a run's evaluation, corrupted by the same samples: the generator's (`rtd_auc`) or those of
+    """The held-out rows of a run's evaluation, corrupted by the same samples: of its generator (`rtd_auc`) or of
     the unigram distribution (`unigram_rtd_auc`)."""
     context, batches = (
         ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED),
         evaluation_batches(shards, length, rows),
     )
-    if generator is not None:
-        return [evaluate_generator_and_corrupt(generator, batch, context, WeightedMeans()) for batch in batches]
+    if electra is not None:
+        return [mask_and_corrupt(electra, batch, context) for batch in batches]
     frequencies = unigram_frequencies(shards, torch.device("cpu"))
     return [corrupt_with_unigram_samples(batch, context, frequencies) for batch in batches]
 

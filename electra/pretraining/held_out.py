@@ -23,8 +23,8 @@ from electra.model.storage import (
     serialize_tensors,
     warn_untrained_length,
 )
-from electra.objectives.evaluation import SEED, DetectionMetrics, MaskedAndCorrupted
-from electra.objectives.objectives import Corrupted, ObjectiveContext, corrupt, predict_masked, sample
+from electra.objectives.evaluation import SEED, DetectionMetrics, MaskedAndCorrupted, mask_and_corrupt
+from electra.objectives.objectives import Corrupted, ObjectiveContext
 from electra.pretraining.config import CorruptConfig, PretrainConfig
 from electra.runfolder import write_file
 from electra.training.checkpoint import find_model_folder
@@ -80,9 +80,7 @@ def write_samples_page(
 
     Samples are the generator's, or drawn from `frequencies` [V]."""
     context = ObjectiveContext(vocabulary=tokenizer.vocabulary, seed=SEED, frequencies=frequencies)
-    masked = context.mask(batch)
-    sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
-    samples = MaskedAndCorrupted(masked, corrupt(batch.input_ids, masked, sampled))
+    samples = mask_and_corrupt(electra, batch, context)
     title, predictions = discriminator_predictions(electra, samples, batch, tokenizer)
     lines = ["# Held-out sentences", ""]
     for row in range(min(MAX_SENTENCES, batch.num_rows)):
@@ -244,10 +242,8 @@ def corrupt_held_out_rows(
     context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for batch in validation_batches(shards, loader, max_batches=max(1, rows // loader.batch_size), device=device):
-        masked = context.mask(batch)
-        sampled = sample(predict_masked(electra, masked, batch, context), masked, batch, context)
         columns["input_ids"].append(batch.input_ids)
-        columns["corrupted_ids"].append(corrupt(batch.input_ids, masked, sampled).input_ids)
+        columns["corrupted_ids"].append(mask_and_corrupt(electra, batch, context).corrupted.input_ids)
         if batch.segment_ids is not None and batch.document_ids is not None:
             columns["document_ids"].append(batch.document_ids)
             columns["segment_ids"].append(batch.segment_ids)

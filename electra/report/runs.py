@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from electra.config import config_from_flat_values, flat_defaults, flat_values
+from electra.config import command_line_words, config_from_flat_values, flat_defaults, flat_values
 from electra.errors import DataError
 from electra.finetuning.glue import EXCLUDED_FROM_MEAN, TABLE, read_glue_table
 from electra.finetuning.jobs import is_finetuning_output
@@ -148,10 +148,7 @@ def describe_changes_from_recipe(config: PretrainConfig) -> str:
 def describe_setting(name: str, value: Any) -> str:
     if name in VALUE_ONLY:
         return str(value)
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return flag if value else f"no-{flag}"
-    return f"{flag} {' '.join(value) if isinstance(value, tuple) else value}"
+    return " ".join(command_line_words(name, value)).removeprefix("--")
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class EmbedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """Show the packaged model on sentences with a planted word, train it further on text found on this computer (or,
+    """Show the packaged model on sentences with a replaced word, train it further on text found on this computer (or,
     where there is none, a tiny model from scratch), compare it with simple baselines and export it: at most three
     minutes on a CPU, without a network."""
 

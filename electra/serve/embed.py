@@ -15,9 +15,10 @@ from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
 from electra.finetuning.jobs import find_model_to_finetune
 from electra.finetuning.model import load_pretrained, weight_checksums
-from electra.finetuning.predict import CHUNK_SIZE, show_row_count
+from electra.finetuning.predict import CHUNK_SIZE
 from electra.finetuning.readers import FORMATS, Row, decode_lines, read_rows
 from electra.finetuning.tasks import add_line_to_errors, check_text, take_chunk
+from electra.progress import show_row_count
 from electra.resumable import ResumableFile, check_output_file, content_checksum, open_resumable
 from electra.runfolder import join_first_names
 from electra.serve.config import EmbedConfig
@@ -33,7 +34,7 @@ class Embedding:
     """The embedding of a text."""
 
     vector: list[float]
-    is_truncated: bool = False
+    is_truncated: bool
 
     def __str__(self) -> str:
         start = " ".join(f"{number:.4f}" for number in self.vector[:8])

@@ -47,11 +47,12 @@ class TokenizedText:
 
 @dataclass(frozen=True)
 class Detection:
-    """The tokens of a text, each with the probability that it was replaced."""
+    """The tokens of a text as the model reads them, each with the probability that it was replaced; is_truncated: the
+    text is longer than the model reads."""
 
     tokens: list[str]
     replaced: list[float]
-    is_truncated: bool = False
+    is_truncated: bool
 
     def __str__(self) -> str:
         probability, token = max(zip(self.replaced, self.tokens, strict=True), default=(0.0, ""))
@@ -72,7 +73,7 @@ class Detection:
 
 @dataclass(frozen=True)
 class MaskPrediction:
-    """The most likely tokens at the position of a [MASK], with their probabilities."""
+    """The index of a [MASK] in the tokens, and the most likely tokens with their probabilities."""
 
     position: int
     tokens: dict[str, float]
@@ -80,11 +81,11 @@ class MaskPrediction:
 
 @dataclass(frozen=True)
 class MaskPredictions:
-    """The tokens of a text and the predictions for each of its [MASK] tokens."""
+    """The tokens of a text, and the predictions for each [MASK]."""
 
     tokens: list[str]
     masks: list[MaskPrediction]
-    is_truncated: bool = False
+    is_truncated: bool
 
     def __str__(self) -> str:
         lines = []

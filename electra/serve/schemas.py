@@ -6,31 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from electra.model.config import EmbeddingPooling
 from electra.serve.config import LimitsConfig
-from electra.serve.inference import Method
+from electra.serve.inference import Detection, MaskPredictions, Method
 from electra.serve.service import Service
 
 MAX_COUNT = 100
-
-
-class Detection(BaseModel):
-    """The tokens of a text as the model reads them, each with the probability that it was replaced."""
-
-    tokens: list[str]
-    replaced: list[float]
-    is_truncated: bool = Field(description="the text is longer than the model reads")
-
-
-class MaskPrediction(BaseModel):
-    position: int = Field(description="index of the [MASK] in the tokens")
-    tokens: dict[str, float] = Field(description="the most likely tokens with their probabilities")
-
-
-class MaskPredictions(BaseModel):
-    """The tokens of a text, and the predictions for each [MASK]."""
-
-    tokens: list[str]
-    masks: list[MaskPrediction]
-    is_truncated: bool
 
 
 class Embedding(BaseModel):

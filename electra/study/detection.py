@@ -14,9 +14,9 @@ from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards
 from electra.data.tokenizer import read_trained_length
 from electra.model.electra import Electra
-from electra.objectives.evaluation import SEED, roc_auc
+from electra.objectives.evaluation import SEED, mask_and_corrupt, roc_auc
 from electra.objectives.masking import maskable_tokens
-from electra.objectives.objectives import ObjectiveContext, corrupt, predict_masked, sample
+from electra.objectives.objectives import ObjectiveContext
 from electra.pretraining.config import read_run_settings
 from electra.pretraining.held_out import HELD_OUT_LENGTH
 from electra.pretraining.initialize import unigram_frequencies
@@ -79,9 +79,7 @@ def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, conf
     for batch in validation_batches(
         shards, loader, max_batches=max(1, config.rows // loader.batch_size), device=device
     ):
-        masked = context.mask(batch)
-        predictions = None if electra.generator is None else predict_masked(electra, masked, batch, context)
-        corrupted = corrupt(batch.input_ids, masked, sample(predictions, masked, batch, context))
+        corrupted = mask_and_corrupt(electra, batch, context).corrupted
         probabilities = discriminator(corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
         positions = torch.arange(batch.input_ids.shape[1], device=device).expand_as(batch.input_ids)
         is_text = maskable_tokens(batch, shards.tokenizer.vocabulary)

@@ -2,7 +2,7 @@
 import { bar, debounce, element, fitToText, percent, prefersStillness } from "./elements.js";
 
 const find = (id) => document.getElementById(id);
-const SHARE = 0.15; // of the words that the generator replaces, as in training
+const SHARE = 0.15; // of the words that the generator replaces: the mask fraction of pre-training
 const SHOWN = 0.1; // probabilities from here on are written below their word
 const MOVED = 0.05; // a verdict that changed by less is not marked
 
@@ -96,7 +96,7 @@ export async function startDetector(model, about) {
       parts.push(` ${count}; above 50 %: ${found} of ${replaced.length}`);
       parts.push(alarms ? `, and ${alarms} that ${alarms === 1 ? "was" : "were"} not.` : ".");
     }
-    if (isTruncated) parts.push(` Only the first ${tokens} tokens are read, as in training.`);
+    if (isTruncated) parts.push(` Only the first ${tokens} tokens are read.`);
     return parts;
   }
 

@@ -1,4 +1,4 @@
-"""Count in how many of a hundred sentences a model finds the planted word (electra/serve/planted.jsonl)."""
+"""Count in how many of a hundred sentences a model finds the replaced word (electra/serve/replaced_words.jsonl)."""
 
 import argparse
 from dataclasses import asdict
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from electra.runfolder import dump_json
 from electra.serve.inference import load_model
-from electra.serve.planted import find_planted_words
+from electra.serve.replaced_words import find_replaced_words
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="run, model folder or Hugging Face folder")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    result = find_planted_words(load_model(arguments.model, "auto"))
+    result = find_replaced_words(load_model(arguments.model, "auto"))
     print(dump_json(asdict(result)) if arguments.json else result)
 
 

@@ -1,4 +1,4 @@
-"""A hundred sentences, each with one planted word that a person finds at once, and how many of them a model finds."""
+"""A hundred sentences, each with one replaced word that a person finds at once, and how many of them a model finds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,54 +9,54 @@ import msgspec
 from electra.data.tokenizer import TextTokenizer
 from electra.serve.inference import Model
 
-SENTENCES = Path(__file__).with_name("planted.jsonl")
+SENTENCES = Path(__file__).with_name("replaced_words.jsonl")
 
 
 @dataclass(frozen=True)
-class PlantedSentence:
+class CorruptedSentence:
     text: str
-    planted: int  # index of the planted word among the words separated by spaces
+    position: int  # index of the replaced word among the words separated by spaces
     original: str  # the word in whose place it is
 
     @property
-    def planted_word(self) -> str:
-        return self.text.split()[self.planted].strip(".,")
+    def replaced_word(self) -> str:
+        return self.text.split()[self.position].strip(".,")
 
 
 @dataclass(frozen=True)
-class PlantedResult:
-    """In how many sentences the planted word has the highest probability of all words."""
+class ReplacedWordsResult:
+    """In how many sentences the replaced word has the highest probability of all words."""
 
     found: int
     sentences: int
     guessing: float  # expected number if a word of each sentence is drawn at random
-    missed: list[str]  # the sentences, each with the word that was taken for the planted one
+    missed: list[str]  # the sentences, each with the word that was taken for the replaced one
 
     def __str__(self) -> str:
-        lines = [f"{self.found} of {self.sentences} planted words found; by guessing {self.guessing:.0f}"]
+        lines = [f"{self.found} of {self.sentences} replaced words found; by guessing {self.guessing:.0f}"]
         return "\n".join([*lines, *(f"  {missed}" for missed in self.missed)])
 
 
-def read_planted_sentences() -> list[PlantedSentence]:
+def read_corrupted_sentences() -> list[CorruptedSentence]:
     lines = SENTENCES.read_text(encoding="utf-8").splitlines()
-    return [msgspec.json.decode(line, type=PlantedSentence) for line in lines]
+    return [msgspec.json.decode(line, type=CorruptedSentence) for line in lines]
 
 
-def find_planted_words(model: Model) -> PlantedResult:
-    """Count in how many sentences the discriminator finds the planted word."""
+def find_replaced_words(model: Model) -> ReplacedWordsResult:
+    """Count in how many sentences the discriminator finds the replaced word."""
     return count_found(lambda text: word_scores(model.tokenizer, text, model.detect(text).replaced))
 
 
-def count_found(score_words: Callable[[str], list[float]]) -> PlantedResult:
-    """Count in how many sentences `score_words` gives the planted word the highest score."""
-    sentences, missed, guessing = read_planted_sentences(), [], 0.0
+def count_found(score_words: Callable[[str], list[float]]) -> ReplacedWordsResult:
+    """Count in how many sentences `score_words` gives the replaced word the highest score."""
+    sentences, missed, guessing = read_corrupted_sentences(), [], 0.0
     for sentence in sentences:
         words, scores = sentence.text.split(), score_words(sentence.text)
         guessing += 1 / len(words)
         highest = max(range(len(words)), key=scores.__getitem__)
-        if highest != sentence.planted:
-            missed.append(f"{words[highest].strip('.,')} instead of {sentence.planted_word}: {sentence.text}")
-    return PlantedResult(len(sentences) - len(missed), len(sentences), guessing, missed)
+        if highest != sentence.position:
+            missed.append(f"{words[highest].strip('.,')} instead of {sentence.replaced_word}: {sentence.text}")
+    return ReplacedWordsResult(len(sentences) - len(missed), len(sentences), guessing, missed)
 
 
 def word_scores(tokenizer: TextTokenizer, text: str, token_scores: list[float]) -> list[float]:

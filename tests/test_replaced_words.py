@@ -1,4 +1,4 @@
-"""The sentences with planted words, and how a model's probabilities are compared on them."""
+"""The sentences with replaced words, and how a model's probabilities are compared on them."""
 
 import re
 
@@ -6,25 +6,25 @@ import pytest
 
 import electra
 from electra.data.tokenizer import build_wordpiece_tokenizer
-from electra.serve.planted import count_found, find_planted_words, read_planted_sentences, word_scores
+from electra.serve.replaced_words import count_found, find_replaced_words, read_corrupted_sentences, word_scores
 
-SENTENCES = read_planted_sentences()
+SENTENCES = read_corrupted_sentences()
 
 
-def test_a_hundred_different_sentences_have_one_planted_word_each():
-    assert len({sentence.text for sentence in SENTENCES}) == len({each.planted_word for each in SENTENCES}) == 100
+def test_a_hundred_different_sentences_have_one_replaced_word_each():
+    assert len({sentence.text for sentence in SENTENCES}) == len({each.replaced_word for each in SENTENCES}) == 100
     for sentence in SENTENCES:
-        assert re.fullmatch(r"[A-Za-z]+", sentence.planted_word)
-        assert sentence.planted_word != sentence.original
-    assert {sentence.planted for sentence in SENTENCES} >= set(range(10))
+        assert re.fullmatch(r"[A-Za-z]+", sentence.replaced_word)
+        assert sentence.replaced_word != sentence.original
+    assert {sentence.position for sentence in SENTENCES} >= set(range(10))
 
 
-def test_a_sentence_counts_if_its_planted_word_has_the_highest_score():
+def test_a_sentence_counts_if_its_replaced_word_has_the_highest_score():
     by_text = {sentence.text: sentence for sentence in SENTENCES}
 
     def score_words(text):
-        planted = by_text[text].planted if len(text) % 2 else (by_text[text].planted + 1) % len(text.split())
-        return [float(index == planted) for index in range(len(text.split()))]
+        highest = by_text[text].position if len(text) % 2 else (by_text[text].position + 1) % len(text.split())
+        return [float(index == highest) for index in range(len(text.split()))]
 
     result = count_found(score_words)
     assert result.found == sum(len(sentence.text) % 2 for sentence in SENTENCES)
@@ -51,5 +51,5 @@ def test_a_word_has_the_highest_score_of_its_tokens():
 
 
 def test_every_sentence_is_scored_by_a_model(finished_run):
-    result = find_planted_words(electra.load(finished_run, device="cpu"))
+    result = find_replaced_words(electra.load(finished_run, device="cpu"))
     assert result.sentences == 100
