@@ -10,6 +10,7 @@ import torch
 from synthetic import write_rows
 
 from electra import plotting
+from electra.cli import main
 from electra.config import build_config, check_setting_names, config_from_flat_values
 from electra.data.loader import Batch
 from electra.data.prepare import ShardConfig, shard
@@ -163,6 +164,12 @@ def run_config(shards, tmp_path):
         return small_run(**{"data": shards, "output": tmp_path / output} | settings)
 
     return build
+
+
+def run(command: str, capsys) -> str:
+    """What a command prints."""
+    main(command.split())
+    return capsys.readouterr().out
 
 
 @dataclass(frozen=True)

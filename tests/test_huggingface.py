@@ -1,7 +1,6 @@
 """Classic models agree with transformers' ELECTRA and BERT, and export and import without a changed byte."""
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from transformers import (
     ElectraForPreTraining,
     ElectraModel,
 )
-from transformers_models import add_noise, our_output, random_model
+from transformers_models import add_noise, load_without_warnings, our_output, random_model
 
 from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
@@ -120,19 +119,6 @@ def test_published_weights_have_the_same_hidden_states(tmp_path):
         actual = encoder(batch["input_ids"], batch["attention_mask"], batch["token_type_ids"])
     is_token = batch["attention_mask"] == 1
     torch.testing.assert_close(actual[is_token], expected[is_token], atol=1e-6, rtol=0)
-
-
-def load_without_warnings(model_class, folder: Path, caplog):
-    """Load a folder with transformers; no weight is missing or unexpected, and nothing is logged."""
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        model, info = model_class.from_pretrained(folder, output_loading_info=True)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert not any(info.values())
-    return model.eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

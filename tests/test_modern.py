@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import MODERN
+from conftest import MODERN, run
 from synthetic import write_rows
 from transformers import ModernBertForSequenceClassification
 
@@ -31,12 +31,6 @@ from electra.training.config import HardwareConfig
 from electra.training.logging import read_metrics
 
 MODERN_RUN = {"style": "modern", "sinusoidal_positions": False}
-
-
-def run(command: str, capsys) -> str:
-    """What a command prints."""
-    main(command.split())
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

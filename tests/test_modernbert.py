@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MODERN, WORDS
-from test_huggingface import export_and_import_pair, inputs, load_without_warnings
+from test_huggingface import export_and_import_pair, inputs
 from test_import import check_import_fails
 from transformers import (
     AutoTokenizer,
@@ -16,7 +16,7 @@ from transformers import (
     ModernBertModel,
     pipeline,
 )
-from transformers_models import add_noise, our_output, random_modernbert
+from transformers_models import add_noise, load_without_warnings, our_output, random_modernbert
 
 from electra.export.command import export, import_model
 from electra.export.config import ExportConfig, ImportConfig

@@ -2,15 +2,16 @@
 
 import itertools
 import json
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from conftest import run
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import write_questions, write_squad
 from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+from transformers_models import load_without_warnings
 
 import electra
 from electra.cli import main
@@ -36,11 +37,6 @@ from electra.finetuning.tasks import Examples, Task
 from electra.resumable import ResumableFile
 
 KIND = "question-answering"
-
-
-def run(command, capsys):
-    main(command.split())
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -356,7 +352,9 @@ def stop(file: ResumableFile) -> None:
 
 
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder, tmp_path, capsys, monkeypatch, style):
+def test_answers_are_learnt_predicted_and_exported(
+    encoder_folder, modern_folder, tmp_path, capsys, caplog, monkeypatch, style
+):
     model = {"classic": encoder_folder, "modern": modern_folder}[style]
     rows, result = finetune(model, tmp_path, capsys, has_unanswerable=True, sentences=4)
     metrics = result["median"]["dev"]
@@ -410,11 +408,7 @@ def test_answers_are_learnt_predicted_and_exported(encoder_folder, modern_folder
         loaded.predict(["who"])
 
     run(f"export --model {tmp_path}/out --output {tmp_path}/hf", capsys)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        theirs, report = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "hf", output_loading_info=True)
-    assert "warn" not in capsys.readouterr().err.lower()
-    assert not any(report.values()), report
+    theirs = load_without_warnings(AutoModelForQuestionAnswering, tmp_path / "hf", caplog)
     assert type(theirs).__name__ == f"{'Electra' if style == 'classic' else 'ModernBert'}ForQuestionAnswering"
     huggingface_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     predictor = Predictor(PredictorConfig(model=tmp_path / "out", input=path, device="cpu"))

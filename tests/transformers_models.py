@@ -1,5 +1,8 @@
 """Small models of transformers with random weights, to compare with."""
 
+import logging
+from pathlib import Path
+
 import torch
 from transformers import BertConfig, ElectraConfig, ModernBertConfig
 
@@ -56,3 +59,16 @@ def our_output(model, *inputs) -> torch.Tensor:
     """Hidden states of an encoder, or logits of a model with a head."""
     output = model(*inputs)
     return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def load_without_warnings(model_class, folder: Path, caplog):
+    """Load a folder with transformers; no weight is missing or unexpected, and nothing is logged."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert not any(info.values())
+    return model.eval()

@@ -152,7 +152,7 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
     cls = np.array([tokenizer.vocabulary.cls_id], np.int32)
     sep = np.array([tokenizer.vocabulary.sep_id], np.int32)
     columns = [encode_texts(texts, tokenizer) for texts in (examples.texts, examples.texts_b) if texts is not None]
-    counts = np.ones(len(examples.texts), np.int64) if examples.counts is None else examples.counts
+    counts = examples.text_counts
     if examples.windows > 1:
         windows = [split_into_windows(text, max_length - 2, examples.windows) for text in columns[0]]
         columns, counts = [list(chain.from_iterable(windows))], np.array([len(each) for each in windows])

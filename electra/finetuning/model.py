@@ -4,7 +4,7 @@ config.json describes encoder, task, maximum length and pooling; model.safetenso
 files are copied beside them.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -63,10 +63,8 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
         config, tensors = read_part_config_and_tensors(folder)
         pooling = settings.get("classifier_pooling") or "cls"
         seed_offset = 0
-    if dropout is not None:
-        config = replace(config, dropout=dropout, attention_dropout=dropout)
     with meta_device():  # the stored weights are assigned below
-        encoder = Encoder(config)
+        encoder = Encoder(config.with_dropout(dropout))
     weights = select_and_strip_prefix(tensors, "encoder.")
     weights = {name: tensor for name, tensor in weights.items() if not name.startswith("bilstm.")}  # is part of a head
     check_tensors(weights, dict(encoder.named_parameters()), folder / WEIGHTS)

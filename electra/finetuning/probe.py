@@ -108,10 +108,10 @@ def finetune(job: ProbeJob) -> ProbeResult:
 
 def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArray) -> Metrics:
     """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
-    task, output_type = finetuning.task, finetuning.kind
+    task, kind = finetuning.task, finetuning.kind
     labels = targets if task.labels else task.denormalize_scores(targets)
-    metrics = task.compute_metrics(output_type.predict(Outputs(logits), task), labels)
-    metrics["loss"] = output_type.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
+    metrics = task.compute_metrics(kind.predict(Outputs(logits), task), labels)
+    metrics["loss"] = kind.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
     if task.labels:
         metrics["auc"] = roc_auc(logits[:, 1] - logits[:, 0], targets == 1)
     return metrics

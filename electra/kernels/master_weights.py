@@ -6,7 +6,7 @@ gradients are cast back together. The results are those of autocast. Parameters 
 (embeddings, norms) are shared by both models.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -94,15 +94,21 @@ class MasterWeights(Generic[Model]):
             model.zero_grad()
 
 
-def flatten_linears(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[nn.Parameter, slice]]:
-    """Move the parameters of all linear layers into one fp32 buffer; also its copy in `dtype`, and each one's slice."""
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    parameters = [parameter for linear in linears for parameter in linear.parameters(recurse=False)]
+def assign_slices(parameters: Iterable[nn.Parameter]) -> tuple[dict[nn.Parameter, slice], int]:
+    """The slice of each parameter in one buffer for all of them, and the size of the buffer."""
     slices, end = {}, 0
     for parameter in parameters:
         slices[parameter] = slice(end, end + parameter.numel())
         end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-    master = torch.zeros(end, device=parameters[0].device)
+    return slices, end
+
+
+def flatten_linears(model: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[nn.Parameter, slice]]:
+    """Move the parameters of all linear layers into one fp32 buffer; also its copy in `dtype`, and each one's slice."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    parameters = [parameter for linear in linears for parameter in linear.parameters(recurse=False)]
+    slices, size = assign_slices(parameters)
+    master = torch.zeros(size, device=parameters[0].device)
     for parameter, part in slices.items():
         master[part] = parameter.detach().flatten()
         parameter.data = master[part].view_as(parameter)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from electra.errors import ConfigError, TrainingError
+from electra.kernels.master_weights import assign_slices
 from electra.objectives.losses import Counts
 from electra.training.config import Device, Launch, read_launch
 from electra.training.hardware import choose_device
 
 MAX_LOSSES = 16
-ALIGNMENT = 64  # elements
 REASON = "reason"  # key in the store: why a rank failed
 REASON_SECONDS = 5.0  # to wait for it after a connection was lost
 READING_SECONDS = 1.0  # that the store of rank 0 stays when it has failed
@@ -217,16 +217,10 @@ class GradientBuffer:
     """The gradients of parameters, and the losses, as views of one tensor; FSDP sums the gradients of sharded ones."""
 
     def __init__(self, parameters: list[nn.Parameter], device: torch.device) -> None:
-        ends, end = {}, 0
-        for parameter in parameters:
-            ends[parameter] = end
-            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.flat = torch.zeros(end + MAX_LOSSES, device=device)
-        self.views = {
-            parameter: self.flat[start : start + parameter.numel()].view_as(parameter)
-            for parameter, start in ends.items()
-        }
-        self.loss_values = self.flat[end:]  # [MAX_LOSSES]
+        slices, size = assign_slices(parameters)
+        self.flat = torch.zeros(size + MAX_LOSSES, device=device)
+        self.views = {parameter: self.flat[part].view_as(parameter) for parameter, part in slices.items()}
+        self.loss_values = self.flat[size:]  # [MAX_LOSSES]
         self.count_values = torch.zeros(MAX_LOSSES, device=device)
         self.is_sharded = not parameters
         self.loss_names: list[str] = []

@@ -1,7 +1,6 @@
 // Fine-tuned models: scores of classes, tags of words, answers to questions.
-import { bar, debounce, element, fitToText, percent, prefersStillness } from "./elements.js";
+import { bar, debounce, element, find, fitToText, percent, prefersStillness } from "./elements.js";
 
-const find = (id) => document.getElementById(id);
 const HUES = 8; // colours of tags
 
 const KINDS = {

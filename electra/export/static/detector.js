@@ -1,10 +1,9 @@
 // Replaced token detection: a sentence whose tokens are coloured by their probability of being replaced.
-import { bar, debounce, element, fitToText, percent, prefersStillness } from "./elements.js";
+import { bar, debounce, element, find, fitToText, percent, prefersStillness } from "./elements.js";
 
-const find = (id) => document.getElementById(id);
 const SHARE = 0.15; // of the words that the generator replaces: the mask fraction of pre-training
 const SHOWN = 0.1; // probabilities from here on are written below their word
-const MOVED = 0.05; // a verdict that changed by less is not marked
+const MOVED = 0.05; // a probability that changed by less is not marked
 
 export async function startDetector(model, about) {
   const hasGenerator = about.models.includes("generator");
@@ -17,7 +16,7 @@ export async function startDetector(model, about) {
 
   find("lede").textContent =
     "A discriminator reads your sentence and gives every token the probability that it was replaced by another one. " +
-    (hasGenerator ? "Type, or choose a word and let the generator replace it: watch the verdicts move." : "Type, or choose a word and replace it.");
+    (hasGenerator ? "Type, or choose a word and let the generator replace it: watch the probabilities change." : "Type, or choose a word and replace it.");
   find("about-method").textContent =
     "In pre-training, a small generator fills masked positions of a text with plausible tokens, and the discriminator " +
     "learns to tell which tokens were replaced. It learns from every token of a text, not only from the masked ones " +

@@ -1,5 +1,7 @@
 // Small helpers for the parts of the page.
 
+export const find = (id) => document.getElementById(id);
+
 /** A new element with attributes, CSS variables (--name), listeners (onname) and children. */
 export function element(name, attributes = {}, ...children) {
   const created = document.createElement(name);

@@ -1,10 +1,8 @@
 // Starts the page: loads the model in a worker and hands it to the parts that a model of its kind has.
 import { startClassifier } from "./classifier.js";
 import { startDetector } from "./detector.js";
-import { element } from "./elements.js";
+import { element, find } from "./elements.js";
 import { startMap } from "./map.js";
-
-const find = (id) => document.getElementById(id);
 
 /** Calls of the worker's methods as promises. */
 class Model {

@@ -1,7 +1,6 @@
 // A map of the vocabulary on a canvas: move, zoom, search, nearest neighbours.
-import { bar, element, prefersStillness } from "./elements.js";
+import { bar, element, find, prefersStillness } from "./elements.js";
 
-const find = (id) => document.getElementById(id);
 const GRID = 65535;
 const TYPES = [
   { name: "words", test: (name) => /^[Ġ▁]?\p{L}/u.test(name) },
