@@ -26,8 +26,8 @@ import torch
 from finetune import finetune, summarize, train_peer
 
 from electra.config import build_config
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.glue import markdown_table
 from electra.finetuning.job import RESULT

@@ -19,13 +19,13 @@ import numpy
 import electra
 from electra.data.documentation import write_documentation_corpus
 from electra.data.shards import Shards, open_shards
-from electra.export.node_packages import has_node_packages
-from electra.export.page import open_command
+from electra.exporting.node_packages import has_node_packages
+from electra.exporting.page import open_command
 from electra.model.config import PACKAGED_MODEL
 from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
 from electra.pretraining.bigrams import count_bigrams
-from electra.serve.comparison import (
+from electra.serving.comparison import (
     RANDOM_AUC,
     Comparison,
     compare_held_out,
@@ -33,9 +33,9 @@ from electra.serve.comparison import (
     describe_comparisons,
     evaluate_held_out,
 )
-from electra.serve.config import DemoConfig
-from electra.serve.inference import Model, load_model
-from electra.serve.replaced_words import CorruptedSentence, find_replaced_words, read_corrupted_sentences, word_scores
+from electra.serving.config import DemoConfig
+from electra.serving.inference import Model, load_model
+from electra.serving.replaced_words import CorruptedSentence, find_replaced_words, read_corrupted_sentences, word_scores
 from electra.training.checkpoint import has_packaged_model
 from electra.training.logging import METRICS, read_metrics
 
@@ -143,7 +143,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     if result.signal:
         report("pre-training was stopped by a signal, so the demo ends here")
         sys.exit(result.exit_code)
-    electra.export_model(model=run, output=folder / "huggingface")
+    electra.export(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
     model = load_model(run, "cpu")
     comparisons = [
@@ -184,7 +184,7 @@ def write_shards(
     report(f"collected {documents:,} documents from the documentation of this Python installation")
     if not is_packaged:
         tokenizer = folder / "vocab"
-        electra.train_tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
+        electra.tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
         report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
     electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
     return documents
@@ -196,7 +196,7 @@ def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
         return None
     examples, page = folder / "examples.txt", folder / "page"
     examples.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    electra.export_model(model=run, to="page", examples=examples, output=page)
+    electra.export(model=run, to="page", examples=examples, output=page)
     return str(page)
 
 

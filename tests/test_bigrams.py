@@ -17,7 +17,7 @@ from electra.pretraining.bigrams import (
 )
 from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import unigram_frequencies
-from electra.serve.inference import load_model
+from electra.serving.inference import load_model
 
 
 def test_a_token_that_never_occurs_beside_its_neighbours_has_the_highest_score():

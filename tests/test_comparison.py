@@ -2,7 +2,7 @@
 
 import pytest
 
-from electra.serve.comparison import Comparison, describe_comparisons
+from electra.serving.comparison import Comparison, describe_comparisons
 
 
 @pytest.mark.parametrize(

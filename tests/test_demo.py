@@ -16,8 +16,8 @@ from electra.cli import main
 from electra.data import documentation
 from electra.data.documentation import is_prose, write_documentation_corpus
 from electra.demo import unused_folder
-from electra.serve.config import DemoConfig
-from electra.serve.inference import load_model
+from electra.serving.config import DemoConfig
+from electra.serving.inference import load_model
 from electra.training.logging import TrainResult
 
 
@@ -28,7 +28,7 @@ def test_the_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real
     main(["demo", *flags, str(tmp_path / "demo")])
     check_demo(tmp_path / "demo", json.loads(capsys.readouterr().out))
     package = tmp_path / "package"
-    electra.export_model(model=tmp_path / "demo/run", to="package", training_data="documentation", output=package)
+    electra.export(model=tmp_path / "demo/run", to="package", training_data="documentation", output=package)
     monkeypatch.setattr(demo, "has_packaged_model", lambda: True)
     monkeypatch.setattr(demo, "PACKAGED_MODEL", package)
     monkeypatch.setitem(demo.PACKAGED, "init", package)
@@ -43,13 +43,13 @@ def test_a_demo_ends_when_a_signal_stops_its_pretraining(tmp_path, monkeypatch):
     stopped = TrainResult(
         run="run", checkpoint="", step=1, tokens=1, seconds=1.0, nonfinite_steps=0, metrics={}, signal=signal.SIGTERM
     )
-    for name in ("train_tokenizer", "shard"):
+    for name in ("tokenizer", "shard"):
         monkeypatch.setattr(electra, name, lambda **settings: None)
     monkeypatch.setattr(electra, "pretrain", lambda **settings: stopped)
     monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
     monkeypatch.setattr(demo, "open_shards", lambda folder: None)
     monkeypatch.setattr(demo, "count_bigrams", lambda shards: SimpleNamespace(token_counts=np.ones(3)))
-    monkeypatch.setattr(electra, "export_model", lambda **settings: pytest.fail("the demo went on"))
+    monkeypatch.setattr(electra, "export", lambda **settings: pytest.fail("the demo went on"))
     with pytest.raises(SystemExit, match="143"):
         demo.run_demo(DemoConfig(output=tmp_path / "demo", quick=True))
 

@@ -99,15 +99,15 @@ def commands(shards, finished_run, encoder_folder, tmp_path_factory) -> dict[str
     tuning = {"epochs": 1, "device": "cpu", "length": 16}
     text = str(shards.parent / "text.txt")
     answering = {"train": folder / "questions.jsonl", "dev": folder / "questions.jsonl", "kind": "question-answering"}
-    electra.export_model(model=finished_run, output=folder / "exported")
+    electra.export(model=finished_run, output=folder / "exported")
     electra.finetune(model=encoder_folder, train=train, dev=train, output=folder / "tuned", **tuning)
     electra.finetune(model=encoder_folder, output=folder / "answering", **answering, **tuning)
     predict = partial(electra.predict, device="cpu")
     embed = partial(make_command_function("embed"), model=encoder_folder, input=train, device="cpu")
     corrupt = partial(make_command_function("corrupt"), model=finished_run, data=shards, rows=8, device="cpu")
-    export = partial(electra.export_model, model=finished_run)
+    export = partial(electra.export, model=finished_run)
     return {
-        "tokenizer": lambda output: electra.train_tokenizer(corpus=text, output=output, vocab_size=60),
+        "tokenizer": lambda output: electra.tokenizer(corpus=text, output=output, vocab_size=60),
         "shard": lambda output: electra.shard(
             corpus=text, tokenizer=shards / "tokenizer", output=output, validation_fraction=0.1, workers=1
         ),

@@ -23,7 +23,7 @@ from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.export.command import ExportConfig, export
+from electra.exporting.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model

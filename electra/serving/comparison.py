@@ -18,8 +18,8 @@ from electra.pretraining.bigrams import (
     evaluation_samples,
 )
 from electra.pretraining.initialize import unigram_frequencies
-from electra.serve.inference import Model
-from electra.serve.replaced_words import ReplacedWordsResult, count_found, find_replaced_words, word_scores
+from electra.serving.inference import Model
+from electra.serving.replaced_words import ReplacedWordsResult, count_found, find_replaced_words, word_scores
 
 RANDOM_AUC = "unigram_rtd_auc"
 WORDS_FOUND_BY_BIGRAMS = 38
