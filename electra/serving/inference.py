@@ -15,13 +15,14 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from electra.config import PACKAGED_MODEL
 from electra.data.tokenizer import TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
 from electra.finetuning.features import group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import PACKAGED_MODEL, EmbeddingPooling, EncoderConfig
+from electra.model.config import EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor, is_onnx_folder
