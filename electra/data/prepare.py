@@ -79,8 +79,8 @@ class ShardConfig:
 
     source: CorpusConfig
     tokenizer: Path
-    """A vocab.txt, a tokenizer.json, a folder with either, such as `electra tokenizer` writes, or `packaged`: that of the
-    small English model in the package."""
+    """A vocab.txt, a tokenizer.json, a folder with either, such as `electra tokenizer` writes, or `packaged`: that of
+    the small English model in the package."""
     output: Path
     """Folder for the shards."""
     validation_fraction: float | None = None

@@ -15,7 +15,6 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from electra.config import PACKAGED_MODEL
 from electra.data.tokenizer import TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
@@ -245,7 +244,7 @@ def load_model(path: Path, device: Device) -> Model:
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
-def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | Predictor:
+def load(path: str | Path = TextConfig.model, device: Device = "auto") -> Model | Predictor:
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
     `path` is a run, a model folder, a Hugging Face folder, a folder of electra export --to onnx, or the output of a
