@@ -17,10 +17,11 @@ import electra
 from electra.cli import main
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
+from electra.finetuning.command import check_other_splits
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
 from electra.finetuning.heads import JointSpanModel, SpanModel, search_spans
-from electra.finetuning.kinds import KINDS, check_other_splits, define_task, read_examples
+from electra.finetuning.kinds import KINDS, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.predict import Predictor
@@ -270,7 +271,7 @@ def test_dev_answers_that_are_not_in_the_context_are_counted_or_refused(tmp_path
     task = define_task(TaskConfig(train=tmp_path / "train.jsonl", dev=tmp_path / "dev.jsonl", kind=KIND))
     check_other_splits(task, strict=False)
     assert "dev.jsonl: 1 of 2 rows have answers that are not in the context" in capsys.readouterr().err
-    with pytest.raises(DataError, match="dev.jsonl: 1 of 2 rows .* leave --strict out"):
+    with pytest.raises(DataError, match=r"dev.jsonl: 1 of 2 rows .* leave --strict out"):
         check_other_splits(task, strict=True)
 
 
