@@ -370,14 +370,6 @@ def report_unknown_labels(source: str, unknown: Counter[str], total: int) -> Non
         print(f"{message}; predictions for them count as errors", file=sys.stderr)
 
 
-def check_other_splits(task: Task) -> None:
-    """Report the unknown labels of dev and test rows, before anything is written."""
-    for split, source in task.splits.items():
-        if KINDS[task.kind].unknown_labels is not None and source != task.splits["train"]:
-            rows = read_split_rows(task, split, KINDS[task.kind].read_rows)
-            report_unknown_labels(source, *count_unknown_labels(task, source, rows))
-
-
 def read_examples(task: Task, split: str) -> Examples:
     """All examples of a split; test splits may lack labels."""
     if split not in task.splits:
