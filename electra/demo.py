@@ -30,7 +30,7 @@ from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
 from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
 from electra.serve.config import DemoConfig
-from electra.serve.inference import Model, load_model
+from electra.serve.inference import Model, load_text_model
 from electra.serve.replaced_words import (
     CorruptedSentence,
     ReplacedWordsResult,
@@ -145,7 +145,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     is_packaged = has_packaged_model()
     found, marked_examples = None, []
     if is_packaged:
-        packaged = load_model(PACKAGED_MODEL, "cpu")
+        packaged = load_text_model(PACKAGED_MODEL, "cpu")
         found = find_replaced_words(packaged)
         report(
             f"the packaged model finds {found.found} of {found.sentences} replaced words; guessing {found.guessing:.0f}"
@@ -165,7 +165,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
         sys.exit(result.exit_code)
     electra.export_model(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
-    model = load_model(run, "cpu")
+    model = load_text_model(run, "cpu")
     found = found or find_replaced_words(model)
     comparisons = compare(model, found, shards, counts, result.metrics, settings["length"])
     sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))

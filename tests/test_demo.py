@@ -15,7 +15,7 @@ from electra import demo
 from electra.cli import main
 from electra.demo import is_prose, unused_folder
 from electra.serve.config import DemoConfig
-from electra.serve.inference import load_model
+from electra.serve.inference import load_text_model
 from electra.training.logging import TrainResult
 
 
@@ -75,7 +75,7 @@ def test_a_model_is_compared_with_the_best_baseline(model, higher_is_better, is_
 
 
 def test_the_word_with_the_highest_probability_is_marked(finished_run):
-    model = load_model(finished_run, "cpu")
+    model = load_text_model(finished_run, "cpu")
     marked = demo.mark_replaced_word(model, "the cat sat on the house")
     assert len(re.findall(r"\[\w+ \d\.\d\d\]", marked)) == 1
 
