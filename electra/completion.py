@@ -18,7 +18,7 @@ class CompletionConfig:
     """Complete commands, flags and their values with the tab key: print the script of a shell, or install it."""
 
     shell: Positional[Literal["bash", "zsh", "fish", "powershell"] | None] = None
-    """The shell; default: the one that runs this command. Only the script of bash was executed so far."""
+    """The shell; default: the one that runs this command. The script of powershell was never executed."""
     install: bool = False
     """Write the script where the shell finds it, and add what it needs to the shell's start file."""
 
@@ -30,7 +30,10 @@ class Completion:
     installed: str | None  # path
 
     def __str__(self) -> str:
-        return self.script if self.installed is None else f"{self.installed} is written; start a new {self.shell}"
+        if self.installed is None:
+            return self.script
+        note = "; its .zshrc has to call compinit" if self.shell == "zsh" else ""
+        return f"{self.installed} is written; start a new {self.shell}{note}"
 
 
 def write_completion(config: CompletionConfig) -> Completion:

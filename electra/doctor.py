@@ -40,6 +40,14 @@ def find_missing_gpu() -> Missing | None:
     return Missing("an NVIDIA GPU with its driver", "")
 
 
+def find_missing_triton() -> Missing | None:
+    """A GPU, and only where there is one the library, which is of no use without it."""
+    from electra.training.hardware import installed_version
+
+    missing = find_missing_gpu()
+    return missing or (None if installed_version("triton") else Missing("triton", "pip install triton"))
+
+
 def find_missing_compiler() -> Missing | None:
     from electra.training import hardware
 
@@ -63,7 +71,7 @@ def find_missing_npm() -> Missing | None:
 
 FEATURES = {
     "gpu": Feature("training and inference on a GPU", check=find_missing_gpu),
-    "kernels": Feature("our Triton kernels on a GPU", ("triton",), find_missing_gpu),
+    "kernels": Feature("our Triton kernels on a GPU", check=find_missing_triton),
     "compile": Feature("torch.compile (--compile on)", check=find_missing_compiler),
     "hub": Feature("corpora from the Hugging Face hub", ("datasets",)),
     "parquet": Feature("Parquet files", ("pyarrow",)),

@@ -200,9 +200,13 @@ def run_electra(
     out, err, counter = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err", "count"))
     for path in (out, err, counter):
         path.write_bytes(b"")
+    ready, is_ready = os.pipe()
     child = os.fork()
     if child == 0:
-        run_in_child(command, folder, (out, err, counter), stop_at)
+        run_in_child(command, folder, (out, err, counter), stop_at, is_ready)
+    os.close(is_ready)
+    os.read(ready, 1)  # a signal before the command begins would not be the command's
+    os.close(ready)
     start = progress = time.monotonic()
     ticks, is_timeout = 0, False
     while (ended := os.wait4(child, os.WNOHANG))[0] == 0:
@@ -235,7 +239,9 @@ def processor_ticks(process: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def run_in_child(command: str, folder: Path, files: tuple[Path, ...], stop_at: tuple[int, int] | None) -> None:
+def run_in_child(
+    command: str, folder: Path, files: tuple[Path, ...], stop_at: tuple[int, int] | None, is_ready: int
+) -> None:
     code = 1
     try:
         for number, path in zip((1, 2, COUNTER), files, strict=True):
@@ -247,6 +253,7 @@ def run_in_child(command: str, folder: Path, files: tuple[Path, ...], stop_at: t
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         count_file_operations(stop_at)
         sys.argv = ["electra", *command.split()]
+        os.write(is_ready, b".")
         electra.__main__.main()
         code = 0
     except SystemExit as exit:

@@ -33,6 +33,13 @@ def test_commands_flags_and_values_are_completed(bash_script):
     assert "--help" in complete(bash_script, "electra", "export", "--he")
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_flags_are_completed_in_fish(tmp_path):
+    (tmp_path / "electra.fish").write_text(build_app().generate_completion(shell="fish"))
+    code = f"source {tmp_path}/electra.fish; complete -C 'electra pretrain --siz'"
+    assert subprocess.run(["fish", "-c", code], capture_output=True, text=True).stdout.startswith("--size\t")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
 def test_a_script_is_printed_for_each_shell(shell, capsys):
     main(["completion", shell])

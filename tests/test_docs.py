@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 from torch.distributed.run import get_args_parser
 
 import electra
 from electra.cli import find_command, parse_config
 from electra.commands import COMMANDS, Command
 from electra.config import settings_by_name
+from electra.errors import ConfigError
 from electra.model.config import ModelConfig
 from electra.pretraining.config import DataRecord, RunRecord
 from electra.runfolder import write_stored
@@ -28,12 +30,24 @@ PAGES = {  # the log has commands of past versions
 }
 TEXT = "\n".join(PAGES.values())
 SCRIPT_PAGE = "docs/python.md"
-COMMAND_LINES = sorted(set(re.findall(r"^    electra (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
-TORCHRUN_LINES = sorted(
-    set(re.findall(r"^    (?:srun )?torchrun (.*) -m electra (.*?)(?: +#.*)?$", TEXT.replace("\\\n", ""), re.M))
+KUBERNETES_JOB = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGES["docs/scaling.md"], re.DOTALL)[1])
+[KUBERNETES_COMMAND] = KUBERNETES_JOB["spec"]["template"]["spec"]["containers"][0]["args"]
+LINES = re.sub(
+    r"\$\w+", "1", f"{TEXT}\n    {KUBERNETES_COMMAND}\n".replace("\\\n", "")
+)  # variables of Slurm and Kubernetes
+COMMAND_LINES = sorted(
+    {
+        *re.findall(r"^    (?:srun )?electra (.*?)(?: +#.*)?$", LINES, re.MULTILINE),
+        *re.findall(r"^ExecStart=\S+/electra (.*)$", LINES, re.MULTILINE),
+    }
 )
-SCRIPTS = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
-SCRIPT_LINES = sorted(set(re.findall(r"^    python benchmarks/(\S+) (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
+INLINE_COMMANDS = sorted(set(re.findall(r"`electra ([a-z][^`…]*)`", TEXT)))
+TORCHRUN_LINES = sorted(
+    set(re.findall(r"^    (?:srun )?torchrun (.*) -m electra (.*?)(?: +#.*)?$", LINES, re.MULTILINE))
+)
+TOOLS = {"export", "rsync"}  # lines that begin with another program than those that have tests
+SCRIPTS = {path.name: path.read_text() for path in (*ROOT.glob("benchmarks/*.py"), ROOT / "tests/faults.py")}
+SCRIPT_LINES = sorted(set(re.findall(r"^    python (?:benchmarks|tests)/(\S+) (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
 
 
 def test_the_readme_fits_on_a_page():
@@ -54,6 +68,23 @@ def test_commands_are_parsed(line, tmp_path, monkeypatch):
     write_stored(Path("runs/x/config.json"), asdict(record))  # a run that can be resumed
     name, *flags = shlex.split(line)
     parse_config(name, find_command(name).load_config_class(), flags)
+
+
+@pytest.mark.parametrize("line", INLINE_COMMANDS)
+def test_commands_within_sentences_are_parsed(line):
+    """They may leave out what a command needs: `electra export --to page`."""
+    name, *flags = shlex.split(line.replace("FEATURE", "gpu"))
+    try:
+        parse_config(name, find_command(name).load_config_class(), [flag for flag in flags if flag != "--help"])
+    except ConfigError as error:
+        if not re.search(r"^missing |needs a value|holds no run", str(error)):
+            raise
+
+
+def test_every_line_of_commands_begins_with_a_known_program():
+    blocks = re.findall(r"(?<=\n\n)    (?:[a-z]+ .*)\n(?:    .*\n)*", re.sub(r"```.*?```", "", LINES, flags=re.DOTALL))
+    programs = {line.split()[0] for block in blocks for line in block.splitlines() if not line.strip().startswith("#")}
+    assert programs - {"electra", "torchrun", "srun", "python", "python3", "pip", "make", "."} <= TOOLS
 
 
 @pytest.mark.parametrize(("launcher", "command"), TORCHRUN_LINES)
@@ -127,7 +158,9 @@ def test_extras_and_make_targets_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [(first, others)] = re.findall(r"pip install '\.\[(\w+)\]' .* other extras: (.*)", README)
     assert {first, *others.split(", "), "dev"} == set(extras)
-    targets = re.findall(r"^    make ([\w-]+)", README, re.MULTILINE)
+    named = {extra for listed in re.findall(r"pip install '\.\[(.*?)\]'", TEXT) for extra in listed.split(",")}
+    assert named <= set(extras)
+    targets = re.findall(r"(?:^ +|`)make ([\w-]+)", TEXT, re.MULTILINE)
     assert {"test", "demo"} <= set(targets)
     for target in targets:
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target

@@ -71,6 +71,15 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, has_driver, cuda, missing):
     assert doctor.find_missing_gpu() == missing
 
 
+def test_triton_is_not_proposed_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("electra.training.hardware.installed_version", lambda library: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(shutil, "which", lambda program: None)
+    assert "run:" not in str(check_feature(FEATURES["kernels"]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert str(check_feature(FEATURES["kernels"])).endswith("needs triton; run: pip install triton")
+
+
 def test_a_missing_compiler_is_installed_by_the_package_manager(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda program: program if program == "dnf" else None)

@@ -226,9 +226,9 @@ def test_int8_needs_onnx(capsys, tmp_path):
     assert "--int8 needs --to onnx" in capsys.readouterr().err
 
 
-def test_a_missing_library_is_named(pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_export, "LIBRARIES", ("onnx_that_is_missing",))
-    with pytest.raises(ConfigError, match="--to onnx needs another library: pip install onnx_that_is_missing"):
+def test_all_missing_libraries_are_named_at_once(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_export, "LIBRARIES", ("torch", "no_onnx", "no_runtime"))
+    with pytest.raises(ConfigError, match="needs no_onnx and no_runtime: pip install no_onnx no_runtime"):
         export(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path / "onnx"))
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from http_server import ask, running_server
@@ -81,6 +82,19 @@ def test_results_equal_those_of_the_python_api(server, model):
         vectors = model.embed(texts, pooling=pooling).tolist()
         for result, vector in zip(answer["results"], vectors, strict=True):
             assert result["vector"] == pytest.approx(vector, abs=1e-4)
+
+
+def test_requests_in_the_documentation_have_the_results_that_it_shows(server, finetuned):
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    requests = re.findall(r"^curl localhost:8000/(\w+) .*?-d '(.*?)'\n# ([^\n]*)$", page, re.MULTILINE | re.DOTALL)
+    assert len(requests) == page.count("curl localhost")
+    with running_server(Service(electra.load(finetuned.output, device="cpu"), batch_tokens=128)) as predicting:
+        for method, body, shown in requests:
+            if "rows" in (request := json.loads(body)):
+                continue  # of another kind of task
+            status, answer = (predicting if method == "predict" else server).ask(f"/{method}", request)
+            assert status == 200, answer
+            assert [name for name in answer["results"][0] if f'"{name}":' not in shown and "(" not in name] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """Metrics for trackers and Python functions: a module with the interface of wandb, and a callback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ class FakeWandb(SimpleNamespace):
         super().__init__(fails=fails, runs=[], logged=[], finished=0)
 
     def init(self, **options) -> "FakeWandb":
+        print("a message of the tracker")  # as Trackio does
         self.check("init")
         self.runs.append(options)
         return self
@@ -85,7 +87,9 @@ def test_a_tracker_that_fails_is_reported_once(call, fake, tmp_path, capsys):
         tracker.log("train", step, {"loss": 1.0})
     tracker.finish()
     expected = f"wandb failed, the training continues without it: cannot {call}: no network\n"
-    assert capsys.readouterr().err == expected
+    printed = capsys.readouterr()
+    assert printed.err.removeprefix("a message of the tracker\n") == expected
+    assert printed.out == ""  # which is for the result
 
 
 def test_a_tracker_that_is_not_installed_is_an_error_before_anything_is_written(run_config, monkeypatch):
@@ -145,3 +149,23 @@ def test_wandb_offline(shards, tmp_path):
     folders = list((config.output / "wandb").glob("offline-run-*"))
     assert len(folders) == 2
     assert all(folder.name.endswith(run_id) for folder in folders)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_offline(shards, tmp_path):
+    """Its files are on this machine; a resumed run continues under the same name, and the result stays readable."""
+    settings = "--size tiny --layers 1 --length 16 --batch-size 4 --log-every 1 --device cpu --resume --json"
+    command = [sys.executable, "-m", "electra", "pretrain", "--data", shards, "--output", tmp_path / "run"]
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    for steps in ("2", "4"):
+        arguments = [*map(str, command), *settings.split(), "--track", "trackio", "--steps", steps]
+        ended = subprocess.run(arguments, env=environment, check=True, capture_output=True, text=True)
+        assert json.loads(ended.stdout)["step"] == int(steps)
+    run_id = read_stored(tmp_path / "run" / TRACKED_RUNS, TrackedRuns).ids["trackio"]
+    code = "import sys; from trackio.sqlite_storage import SQLiteStorage as storage; "
+    code += "print(storage.get_runs('electra'), [log['step'] for log in storage.get_logs('electra', sys.argv[1])])"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, run_id], env=environment, check=True, capture_output=True, text=True
+    )
+    assert ended.stdout == f"['{run_id}'] [1, 2, 2, 3, 4, 4]\n"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -127,6 +128,12 @@ def import_optional(module: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(f"{purpose} needs another library: pip install {module.partition('.')[0]}") from None
+
+
+def require_libraries(purpose: str, names: Iterable[str]) -> None:
+    """Raise, with one command that installs all of them, if optional dependencies are missing."""
+    if missing := [name for name in names if find_spec(name) is None]:
+        raise ConfigError(f"{purpose} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 @contextmanager

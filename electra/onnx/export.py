@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from electra.data.files import import_optional
+from electra.data.files import require_libraries
 from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError
 from electra.finetuning.tasks import Task
@@ -73,9 +73,8 @@ class ExportableModel(nn.Module):
 
 
 def check_libraries() -> None:
-    """Raise, with the command that installs it, if a library for ONNX is missing."""
-    for name in LIBRARIES:
-        import_optional(name, "--to onnx")
+    """Raise, with the command that installs them, if libraries for ONNX are missing."""
+    require_libraries("--to onnx or page", LIBRARIES)
 
 
 @dataclass(frozen=True, kw_only=True)

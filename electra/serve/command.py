@@ -1,13 +1,12 @@
 """`electra serve`, whose libraries are an extra."""
 
-from electra.data.files import import_optional
+from electra.data.files import require_libraries
 from electra.serve.config import ServeConfig
 
 
 def serve(config: ServeConfig) -> object:
     """Answer HTTP requests until a signal stops the server; returns what it did."""
-    for library in ("fastapi", "uvicorn"):
-        import_optional(library, "electra serve")
+    require_libraries("electra serve", ("fastapi", "uvicorn"))
     from electra.serve.server import run_server
 
     return run_server(config)

@@ -74,8 +74,7 @@ class TrainerConfig:
     tensorboard: bool = False
     """Also write the metrics as TensorBoard events, into the folder tensorboard of the run."""
     track: TrackerName = "none"
-    """Also send the metrics and settings to Weights & Biases or to Trackio (tried only through a module of the same
-    interface); a resumed run continues there, too."""
+    """Also send the metrics and settings to Weights & Biases or to Trackio; a resumed run continues there, too."""
 
     def __post_init__(self) -> None:
         check_range(self, *(field.name for field in fields(self) if field.type is int), at_least=1)

@@ -7,7 +7,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -97,25 +97,26 @@ class Tracker:
 
     def __init__(self, name: TrackerName, run: Path, settings: Mapping[str, Any]) -> None:
         self.name = name
-        module = import_tracker(name)
+        self.module = import_tracker(name)
         run_id, config = load_run_id(name, run), json.loads(dump_json(settings))  # paths as texts
         options: dict[str, Any] = {"project": PROJECT, "name": run_id, "config": config, "resume": "allow"}
         if name == "wandb":
             options |= {"id": run_id, "dir": str(run)}  # Trackio resumes by name
         self.run: Any = None
-        self.run = self.attempt(lambda: module.init(**options))
+        self.run = self.attempt(lambda: self.module.init(**options))
 
     def log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         values = {f"{kind}/{name}": value for name, value in metrics.items()}
         self.attempt(lambda: self.run and self.run.log(values, step=step))
 
     def finish(self) -> None:
-        self.attempt(lambda: self.run and self.run.finish())
+        self.attempt(lambda: self.run and self.module.finish())  # run.finish() would let Trackio finish again at exit
 
     def attempt(self, action: Callable[[], Any]) -> Any:
-        """Call the tracker; after an error it is not called again."""
+        """Call the tracker, whose messages belong on stderr; after an error it is not called again."""
         try:
-            return action()
+            with redirect_stdout(sys.stderr):
+                return action()
         except Exception as error:
             self.run = None
             reason = " ".join(str(error).split()) or type(error).__name__
