@@ -51,10 +51,10 @@ site: install
 
 # The JavaScript libraries of the page (electra export --to page), with npm; a wheel built afterwards contains them.
 page-packages: $(VENV)/demo-installed
-	$(BIN)/python -m electra.export.node_packages
+	$(BIN)/python -m electra.exporting.node_packages
 
 demo: $(VENV)/demo-installed
-	@$(BIN)/python -m electra.export.node_packages 2>/dev/null || echo "without npm the demo writes no page"
+	@$(BIN)/python -m electra.exporting.node_packages 2>/dev/null || echo "without npm the demo writes no page"
 	$(BIN)/electra demo
 
 # Makes the packaged model, on a GPU. Interrupted, it continues.

@@ -1,5 +1,6 @@
 """Evaluate counts of bigrams (electra/pretraining/bigrams.py) on the held-out rows and unigram samples of
-`unigram_rtd_auc`; the best of several smoothing weights is reported: an upper bound for this baseline."""
+`unigram_rtd_auc`, and as predictions of masked tokens; the best of several smoothing weights is reported: an upper
+bound for this baseline."""
 
 import argparse
 import json
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from electra.data.shards import open_shards
-from electra.pretraining.bigrams import bigram_auc, count_bigrams
+from electra.pretraining.bigrams import bigram_auc, bigram_mlm_loss, count_bigrams, evaluation_samples
 
 
 def main() -> None:
@@ -20,11 +21,14 @@ def main() -> None:
     arguments = parser.parse_args()
     shards = open_shards(arguments.data)
     counts = count_bigrams(shards)
-    auc, smoothing = bigram_auc(shards, counts, arguments.length, arguments.rows)
+    samples = evaluation_samples(shards, arguments.length, arguments.rows)
+    auc, smoothing = bigram_auc(counts, samples)
+    loss = bigram_mlm_loss(counts, samples, shards.tokenizer.vocabulary.mask_id)
     frequencies = counts.token_counts / counts.token_counts.sum()
     entropy = -(frequencies * np.log(frequencies.clip(min=1e-12))).sum()
     tokens = int(counts.token_counts.sum())
-    result = {"bigram_auc": auc, "smoothing": smoothing, "unigram_entropy": entropy, "tokens": tokens}
+    result = {"bigram_auc": auc, "smoothing": smoothing, "bigram_mlm_loss": loss}
+    result |= {"unigram_entropy": entropy, "tokens": tokens}
     print(
         json.dumps(result) if arguments.json else "\n".join(f"{name:<18}{value:.4g}" for name, value in result.items())
     )

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.command import finetune
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.features import IGNORED, NO_LOGIT, Features, Outputs, compute_logits

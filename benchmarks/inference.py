@@ -28,15 +28,15 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from transformers.utils import logging
 
 from electra.config import build_config
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.config import PredictConfig, TaskConfig
 from electra.finetuning.kinds import define_task
 from electra.finetuning.model import build_task_model, load_pretrained, save_finetuned_model
 from electra.finetuning.predict import predict
 from electra.finetuning.readers import read_rows
-from electra.serve.config import EmbedConfig
-from electra.serve.embed import embed
+from electra.serving.config import EmbedConfig
+from electra.serving.embed import embed
 
 BATCH_SIZE = 64
 

@@ -1,12 +1,12 @@
-"""Count in how many of a hundred sentences a model finds the replaced word (electra/serve/replaced_words.jsonl)."""
+"""Count in how many of a hundred sentences a model finds the replaced word (electra/serving/replaced_words.jsonl)."""
 
 import argparse
 from dataclasses import asdict
 from pathlib import Path
 
 from electra.runfolder import dump_json
-from electra.serve.inference import load_text_model
-from electra.serve.replaced_words import find_replaced_words
+from electra.serving.inference import load_text_model
+from electra.serving.replaced_words import find_replaced_words
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from electra.data.tokenizer import SPECIAL_TOKENS, TextTokenizer, build_wordpiec
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
-from electra.serve import server
-from electra.serve.config import LimitsConfig, ServeConfig
+from electra.serving import server
+from electra.serving.config import LimitsConfig, ServeConfig
 
 WORDS = [f"w{number:04d}" for number in range(8000)]
 MODES = {"one at a time": True, "batched": False}

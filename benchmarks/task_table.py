@@ -1,46 +1,73 @@
 """A table of question answering, tagging and multiple choice in electra and in a plain loop over transformers' model.
 
     python benchmarks/task_table.py --model hf-folder --squad squad/ --tagging conll/ --corpus text.txt --output table/
+    python benchmarks/task_table.py … --tasks squad --minutes 8
 
-One table of five tasks: SQuAD 1.1; SQuAD 2.0, of whose dev set a quarter of the articles is held out, because its
-training set may not be at hand; CoNLL-2003 and CoNLL-2000 (folders conll2003 and conll2000 of --tagging); and a choice
-task that is made from text: which of four sentences comes next. Both contenders have the same weights, rows, epochs and
-settings (benchmarks/finetune.py) and train one seed at a time. Scores are medians and standard deviations over seeds of
-the task's first metric on its dev rows; seconds are medians of the training alone, without its first step (which
-compiles), loading and evaluation.
+The tasks (--tasks): squad, SQuAD 1.1, of which at most --train-rows questions are trained on; squad2, SQuAD 2.0, of
+whose dev set a quarter of the articles is held out, because its training set may not be at hand; ner, CoNLL-2003;
+chunking, CoNLL-2000, evaluated on its test file; choice, made from text: which of four sentences comes next; and
+squad-all, all questions of SQuAD 1.1, which electra alone is trained on: its ratio compares times per row with those
+that transformers has in squad.
 
-Every finished seed is kept in --output: an interrupted command continues when it is repeated.
+Both contenders have the same weights, rows, epochs and settings (benchmarks/finetune.py) and train one seed at a time
+in this process. Scores are medians and standard deviations over seeds of the task's first metric on its dev rows;
+seconds are medians of the training alone, without its first step (which compiles), loading and evaluation.
+
+Each result is appended to results.jsonl in --output when its seed ends. A repeated command only computes what is
+missing there, also if the other files of --output were lost, so that tasks and seeds can be run in pieces: --tasks
+selects some, and --minutes starts nothing that would probably not end in time. The table has all results of the same
+model, device and settings.
 """
 
 import argparse
+import hashlib
 import json
+import platform
 import random
 import re
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from finetune import finetune, summarize, train_peer
+import transformers
+from finetune import summarize, train_peer
 
 from electra.config import build_config
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.glue import markdown_table
-from electra.finetuning.job import RESULT
+from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task, read_examples
 from electra.finetuning.metrics import median
-from electra.model.storage import is_huggingface_folder
-from electra.runfolder import read_json, write_file, write_json
+from electra.finetuning.tasks import Task
+from electra.model.storage import WEIGHTS, is_huggingface_folder
+from electra.runfolder import file_checksum, read_json, write_file, write_json
 
 CHOICES = 4
 HELD_OUT = 4  # every fourth article of SQuAD 2.0
 MAX_CHOICE_DEV = 2000  # rows
 LENGTH = 128  # tokens of a sentence, and of a context with a choice
 SENTENCE_END = re.compile(r"(?<=[.!?]) +(?=[A-Z])")
+TASKS = {
+    "squad": "SQuAD 1.1",
+    "squad2": "SQuAD 2.0, held-out articles",
+    "ner": "CoNLL-2003, entities",
+    "chunking": "CoNLL-2000, chunks",
+    "choice": "next sentence of four",
+    "squad-all": "SQuAD 1.1, all questions",
+}
+ELECTRA, TRANSFORMERS = "electra", "transformers"
+"""The contenders."""
+TAGGING_FILES = {  # copied with the names of a training and a dev file
+    "ner": {"eng.train": "train.txt", "eng.testa": "dev.txt"},
+    "chunking": {"train.txt": "train.txt", "test.txt": "dev.txt"},
+}
 
 
 def write_squad(source: Path, target: Path, max_questions: int | None, held_out: bool | None = None) -> None:
@@ -91,67 +118,170 @@ def read_paragraphs(corpus: Path) -> Iterator[list[str]]:
                 yield sentences
 
 
-def write_data(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Write the rows of all tasks; returns their settings for `electra finetune`, by the names in the table."""
+def write_data(options: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
+    """Write the rows of a task, the same each time; returns its settings for `electra finetune`."""
     train_rows, dev_rows = options.train_rows, options.dev_rows
-    for name in ("squad", "squad2", "conll2003", "conll2000"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    for split, rows in (("train", train_rows), ("dev", dev_rows)):
-        write_squad(options.squad / f"{split}-v1.1.json", folder / f"squad/{split}-v1.1.json", rows)
-        squad2 = folder / f"squad2/{split}-v2.0.json"
-        write_squad(options.squad / "dev-v2.0.json", squad2, rows, held_out=split == "dev")
-    for name, rows in {"conll2003/eng.train": train_rows, "conll2003/eng.testa": dev_rows}.items():
-        write_sentences(options.tagging / name, folder / name, rows)
-    write_sentences(options.tagging / "conll2000/train.txt", folder / "conll2000/train.txt", train_rows)
-    choice = {"train": folder / "choice-train.jsonl", "dev": folder / "choice-dev.jsonl"}
-    write_next_sentences(
-        options.corpus, {choice["dev"]: min(MAX_CHOICE_DEV, dev_rows or MAX_CHOICE_DEV), choice["train"]: train_rows}
-    )
-    questions = {"length": options.squad_length}
-    return {
-        "SQuAD 1.1": {"task": "squad", "data": str(folder / "squad")} | questions,
-        "SQuAD 2.0, held-out articles": {"task": "squad2", "data": str(folder / "squad2")} | questions,
-        "CoNLL-2003, entities": {"task": "ner", "data": str(folder / "conll2003"), "length": LENGTH},
-        "CoNLL-2000, chunks": {"task": "chunking", "data": str(folder / "conll2000"), "length": LENGTH},
-        "next sentence of four": choice | {"kind": "choice", "text": "context", "length": LENGTH},
+    folder.mkdir(parents=True, exist_ok=True)
+    if name == "choice":
+        files = {"train": folder / "train.jsonl", "dev": folder / "dev.jsonl"}
+        dev_rows = min(MAX_CHOICE_DEV, dev_rows or MAX_CHOICE_DEV)
+        write_next_sentences(options.corpus, {files["dev"]: dev_rows, files["train"]: train_rows})
+        return files | {"kind": "choice", "text": "context", "length": LENGTH}
+    if name in ("ner", "chunking"):
+        corpus = options.tagging / {"ner": "conll2003", "chunking": "conll2000"}[name]
+        for file, copied in TAGGING_FILES[name].items():
+            write_sentences(corpus / file, folder / copied, dev_rows if copied == "dev.txt" else train_rows)
+        return {"task": name, "data": str(folder), "length": LENGTH}
+    version, rows = ("v2.0" if name == "squad2" else "v1.1"), {"train": train_rows, "dev": dev_rows}
+    for split in ("train", "dev"):
+        if name == "squad2":
+            write_squad(
+                options.squad / "dev-v2.0.json", folder / f"{split}-{version}.json", rows[split], split == "dev"
+            )
+        else:
+            max_questions = None if (name, split) == ("squad-all", "train") else rows[split]
+            write_squad(options.squad / f"{split}-{version}.json", folder / f"{split}-{version}.json", max_questions)
+    return {"task": "squad2" if name == "squad2" else "squad", "data": str(folder), "length": options.squad_length}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A task with the settings of both contenders."""
+
+    name: str
+    config: FinetuneConfig
+    task: Task
+    settings: dict[str, Any]  # all that results depend on
+    file: Path  # of results
+
+    def run(self, contender: str, seed: int) -> None:
+        """Train one seed of a contender and append its result to the file."""
+        start = time.perf_counter()
+        values = (self.run_electra if contender == ELECTRA else self.run_transformers)(seed)
+        wall = time.perf_counter() - start
+        result = {"task": self.name, "contender": contender, "seed": seed, "metric": self.task.metrics[0]}
+        result |= values | {"wall_seconds": wall, "settings": self.settings}
+        write_file(self.file, "".join(json.dumps(each) + "\n" for each in [*read_results(self.file), result]))
+        score = f"{result['metric']} {100 * values['score']:.1f}"
+        times = f"{values['seconds']:.1f} s of training, {wall:.0f} s in all"
+        print(f"{self.name}, {contender}, seed {seed}: {score}, {times}", file=sys.stderr, flush=True)
+
+    def run_electra(self, seed: int) -> dict[str, Any]:
+        config = self.config
+        jobs = prepare_jobs(
+            model=config.model,
+            task=self.task,
+            tuning=config.tuning,
+            hardware=config.hardware,
+            seeds=seed,
+            folder=config.output,
+        )
+        result = jobs[-1].run(quiet=True)
+        rows = {"train": result.rows["train"], "dev": result.rows["dev"]}
+        return {"score": result.main_metric, "seconds": result.seconds, "steps": result.steps, "rows": rows}
+
+    def run_transformers(self, seed: int) -> dict[str, Any]:
+        peer, seconds = train_peer(self.config, self.task, seed)
+        return {"score": peer.score(read_examples(self.task, "dev")), "seconds": seconds}
+
+    def results(self, contender: str) -> dict[int, dict[str, Any]]:
+        """The stored results of a contender with these settings, by seed."""
+        mine = [each for each in read_results(self.file) if each["settings"] == self.settings]
+        return {each["seed"]: each for each in mine if (each["task"], each["contender"]) == (self.name, contender)}
+
+
+def read_results(file: Path) -> list[dict[str, Any]]:
+    """The results of all seeds so far."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def make_rows(results: list[dict[str, Any]], weights: str, device: str) -> list[dict[str, Any]]:
+    """The rows of the table: of each task, the results of a model and device with the settings that were used last."""
+    same = [each for each in results if (each["settings"]["weights"], each["settings"]["device"]) == (weights, device)]
+    rows = []
+    for name in TASKS:
+        of_task = [each for each in same if each["task"] == name]
+        settings = of_task[-1]["settings"] if of_task else None
+        seeds = {
+            who: [each for each in of_task if each["contender"] == who and each["settings"] == settings]
+            for who in (ELECTRA, TRANSFORMERS)
+        }
+        if settings is not None and seeds[ELECTRA]:
+            row = {"task": name, "metric": of_task[-1]["metric"], "rows": seeds[ELECTRA][0]["rows"]}
+            row |= {"length": settings["length"], "epochs": settings["epochs"]}
+            for who, finished in seeds.items():
+                if finished:
+                    seconds = median([seed["seconds"] for seed in finished])
+                    row[who] = summarize([seed["score"] for seed in finished]) | {"seconds": seconds}
+            rows.append(row)
+    add_ratios(rows)
+    return rows
+
+
+def make_comparison(options: argparse.Namespace, name: str, model: Path, device: str) -> Comparison:
+    data = write_data(options, name, options.output / "data" / name)
+    config = build_config(FinetuneConfig, **data, epochs=options.epochs, device=device, model=model, output=Path())
+    task = define_task(config.task)
+    settings = {
+        "weights": file_checksum(model / WEIGHTS),
+        "device": device_name(device),
+        "length": config.tuning.length_for(task),
+        "epochs": config.tuning.epochs_for(task),
+        "batch_size": config.tuning.batch_size,
+        "files": {split: file_checksum(Path(file)) for split, file in task.splits.items()},
     }
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]  # other settings need another folder
+    config = replace(config, output=options.output / f"{name}-{digest}")
+    return Comparison(name, config, task, settings, options.output / "results.jsonl")
 
 
-def compare(config: FinetuneConfig, name: str) -> dict[str, Any]:
-    """Scores and seconds of both contenders, for every seed."""
-    task, seeds = define_task(config.task), range(1, config.jobs.seeds + 1)
-    metric, result = task.metrics[0], finetune(config)
-    stored = [read_json(config.output / f"seed-{seed}" / RESULT) for seed in seeds]
-    peers = []
-    for seed in seeds:
-        path = config.output.with_name(f"{config.output.name}-peer-{seed}.json")
-        if not path.exists():
-            peer, elapsed = train_peer(config, task, seed)
-            write_json(path, {"score": peer.score(read_examples(task, "dev")), "seconds": elapsed})
-        peers.append(read_json(path))
-        print(f"{name}, seed {seed}: transformers {metric} {100 * peers[-1]['score']:.1f}", file=sys.stderr, flush=True)
-    seconds = {"electra": median([each["seconds"] for each in stored]), "peer": median([p["seconds"] for p in peers])}
-    return {
-        "task": name,
-        "rows": result.rows,
-        "metric": metric,
-        "electra": summarize([seed["dev"][metric] for seed in result.seeds]),
-        "peer": summarize([peer["score"] for peer in peers]),
-        "seconds": seconds,
-        "speedup": seconds["peer"] / seconds["electra"],
-    }
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
 
 
-def format_table(results: list[dict[str, Any]]) -> str:
-    cells = [
-        ["task", "train and dev rows", "metric", "electra", "transformers", "electra, s", "transformers, s", "ratio"]
-    ]
-    for each in results:
-        scores = [f"{100 * each[who]['median']:.2f} ± {100 * each[who]['spread']:.2f}" for who in ("electra", "peer")]
-        seconds = [f"{each['seconds'][who]:.1f}" for who in ("electra", "peer")]
-        rows = f"{each['rows']['train']:,}, {each['rows']['dev']:,}"
-        cells.append([each["task"], rows, each["metric"], *scores, *seconds, f"{each['speedup']:.1f}×"])
-    return markdown_table(cells)
+def run_missing(comparison: Comparison, seeds: int, deadline: float) -> bool:
+    """Run the seeds without a result; returns False if there was not enough time for all of them."""
+    contenders = (ELECTRA,) if comparison.name == "squad-all" else (ELECTRA, TRANSFORMERS)
+    for seed in range(1, seeds + 1):
+        for contender in contenders:
+            done = comparison.results(contender)
+            expected = max((each["wall_seconds"] for each in done.values()), default=0.0)
+            if seed in done:
+                continue
+            if time.perf_counter() + 1.2 * expected > deadline:
+                return False
+            comparison.run(contender, seed)
+    return True
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Add the ratio of times of each row, per trained row."""
+    peers = {row["task"]: row for row in rows if TRANSFORMERS in row}
+    for row in rows:
+        peer = peers.get("squad" if row["task"] == "squad-all" else row["task"])
+        if peer is not None and (peer["length"], peer["epochs"]) == (row["length"], row["epochs"]):
+            seconds = peer[TRANSFORMERS]["seconds"] / peer["rows"]["train"]
+            row["ratio"] = seconds / (row[ELECTRA]["seconds"] / row["rows"]["train"])
+
+
+def format_table(rows: list[dict[str, Any]], device: str) -> str:
+    header = ["task", "train and dev rows", "tokens", "epochs", "metric", *(ELECTRA, TRANSFORMERS)]
+    cells = [[*header, f"{ELECTRA}, s", f"{TRANSFORMERS}, s", "ratio of times per row"]]
+    for row in rows:
+        sizes = f"{row['rows']['train']:,}, {row['rows']['dev']:,}"
+        both = [row.get(who) for who in (ELECTRA, TRANSFORMERS)]
+        scores = [format_score(each) if each else "–" for each in both]
+        seconds = [f"{each['seconds']:.1f}" if each else "–" for each in both]
+        ratio = f"{row['ratio']:.1f}×" if "ratio" in row else "–"
+        shape = [str(row["length"]), str(row["epochs"]), row["metric"]]
+        cells.append([TASKS[row["task"]], sizes, *shape, *scores, *seconds, ratio])
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{device_name(device)}, {versions}; ± standard deviation (number of seeds)\n\n{markdown_table(cells)}"
+
+
+def format_score(scores: dict[str, Any]) -> str:
+    spread = f" ± {100 * scores['spread']:.2f}" if len(scores["seeds"]) > 1 else ""
+    return f"{100 * scores['median']:.2f}{spread} ({len(scores['seeds'])})"
 
 
 def main() -> None:
@@ -161,27 +291,37 @@ def main() -> None:
     parser.add_argument("--tagging", type=Path, required=True, help="folder of conll2003/ and conll2000/")
     parser.add_argument("--corpus", type=Path, required=True, help="text for the choice task, a paragraph a line")
     parser.add_argument("--output", type=Path, required=True, help="folder for rows, models and results")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="start nothing that takes longer (default: no limit)"
+    )
     parser.add_argument("--epochs", type=int, help="default: those of electra finetune")
     parser.add_argument("--train-rows", type=int, default=20_000, help="at most, of each task")
-    parser.add_argument("--dev-rows", type=int, help="at most, of each task with a dev file (default: all)")
-    parser.add_argument("--squad-length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--dev-rows", type=int, help="at most, of each task (default: all)")
+    parser.add_argument("--squad-length", type=int, default=384, help="tokens of a window (at most those of the model)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    deadline = time.perf_counter() + 60 * options.minutes
     model, device = options.model, "cuda" if torch.cuda.is_available() else "cpu"
     options.output.mkdir(parents=True, exist_ok=True)
     if not is_huggingface_folder(model):
         model = options.output / "huggingface"
         if not model.exists():
             export(ExportConfig(model=options.model, output=model))
-    results = []
-    for number, (name, settings) in enumerate(write_data(options, options.output / "data").items()):
-        jobs = {"seeds": options.seeds, "workers": 1, "device": device, "epochs": options.epochs}
-        output = options.output / f"task-{number + 1}"
-        results.append(compare(build_config(FinetuneConfig, model=model, output=output, **settings, **jobs), name))
-        write_file(options.output / "table.md", format_table(results) + "\n")
-        write_json(options.output / "table.json", {"results": results})
-    print(json.dumps(results) if options.json else format_table(results))
+    settings = read_json(model / "config.json")
+    if settings["model_type"] != "electra":
+        parser.error(f"{options.model} is no classic ELECTRA, which the loop over transformers' model needs")
+    options.squad_length = min(options.squad_length, settings["max_position_embeddings"])
+    rows: list[dict[str, Any]] = []
+    for name in options.tasks:
+        comparison = make_comparison(options, name, model, device)
+        if not run_missing(comparison, options.seeds, deadline):
+            print(f"{name}: not finished within --minutes; repeat the command to continue", file=sys.stderr)
+        rows = make_rows(read_results(comparison.file), comparison.settings["weights"], comparison.settings["device"])
+        write_file(options.output / "table.md", format_table(rows, device) + "\n")
+        write_json(options.output / "table.json", {"results": rows})
+    print(json.dumps(rows) if options.json else format_table(rows, device))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Pre-train text encoders as discriminators: ELECTRA's replaced token detection in PyTorch.
 
 `electra.load(folder)` loads a trained model. The commands are functions with the names and defaults of their flags:
-`electra.pretrain(data="shards", output="runs/x", minutes=5)`. A command whose name is a module has a function with the
-prefix `run_` (`electra.run_report`); three others are `electra.train_tokenizer`, `export_model` and `import_model`.
+`electra.pretrain(data="shards", output="runs/x", minutes=5)`. Only `electra import` has another name in Python, where
+that is a keyword: `electra.import_model`; and `electra demo` is `electra.run_demo`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ __all__ = ["__version__", "load", *FUNCTIONS]
 def __getattr__(name: str) -> Callable[..., Any]:
     """Import `load` and the commands when they are first used: torch takes seconds to import."""
     if name == "load":
-        return import_object("serve.inference:load")
+        return import_object("serving.inference:load")
     if name in FUNCTIONS:
         return make_command_function(FUNCTIONS[name])
     raise AttributeError(f"module 'electra' has no attribute {name!r}")

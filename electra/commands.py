@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from electra.config import all_defaults, build_config, settings_by_name
@@ -49,7 +48,7 @@ def import_object(reference: str) -> Any:
 
 
 COMMANDS = {
-    "demo": Command("serve.config:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
+    "demo": Command("serving.config:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
     "tokenizer": Command(
         "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
     ),
@@ -89,33 +88,43 @@ COMMANDS = {
         "finetuning.predict:predict",
         "predict labels for a file with a fine-tuned model",
     ),
-    "detect": Command("serve.config:DetectConfig", "serve.inference:detect", "mark the replaced tokens of a text"),
-    "fill": Command("serve.config:FillConfig", "serve.inference:fill", "predict the [MASK] tokens of a text"),
-    "embed": Command("serve.config:EmbedConfig", "serve.embed:embed", "compute embeddings of texts or of a file"),
-    "serve": Command("serve.config:ServeConfig", "serve.command:serve", "answer HTTP requests with a model"),
-    "doctor": Command("doctor:DoctorConfig", "doctor:diagnose", "show the hardware in use and what features need"),
+    "detect": Command("serving.config:DetectConfig", "serving.inference:detect", "mark the replaced tokens of a text"),
+    "fill": Command("serving.config:FillConfig", "serving.inference:fill", "predict the [MASK] tokens of a text"),
+    "embed": Command("serving.config:EmbedConfig", "serving.embed:embed", "compute embeddings of texts or of a file"),
+    "serve": Command("serving.config:ServeConfig", "serving.command:serve", "answer HTTP requests with a model"),
+    "doctor": Command(
+        "diagnosis:DoctorConfig", "diagnosis:diagnose", "show the hardware in use and what features need"
+    ),
     "completion": Command(
-        "completion:CompletionConfig", "completion:write_completion", "complete commands and flags in a shell"
+        "shell_completion:CompletionConfig",
+        "shell_completion:write_completion",
+        "complete commands and flags in a shell",
     ),
-    "flops": Command("report.config:FlopsConfig", "report.flops:count_flops", "count parameters and FLOPs of a model"),
-    "report": Command("report.config:ReportConfig", "report.tables:report", "compare runs in tables and plots"),
-    "study": Command("study.config:StudyConfig", "study.command:study", "repeat one of the paper's studies"),
-    "analyze": Command("study.config:AnalyzeConfig", "study.analyze:analyze", "show what a discriminator has learnt"),
+    "flops": Command(
+        "reporting.config:FlopsConfig", "reporting.flops:count_flops", "count parameters and FLOPs of a model"
+    ),
+    "report": Command("reporting.config:ReportConfig", "reporting.tables:report", "compare runs in tables and plots"),
+    "study": Command("studies.config:StudyConfig", "studies.command:study", "repeat one of the paper's studies"),
+    "analyze": Command(
+        "studies.config:AnalyzeConfig", "studies.analyze:analyze", "show what a discriminator has learnt"
+    ),
     "export": Command(
-        "export.config:ExportConfig", "export.command:export", "export a model to Hugging Face, to ONNX or as a page"
+        "exporting.config:ExportConfig",
+        "exporting.command:export",
+        "export a model to Hugging Face, to ONNX or as a page",
     ),
-    "import": Command("export.config:ImportConfig", "export.command:import_model", "import a model from Hugging Face"),
+    "import": Command(
+        "exporting.config:ImportConfig", "exporting.command:import_model", "import a model from Hugging Face"
+    ),
 }
 
 
-FUNCTION_NAMES = {"tokenizer": "train_tokenizer", "export": "export_model", "import": "import_model"}
+FUNCTION_NAMES = {"demo": "run_demo", "import": "import_model"}  # a module, and a keyword of Python
 
 
 def function_name(command: str) -> str:
-    """The name of a command as a function of the package, where some command names are modules."""
-    name = FUNCTION_NAMES.get(command, command.replace("-", "_"))
-    path = Path(__file__).with_name(name)
-    return f"run_{name}" if path.exists() or path.with_suffix(".py").exists() else name
+    """The name of a command as a function of the package."""
+    return FUNCTION_NAMES.get(command, command.replace("-", "_"))
 
 
 @cache

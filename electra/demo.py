@@ -5,75 +5,51 @@ Replaced words → text → tokens → shards → pre-training, of the packaged 
 for all → Hugging Face folder → a page that runs the model in the browser.
 """
 
-import ast
 import importlib.util
-import math
 import re
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy
 
 import electra
-from electra.data.shards import open_shards
-from electra.data.tokenizer import TextTokenizer
-from electra.export.node_packages import has_node_packages
-from electra.export.page import open_command
+from electra.data.documentation import write_documentation_corpus
+from electra.data.shards import Shards, open_shards
+from electra.exporting.node_packages import has_node_packages
+from electra.exporting.page import open_command
 from electra.model.config import PACKAGED_MODEL
 from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
-from electra.pretraining.bigrams import BigramCounts, bigram_auc, count_bigrams
-from electra.serve.config import DemoConfig
-from electra.serve.inference import Model, load_text_model
-from electra.serve.replaced_words import (
-    CorruptedSentence,
-    ReplacedWordsResult,
-    count_found,
-    find_replaced_words,
-    read_corrupted_sentences,
-    word_scores,
+from electra.pretraining.bigrams import count_bigrams
+from electra.serving.comparison import (
+    RANDOM_AUC,
+    Comparison,
+    compare_held_out,
+    compare_replaced_words,
+    describe_comparisons,
+    evaluate_held_out,
 )
+from electra.serving.config import DemoConfig
+from electra.serving.inference import Model, load_text_model
+from electra.serving.replaced_words import CorruptedSentence, find_replaced_words, read_corrupted_sentences, word_scores
 from electra.training.checkpoint import has_packaged_model
 from electra.training.logging import METRICS, read_metrics
 
-BLANK = re.compile(r"\n\s*\n")  # between paragraphs
 PICTURE = "demo.png"
 SHOWN_SENTENCES = (0, 14, 20, 50)  # of the hundred with a replaced word
 REPLACEMENTS = {0.35: "dictionary", 0.75: "should"}  # words put into a held-out sentence, by their relative position
 VOCAB_SIZE = 1000
-INTERVALS = {"log_every": 2, "save_every": 100_000, "evaluation_rows": 64}
-PACKAGED = {"init": PACKAGED_MODEL, "length": 64, "batch_size": 16, "learning_rate": 5e-4}
+ROWS = 64  # to evaluate on
+EVALUATIONS = 5
+PACKAGED: dict[str, Any] = {"init": PACKAGED_MODEL, "steps": 80, "length": 64, "batch_size": 16, "learning_rate": 5e-4}
 # Without a packaged model: a CPU processes few tokens in minutes; a narrow model over a small vocabulary learns most.
-NEW = {"size": "tiny", "layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64}
-NEW |= {"generator_width": 64, "length": 32, "batch_size": 64, "mask_fraction": 0.3, "learning_rate": 6e-3}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A measure of a model beside its baselines."""
-
-    name: str
-    unit: str  # a format string
-    baselines: dict[str, float]
-    model: float
-    higher_is_better: bool
-
-    def is_better(self) -> bool:
-        """Whether the model is better than all baselines."""
-        if self.higher_is_better:
-            return self.model > max(self.baselines.values())
-        return self.model < min(self.baselines.values())
-
-    def __str__(self) -> str:
-        baselines = ", ".join(f"{name} {self.unit.format(value)}" for name, value in self.baselines.items())
-        verdict = "better than all of them" if self.is_better() else "not better than all of them"
-        return f"  {self.name}: {self.unit.format(self.model)}  ({baselines}: {verdict})"
+NEW: dict[str, Any] = {"steps": 1000, "length": 32, "batch_size": 64, "mask_fraction": 0.3, "learning_rate": 6e-3}
+NEW |= {"size": "tiny", "layers": 1, "width": 64, "heads": 4, "feedforward": 256, "embedding_width": 64}
+NEW |= {"generator_width": 64}
 
 
 @dataclass(frozen=True)
@@ -93,35 +69,36 @@ class DemoResult:
 
     def __str__(self) -> str:
         run = Path(self.output) / "run"
-        kind = "the packaged model, trained further" if self.uses_packaged_model else "a tiny model, from scratch"
+        text = f"{self.documents:,} documents of this Python installation"
         lines = [
-            *(
-                ["Sentences with a replaced word, and the word that the packaged model finds, with its probability:"]
-                if self.marked_examples
-                else []
-            ),
-            *(f"  {marked}" for marked in self.marked_examples),
+            *([EXAMPLES_NOTE, *(f"  {marked}" for marked in self.marked_examples), ""] if self.marked_examples else []),
+            f"{FURTHER if self.uses_packaged_model else 'A tiny model was trained from scratch'} on {text}: "
+            f"{self.steps:,} steps, {self.tokens:,} tokens.",
+            "On held-out rows of that text, beside baselines:",
             "",
-            f"{kind.capitalize()}: {self.documents:,} documents, {self.steps:,} steps, {self.tokens:,} tokens, "
-            f"{self.seconds:.0f} seconds in all. Beside baselines:",
-            *map(str, self.comparisons),
+            *describe_comparisons(self.comparisons, self.uses_packaged_model),
+            *([] if self.uses_packaged_model else [SCRATCH_NOTE]),
             "",
             f"A held-out sentence with two replaced words ({', '.join(REPLACEMENTS.values())}), and the three tokens "
             "most likely replaced:",
             f"  {self.sentence}",
             f"  {self.marked_sentence}",
             "",
-            *([] if self.uses_packaged_model else [SCRATCH_NOTE, ""]),
             f"See      {' and '.join(self.pictures)}",
             f"         {NO_PAGE if self.page is None else open_command(self.page)}",
             f'Try      electra detect --model {run} "your sentence"',
             f'         electra fill --model {run} "your [MASK]"',
             f'Use      transformers.AutoModel.from_pretrained("{self.output}/huggingface")',
             "Next     your own text: electra tokenizer, electra shard, electra pretrain (each has --help)",
+            f"{self.seconds:.0f} seconds in all.",
         ]
-        return "\n".join(lines).lstrip("\n")
+        return "\n".join(lines)
 
 
+EXAMPLES_NOTE = (
+    "Sentences with a replaced word, and the word that the packaged model takes for it, with its probability:"
+)
+FURTHER = "The packaged model, which had never seen this text, was then trained further"
 NO_PAGE = (
     "a page that runs the model in the browser needs the extra onnx and npm: electra export --to page says what is "
     "missing"
@@ -142,42 +119,48 @@ def run_demo(config: DemoConfig) -> DemoResult:
     folder = unused_folder(config.output)
     folder.mkdir(parents=True)
     shards, run = folder / "shards", folder / "run"
-    is_packaged = has_packaged_model()
+    packaged = load_text_model(PACKAGED_MODEL, "cpu") if has_packaged_model() else None
     found, marked_examples = None, []
-    if is_packaged:
-        packaged = load_text_model(PACKAGED_MODEL, "cpu")
+    if packaged is not None:
         found = find_replaced_words(packaged)
         report(
             f"the packaged model finds {found.found} of {found.sentences} replaced words; guessing {found.guessing:.0f}"
         )
         marked_examples = [mark_replaced_word(packaged, sentence.text) for sentence in shown_sentences()]
-    documents = write_shards(folder, shards, 200_000 if config.quick else 600_000, is_packaged, report)
-    counts = count_bigrams(open_shards(shards))
+    documents = write_shards(folder, shards, 200_000 if config.quick else 600_000, packaged is not None, report)
+    opened = open_shards(shards)
+    counts = count_bigrams(opened)
     report(f"wrote {counts.token_counts.sum():,} tokens into shards, and counted their bigrams")
-    steps = config.steps or (40 if is_packaged else 1000) // (5 if config.quick else 1)
-    report(f"pre-training {'the packaged' if is_packaged else 'a tiny'} generator and discriminator: {steps} steps")
-    settings: dict[str, Any] = (PACKAGED if is_packaged else NEW) | INTERVALS
-    result = electra.pretrain(
-        data=shards, output=run, steps=steps, evaluate_every=-(-steps // 6), device="cpu", **settings
+    settings = NEW if packaged is None else PACKAGED
+    length, steps = settings["length"], config.steps or settings["steps"] // (5 if config.quick else 1)
+    settings = settings | {"steps": steps, "log_every": 2, "save_every": 100_000}
+    settings |= {"evaluation_rows": ROWS, "evaluate_every": -(-steps // EVALUATIONS)}
+    before = {} if packaged is None else evaluate_held_out(packaged, opened, length, ROWS)
+    report(
+        f"pre-training {'a tiny' if packaged is None else 'the packaged'} generator and discriminator: {steps} steps"
     )
+    result = electra.pretrain(data=shards, output=run, device="cpu", **settings)
     if result.signal:
         report("pre-training was stopped by a signal, so the demo ends here")
         sys.exit(result.exit_code)
-    electra.export_model(model=run, output=folder / "huggingface")
+    electra.export(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
     model = load_text_model(run, "cpu")
-    found = found or find_replaced_words(model)
-    comparisons = compare(model, found, shards, counts, result.metrics, settings["length"])
-    sentence = replace_two_words(held_out_sentence(shards, model.tokenizer))
+    comparisons = [
+        compare_replaced_words(model, found, counts),
+        *compare_held_out(model, opened, counts, length, ROWS, result.metrics, before),
+    ]
+    sentence = replace_two_words(held_out_sentence(opened))
     detection = model.detect(sentence)
-    draw_picture(folder / PICTURE, model, run, comparisons, [*(s.text for s in shown_sentences()), sentence])
-    page = write_demo_page(run, folder, [sentence, *(each.text for each in shown_sentences())])
+    texts = [*(each.text for each in shown_sentences()), sentence]
+    draw_picture(folder / PICTURE, model, run, comparisons, texts)
+    page = write_demo_page(run, folder, texts[::-1])
     if page is not None:
         report("wrote a page that runs the model in the browser")
-    pages = [folder / PICTURE, run / "curves.png", run / "samples.md"]
+    pictures = [folder / PICTURE, run / "curves.png", run / "samples.md"]
     return DemoResult(
         output=str(folder),
-        uses_packaged_model=is_packaged,
+        uses_packaged_model=packaged is not None,
         documents=documents,
         steps=result.step,
         tokens=result.tokens,
@@ -186,7 +169,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
         sentence=sentence,
         marked_sentence=detection.marked_text(threshold=sorted(detection.replaced)[-3]),
         marked_examples=marked_examples,
-        pictures=[str(picture) for picture in pages if picture.exists()],
+        pictures=[str(picture) for picture in pictures if picture.exists()],
         page=page,
     )
 
@@ -201,7 +184,7 @@ def write_shards(
     report(f"collected {documents:,} documents from the documentation of this Python installation")
     if not is_packaged:
         tokenizer = folder / "vocab"
-        electra.train_tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
+        electra.tokenizer(corpus=str(corpus), output=tokenizer, vocab_size=VOCAB_SIZE)
         report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
     electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
     return documents
@@ -213,31 +196,8 @@ def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
         return None
     examples, page = folder / "examples.txt", folder / "page"
     examples.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    electra.export_model(model=run, to="page", examples=examples, output=page)
+    electra.export(model=run, to="page", examples=examples, output=page)
     return str(page)
-
-
-def compare(
-    model: Model, found: ReplacedWordsResult, shards: Path, counts: BigramCounts, metrics: dict[str, float], length: int
-) -> list[Comparison]:
-    """The replaced words that were found and the trained model beside guessing, token frequencies and bigram counts."""
-    opened = open_shards(shards)
-    auc, smoothing = bigram_auc(opened, counts, length, INTERVALS["evaluation_rows"])
-
-    def score_by_bigrams(text: str) -> list[float]:
-        ids = numpy.array([model.tokenizer.library.encode(text).ids])
-        return word_scores(model.tokenizer, text, counts.replaced_scores(ids, smoothing)[0].tolist())
-
-    by_bigrams = count_found(score_by_bigrams)
-    uniform = math.log(opened.tokenizer.vocabulary.size)
-    words = {"guessing": found.guessing, "bigram counts": by_bigrams.found}
-    detection = {"guessing": 0.5, "bigram counts": auc}
-    prediction = {"guessing": uniform, "token frequencies": metrics["unigram_mlm_loss"]}
-    return [
-        Comparison("replaced words found, of 100", "{:.0f}", words, found.found, True),
-        Comparison("held-out RTD AUC, of random tokens", "{:.3f}", detection, metrics["unigram_rtd_auc"], True),
-        Comparison("held-out MLM loss", "{:.2f}", prediction, metrics["mlm_loss"], False),
-    ]
 
 
 def shown_sentences() -> list[CorruptedSentence]:
@@ -255,10 +215,10 @@ def mark_replaced_word(model: Model, text: str) -> str:
 def draw_picture(path: Path, model: Model, run: Path, comparisons: list[Comparison], texts: list[str]) -> None:
     """Draw held-out AUC and loss by step beside their baselines, and texts with the probability of each token."""
     lines = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
-    curves = {
-        each.name: (each.baselines, [(line["step"], line[metric]) for line in lines])
-        for each, metric in zip(comparisons[1:], ("unigram_rtd_auc", "mlm_loss"), strict=True)
-    }
+    curves = {}
+    for each, metric in zip(comparisons[-2:], (RANDOM_AUC, "mlm_loss"), strict=True):
+        start = [] if each.before is None else [(0, each.before)]
+        curves[each.name] = each.baselines, [*start, *((line["step"], line[metric]) for line in lines)]
     marked = [(detection.tokens[1:-1], detection.replaced[1:-1]) for detection in map(model.detect, texts)]
     plot_demo(path, curves, marked)
 
@@ -269,55 +229,10 @@ def unused_folder(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def write_documentation_corpus(path: Path, max_characters: int) -> int:
-    """Write documents of prose paragraphs until there are `max_characters`; return the number of documents.
-
-    Paragraphs that begin alike are written once, so that few sentences are both in training and held-out text."""
-    documents = 0
-    beginnings: set[str] = set()
-    with path.open("w", encoding="utf-8") as file:
-        for text in documentation_texts():
-            paragraphs = {
-                part[:40]: part for part in map(" ".join, map(str.split, filter(is_prose, BLANK.split(text))))
-            }
-            new = [part for beginning, part in paragraphs.items() if beginning not in beginnings]
-            beginnings |= paragraphs.keys()
-            if new:
-                file.write("\n".join(new) + "\n\n")
-                documents += 1
-            if file.tell() > max_characters:
-                break
-    return documents
-
-
-def documentation_texts() -> Iterator[str]:
-    """Python's help topics, then the docstrings of the standard library and of numpy."""
-    yield from topics.values()
-    for root in (Path(sysconfig.get_paths()["stdlib"]), Path(numpy.__file__).parent):
-        for file in sorted(root.rglob("*.py")):
-            if not {"test", "tests", "site-packages", "idlelib"} & set(file.relative_to(root).parts):
-                yield from read_docstrings(file)
-
-
-def read_docstrings(file: Path) -> Iterator[str]:
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # templates and old syntax
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield ast.get_docstring(node) or ""
-
-
-def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph is sentences rather than code or a table."""
-    letters = sum(character.isalpha() or character == " " for character in paragraph)
-    return len(paragraph.split()) >= 8 and ">>>" not in paragraph and letters > 0.85 * len(paragraph)
-
-
-def held_out_sentence(shards: Path, tokenizer: TextTokenizer) -> str:
+def held_out_sentence(shards: Shards) -> str:
     """The first held-out sentence of 10 to 20 words."""
-    for tokens in open_shards(shards).tokens_by_shard("validation"):
+    tokenizer = shards.tokenizer
+    for tokens in shards.tokens_by_shard("validation"):
         for document in numpy.split(tokens, numpy.flatnonzero(tokens == tokenizer.vocabulary.sep_id)):
             for sentence in re.split(r"(?<=\.) ", tokenizer.library.decode(document.tolist())):
                 if 10 <= len(sentence.split()) <= 20 and sentence.endswith("."):

@@ -26,9 +26,9 @@ from electra.finetuning.kinds import check_class_weights, define_task
 from electra.finetuning.predict import CHUNK_SIZE, Predictor
 from electra.finetuning.tasks import Examples
 from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
-from electra.serve.config import EmbedConfig
-from electra.serve.embed import load_embedder
-from electra.serve.embedder import Embedder
+from electra.serving.config import EmbedConfig
+from electra.serving.embed import load_embedder
+from electra.serving.embedder import Embedder
 from electra.training.config import Device, HardwareConfig
 
 DEV_ROWS = 32  # of the training rows, on which each epoch is evaluated; nothing depends on them

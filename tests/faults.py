@@ -557,7 +557,7 @@ def import_libraries() -> None:
     from electra import plotting, resumable
     from electra.finetuning import predict
     from electra.onnx import verify
-    from electra.serve import embed
+    from electra.serving import embed
 
     torch.set_num_threads(1)
     predict.CHUNK_SIZE = embed.CHUNK_SIZE = 3  # several parts of a small file,

@@ -11,9 +11,9 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from electra.serve.config import LimitsConfig
-from electra.serve.server import Server, create_app, create_server
-from electra.serve.service import Service
+from electra.serving.config import LimitsConfig
+from electra.serving.server import Server, create_app, create_server
+from electra.serving.service import Service
 
 
 class RunningServer:

@@ -9,16 +9,16 @@ from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.runfolder import read_json
-from electra.study.analyze import analyze
-from electra.study.config import AnalyzeConfig
-from electra.study.detection import (
+from electra.studies.analyze import analyze
+from electra.studies.config import AnalyzeConfig
+from electra.studies.detection import (
     Detections,
     bins_by_frequency,
     bins_by_position,
     calibration_bins,
     expected_calibration_error,
 )
-from electra.study.few_shot import few_shot_splits
+from electra.studies.few_shot import few_shot_splits
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def run_python_blocks(card: str, folder: Path) -> dict:
 def encoder_export(finished_run, tmp_path_factory) -> Path:
     """The encoder of a run for transformers and sentence-transformers."""
     folder = tmp_path_factory.mktemp("encoder") / "my-encoder"
-    electra.export_model(model=finished_run, part="encoder", training_data="Simple sentences (CC0).", output=folder)
+    electra.export(model=finished_run, part="encoder", training_data="Simple sentences (CC0).", output=folder)
     return folder
 
 
@@ -64,13 +64,13 @@ def test_sentence_transformers_gives_the_vectors_of_embed(encoder_export, modern
     source, folder = finished_run, encoder_export
     if style == "modern":
         source, folder = modern_folder, tmp_path / "modern"
-        electra.export_model(model=source, part="encoder", output=folder)
+        electra.export(model=source, part="encoder", output=folder)
     vectors = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     np.testing.assert_allclose(vectors, electra.load(source, device="cpu").embed(TEXTS), atol=1e-5)
 
 
 def test_the_card_of_a_fine_tuned_model_has_its_dev_metrics(finetuned, tmp_path):
-    electra.export_model(model=finetuned.output, output=tmp_path / "hf")
+    electra.export(model=finetuned.output, output=tmp_path / "hf")
     metadata, card = read_card(tmp_path / "hf")
     assert metadata["pipeline_tag"] == "text-classification"
     assert "240 train rows, 60 dev rows" in card
@@ -85,7 +85,7 @@ def test_a_card_without_training_because_of_a_damaged_file_is_reported(finetuned
     shutil.copytree(finetuned.output, tmp_path / "tuned")
     for result in (tmp_path / "tuned").glob("seed-*/result.json"):
         result.write_text(result.read_text().replace('"steps": ', '"steps": 1'))
-    electra.export_model(model=tmp_path / "tuned/seed-1/model", output=tmp_path / "hf")
+    electra.export(model=tmp_path / "tuned/seed-1/model", output=tmp_path / "hf")
     assert "## Fine-tuning" not in read_card(tmp_path / "hf")[1]
     error = capsys.readouterr().err
     assert "the model card does not say how the model was trained" in error
@@ -96,21 +96,21 @@ def test_a_card_without_training_because_of_values_of_another_type_is_reported(f
     shutil.copytree(finished_run, tmp_path / "run")
     record = read_json(tmp_path / "run/config.json")
     write_stored(tmp_path / "run/config.json", record | {"environment": {"device": 1e308}})
-    electra.export_model(model=tmp_path / "run", output=tmp_path / "hf")
+    electra.export(model=tmp_path / "run", output=tmp_path / "hf")
     assert "is damaged or of another version" in capsys.readouterr().err
 
 
 def test_a_card_without_training_because_of_a_missing_file_is_reported(finished_run, tmp_path, capsys):
     shutil.copytree(finished_run, tmp_path / "run")
     (tmp_path / "run/config.json").unlink()
-    electra.export_model(model=tmp_path / "run", output=tmp_path / "hf")
+    electra.export(model=tmp_path / "run", output=tmp_path / "hf")
     assert "run has no config.json" in capsys.readouterr().err
 
 
 def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp_path, capsys):
     [*_, checkpoint] = sorted((finished_run / "checkpoints").iterdir())
     shutil.copytree(checkpoint, tmp_path / "model")
-    electra.export_model(model=tmp_path / "model", output=tmp_path / "hf")
+    electra.export(model=tmp_path / "model", output=tmp_path / "hf")
     _, card = read_card(tmp_path / "hf")
     assert "## Pre-training" not in card
     assert "ElectraForPreTraining" in card
@@ -118,7 +118,7 @@ def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp
 
 
 def test_the_code_in_the_card_of_an_onnx_folder_runs(finished_run, tmp_path):
-    electra.export_model(model=finished_run, to="onnx", output=tmp_path / "onnx")
+    electra.export(model=finished_run, to="onnx", output=tmp_path / "onnx")
     metadata, card = read_card(tmp_path / "onnx")
     assert metadata["library_name"] == "transformers.js"
     [logits] = run_python_blocks(card, tmp_path / "onnx")["outputs"]

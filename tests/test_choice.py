@@ -16,8 +16,8 @@ from electra.cli import main
 from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, compute_logits, epoch_batches, make_features
 from electra.finetuning.heads import ChoiceModel

@@ -21,13 +21,13 @@ from electra.commands import COMMANDS, WAIT_VARIABLES
 from electra.config import flat_values, settings_by_name
 from electra.data.train_tokenizer import TokenizerConfig
 from electra.errors import ConfigError
-from electra.export.command import export
-from electra.export.config import ExportConfig, ImportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig, ImportConfig
 from electra.model.storage import save_model
 from electra.pretraining.config import PretrainConfig
-from electra.report.config import FlopsConfig, ReportConfig
+from electra.reporting.config import FlopsConfig, ReportConfig
 from electra.runfolder import lock_folder, open_atomic
-from electra.serve.config import DetectConfig
+from electra.serving.config import DetectConfig
 
 
 def run_command(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -186,7 +186,7 @@ for command in electra.cli.COMMANDS.values():
     command.load_config_class(), command.load_function()
 from electra.data.workers import count_usable_cores
 from electra.data.shards import raise_open_file_limit
-from electra.doctor import DoctorConfig, diagnose
+from electra.diagnosis import DoctorConfig, diagnose
 raise_open_file_limit(10**6)
 print(count_usable_cores(), diagnose(DoctorConfig()))
 """
@@ -209,7 +209,7 @@ def test_a_stop_signal_cleans_up(capfd, monkeypatch, tmp_path, name):
         with open_atomic(tmp_path / "file"), lock_folder(tmp_path / "folder"):
             os.kill(os.getpid(), signal.Signals[name])
 
-    monkeypatch.setattr("electra.report.flops.count_flops", stopped)
+    monkeypatch.setattr("electra.reporting.flops.count_flops", stopped)
     before = signal.getsignal(signal.Signals[name])
     with pytest.raises(SystemExit) as exit:
         main(["flops"])
@@ -229,7 +229,7 @@ def test_a_stop_signal_that_a_library_turns_into_another_error_stops(monkeypatch
         except BaseException:
             raise ValueError("could not determine the shape of object type") from None
 
-    monkeypatch.setattr("electra.report.flops.count_flops", stopped)
+    monkeypatch.setattr("electra.reporting.flops.count_flops", stopped)
     before = signal.signal(signal.Signals[name], signal.default_int_handler)  # a background process ignores SIGINT
     with pytest.raises(exception):
         main(["flops"])
@@ -267,7 +267,7 @@ def test_an_interrupted_command_is_one_line(capfd, monkeypatch):
     def interrupted(config: FlopsConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("electra.report.flops.count_flops", interrupted)
+    monkeypatch.setattr("electra.reporting.flops.count_flops", interrupted)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(sys, "argv", ["electra", "flops"])
     with pytest.raises(SystemExit) as exit:
@@ -375,10 +375,10 @@ def test_errors_in_a_config_file(capsys, tmp_path, name, content, message):
 
 def test_commands_are_functions_with_flat_keyword_arguments(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n\nthe dog ran\n")
-    electra.train_tokenizer(corpus=str(tmp_path / "text.txt"), output=str(tmp_path / "vocab"), vocab_size=60)
+    electra.tokenizer(corpus=str(tmp_path / "text.txt"), output=str(tmp_path / "vocab"), vocab_size=60)
     assert (tmp_path / "vocab/vocab.txt").exists()
     with pytest.raises(ConfigError, match="did you mean vocab_size"):
-        electra.train_tokenizer(corpus="text.txt", output="vocab", vocab_sise=60)
+        electra.tokenizer(corpus="text.txt", output="vocab", vocab_sise=60)
     with pytest.raises(ConfigError, match="needs a value for data, output"):
         electra.pretrain(steps=1)
     with pytest.raises(ConfigError, match="learning_rate is 'high'; it must be a number"):

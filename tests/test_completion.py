@@ -7,7 +7,7 @@ import pytest
 
 from electra.cli import main
 from electra.commands import COMMANDS
-from electra.completion import build_app
+from electra.shell_completion import build_app
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_installing_writes_where_the_shell_looks(tmp_path, monkeypatch, capsys):
 
 
 def test_an_unknown_shell_has_to_be_named(monkeypatch, capsys):
-    monkeypatch.setattr("electra.completion.detect_shell", fail_to_detect)
+    monkeypatch.setattr("electra.shell_completion.detect_shell", fail_to_detect)
     with pytest.raises(SystemExit) as exit:
         main(["completion"])
     assert exit.value.code == 2

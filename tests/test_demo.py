@@ -13,9 +13,11 @@ from transformers import AutoModel, AutoTokenizer
 import electra
 from electra import demo
 from electra.cli import main
-from electra.demo import is_prose, unused_folder
-from electra.serve.config import DemoConfig
-from electra.serve.inference import load_text_model
+from electra.data import documentation
+from electra.data.documentation import is_prose, write_documentation_corpus
+from electra.demo import unused_folder
+from electra.serving.config import DemoConfig
+from electra.serving.inference import load_text_model
 from electra.training.logging import TrainResult
 
 
@@ -26,7 +28,7 @@ def test_the_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real
     main(["demo", *flags, str(tmp_path / "demo")])
     check_demo(tmp_path / "demo", json.loads(capsys.readouterr().out))
     package = tmp_path / "package"
-    electra.export_model(model=tmp_path / "demo/run", to="package", training_data="documentation", output=package)
+    electra.export(model=tmp_path / "demo/run", to="package", training_data="documentation", output=package)
     monkeypatch.setattr(demo, "has_packaged_model", lambda: True)
     monkeypatch.setattr(demo, "PACKAGED_MODEL", package)
     monkeypatch.setitem(demo.PACKAGED, "init", package)
@@ -41,13 +43,13 @@ def test_a_demo_ends_when_a_signal_stops_its_pretraining(tmp_path, monkeypatch):
     stopped = TrainResult(
         run="run", checkpoint="", step=1, tokens=1, seconds=1.0, nonfinite_steps=0, metrics={}, signal=signal.SIGTERM
     )
-    for name in ("train_tokenizer", "shard"):
+    for name in ("tokenizer", "shard"):
         monkeypatch.setattr(electra, name, lambda **settings: None)
     monkeypatch.setattr(electra, "pretrain", lambda **settings: stopped)
     monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
     monkeypatch.setattr(demo, "open_shards", lambda folder: None)
     monkeypatch.setattr(demo, "count_bigrams", lambda shards: SimpleNamespace(token_counts=np.ones(3)))
-    monkeypatch.setattr(electra, "export_model", lambda **settings: pytest.fail("the demo went on"))
+    monkeypatch.setattr(electra, "export", lambda **settings: pytest.fail("the demo went on"))
     with pytest.raises(SystemExit, match="143"):
         demo.run_demo(DemoConfig(output=tmp_path / "demo", quick=True))
 
@@ -57,21 +59,12 @@ def check_demo(folder: Path, result: dict) -> None:
     assert result["documents"] > 20
     assert result["steps"] == 6
     assert "dictionary" in result["sentence"]
-    assert [len(each["baselines"]) for each in result["comparisons"]] == [2, 2, 2]
+    assert [len(each["baselines"]) for each in result["comparisons"]] == [2, 2, 2, 3]
     for name in ("demo.png", "run/curves.png", "run/samples.md", "run/metrics.jsonl"):
         assert (folder / name).exists()
     model = AutoModel.from_pretrained(folder / "huggingface")
     tokens = AutoTokenizer.from_pretrained(folder / "huggingface")("the value is returned", return_tensors="pt")
     assert model(**tokens).last_hidden_state.shape[2] == 64
-
-
-@pytest.mark.parametrize(
-    ("model", "higher_is_better", "is_better"), [(0.9, True, True), (0.7, True, False), (0.4, False, True)]
-)
-def test_a_model_is_compared_with_the_best_baseline(model, higher_is_better, is_better):
-    comparison = demo.Comparison("AUC", "{:.2f}", {"guessing": 0.5, "bigrams": 0.8}, model, higher_is_better)
-    assert comparison.is_better() == is_better
-    assert f"AUC: {model:.2f}  (guessing 0.50, bigrams 0.80: " in str(comparison)
 
 
 def test_the_word_with_the_highest_probability_is_marked(finished_run):
@@ -83,8 +76,8 @@ def test_the_word_with_the_highest_probability_is_marked(finished_run):
 def test_paragraphs_that_begin_alike_are_written_once(tmp_path, monkeypatch):
     texts = ["The value of the expression is returned when the function is called " + end for end in ("a", "b")]
     texts += ["Another paragraph of some words that are long enough to be prose."]
-    monkeypatch.setattr(demo, "documentation_texts", lambda: iter(texts))
-    assert demo.write_documentation_corpus(tmp_path / "corpus.txt", max_characters=10_000) == 2
+    monkeypatch.setattr(documentation, "documentation_texts", lambda: iter(texts))
+    assert write_documentation_corpus(tmp_path / "corpus.txt", max_characters=10_000) == 2
     assert (tmp_path / "corpus.txt").read_text().count("The value") == 1
 
 

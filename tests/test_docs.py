@@ -124,7 +124,7 @@ def test_python_blocks_run(finished_run, finetuned, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished_run, "runs/x")
     shutil.copytree(finetuned.output, "tuned/reviews")
-    electra.export_model(model="runs/x", output="hf/mine")
+    electra.export(model="runs/x", output="hf/mine")
     blocks = python_blocks("\n".join(text for page, text in PAGES.items() if page != SCRIPT_PAGE))
     assert len(blocks) >= 2
     for block in blocks:

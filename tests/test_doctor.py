@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from electra import doctor
+from electra import diagnosis
 from electra.cli import main
-from electra.doctor import FEATURES, Feature, Missing, check_feature
+from electra.diagnosis import FEATURES, Feature, Missing, check_feature
 
 
 def test_doctor_shows_what_a_run_uses(capsys):
@@ -68,7 +68,7 @@ def test_a_gpu_that_pytorch_cannot_use(monkeypatch, has_driver, cuda, missing):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     monkeypatch.setattr(shutil, "which", lambda program: program if has_driver else None)
-    assert doctor.find_missing_gpu() == missing
+    assert diagnosis.find_missing_gpu() == missing
 
 
 def test_triton_is_not_proposed_where_there_is_no_gpu(monkeypatch):
@@ -83,5 +83,5 @@ def test_triton_is_not_proposed_where_there_is_no_gpu(monkeypatch):
 def test_a_missing_compiler_is_installed_by_the_package_manager(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(shutil, "which", lambda program: program if program == "dnf" else None)
-    missing = doctor.find_missing_compiler()
+    missing = diagnosis.find_missing_compiler()
     assert missing == Missing("a C++ compiler (g++)", "sudo dnf install gcc-c++")

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoTokenizer
 import electra
 from electra.cli import main
 from electra.errors import ConfigError
-from electra.serve.embedder import Embedder
+from electra.serving.embedder import Embedder
 
 WORDS = ("the", "big", "small", "red", "cat", "dog", "bird", "sat", "on", "mat", "house", "tree", ".")
 
@@ -37,7 +37,7 @@ def folder(request):
 
 
 def test_hidden_states_of_all_layers_equal_those_of_transformers(folder, tmp_path):
-    electra.export_model(model=folder, output=tmp_path / "hf", part="encoder")
+    electra.export(model=folder, output=tmp_path / "hf", part="encoder")
     theirs = AutoModel.from_pretrained(tmp_path / "hf").eval()
     rows = AutoTokenizer.from_pretrained(tmp_path / "hf")(TEXTS[:4], padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_row_i_of_the_output_is_the_embedding_of_text_i(encoder_folder, tmp_path
 @pytest.mark.parametrize("output", ["out.npy", "out.parquet"])
 def test_a_stopped_command_continues_after_its_last_chunk(encoder_folder, tmp_path, monkeypatch, output):
     (tmp_path / "a.txt").write_text("".join(f"{text}\n" for text in TEXTS))
-    monkeypatch.setattr("electra.serve.embed.CHUNK_SIZE", 10)
+    monkeypatch.setattr("electra.serving.embed.CHUNK_SIZE", 10)
     embed_file(encoder_folder, tmp_path / "a.txt", tmp_path / f"whole-{output}")
     monkeypatch.setattr("electra.resumable.SAVE_SECONDS", 0)
     embed, chunks, last = Embedder.embed, [], 4

@@ -23,6 +23,7 @@ from electra.finetuning.features import (
 )
 from electra.finetuning.kinds import stack_labels, with_targets
 from electra.finetuning.tasks import Examples, Task
+from electra.kernels import dispatch
 
 TEXTS = ["the cat sat .", "the big red dog ran in the small house .", "bird"]
 TEXTS_B = ["the dog ran .", "a", "the big bird flew over the red tree and the cat ."]
@@ -134,6 +135,21 @@ def test_logits_keep_the_order_of_rows(tokenizer):
     features = make_features(Examples(texts=TEXTS), tokenizer, 16)
     logits = compute_logits(lambda ids, mask, segments, targets: mask.sum(1, keepdim=True), features, 2, 16, pad_id=0)
     assert logits[:, 0].tolist() == features.lengths.tolist()
+
+
+def test_logits_are_computed_without_kernels_that_need_too_much_shared_memory(tokenizer, monkeypatch):
+    class OutOfResources(Exception):
+        """As of Triton."""
+
+    def model(ids, mask, segments, targets):
+        if dispatch.is_kernel_enabled("mlm_head"):
+            raise OutOfResources("shared memory")
+        return mask.sum(1, keepdim=True)
+
+    monkeypatch.setattr(dispatch, "disabled", set())
+    features = make_features(Examples(texts=TEXTS), tokenizer, 16)
+    assert compute_logits(model, features, 2, 16, pad_id=0)[:, 0].tolist() == features.lengths.tolist()
+    assert dispatch.disabled == {"short_attention", "mlm_head"}
 
 
 def test_logits_of_tokens_are_those_of_input_ids_in_their_order(tokenizer):

@@ -19,8 +19,8 @@ from electra.model.flops import TRAINING_FACTOR, component_costs, total_flops, t
 from electra.objectives.config import ObjectiveConfig
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES, ObjectiveContext
-from electra.report.config import FlopsConfig
-from electra.report.flops import FlopCount, count_flops
+from electra.reporting.config import FlopsConfig
+from electra.reporting.flops import FlopCount, count_flops
 
 PAIRS = {
     "classic": ElectraConfig(generator=NARROW, discriminator=WIDE, sharing="none"),

@@ -17,6 +17,7 @@ from synthetic import write_glue, write_questions, write_rows
 import electra
 from electra import demo
 from electra.commands import COMMANDS, make_command_function
+from electra.data import documentation
 from electra.errors import DataError
 from electra.pretraining.command import pretrain
 from electra.runfolder import write_stored
@@ -98,15 +99,15 @@ def commands(shards, finished_run, encoder_folder, tmp_path_factory) -> dict[str
     tuning = {"epochs": 1, "device": "cpu", "length": 16}
     text = str(shards.parent / "text.txt")
     answering = {"train": folder / "questions.jsonl", "dev": folder / "questions.jsonl", "kind": "question-answering"}
-    electra.export_model(model=finished_run, output=folder / "exported")
+    electra.export(model=finished_run, output=folder / "exported")
     electra.finetune(model=encoder_folder, train=train, dev=train, output=folder / "tuned", **tuning)
     electra.finetune(model=encoder_folder, output=folder / "answering", **answering, **tuning)
     predict = partial(electra.predict, device="cpu")
     embed = partial(make_command_function("embed"), model=encoder_folder, input=train, device="cpu")
     corrupt = partial(make_command_function("corrupt"), model=finished_run, data=shards, rows=8, device="cpu")
-    export = partial(electra.export_model, model=finished_run)
+    export = partial(electra.export, model=finished_run)
     return {
-        "tokenizer": lambda output: electra.train_tokenizer(corpus=text, output=output, vocab_size=60),
+        "tokenizer": lambda output: electra.tokenizer(corpus=text, output=output, vocab_size=60),
         "shard": lambda output: electra.shard(
             corpus=text, tokenizer=shards / "tokenizer", output=output, validation_fraction=0.1, workers=1
         ),
@@ -163,12 +164,12 @@ def run_short_demo(output: Path) -> None:
     """The demo on little text, without the comparison at its end, which writes only a picture."""
     with pytest.MonkeyPatch.context() as patch:
         texts = [f"{number} {text}" for number, text in enumerate(simple_text(300).split("\n\n"))]
-        patch.setattr(demo, "documentation_texts", lambda: texts)
-        patch.setattr(demo, "is_prose", lambda paragraph: True)
+        patch.setattr(documentation, "documentation_texts", lambda: texts)
+        patch.setattr(documentation, "is_prose", lambda paragraph: True)
         patch.setattr(demo, "has_packaged_model", lambda: False)
         patch.setattr(demo, "VOCAB_SIZE", 100)
         patch.setattr(demo, "NEW", demo.NEW | {"width": 16, "heads": 1, "batch_size": 4, "generator_width": 16})
-        patch.setattr(demo, "compare", stop_demo)
+        patch.setattr(demo, "compare_replaced_words", stop_demo)
         with suppress(DemoStoppedError):
             make_command_function("demo")(output=output, steps=1)
 

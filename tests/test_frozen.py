@@ -76,7 +76,7 @@ def test_only_the_head_is_trained(folder, tmp_path, bilstm):
     evaluated = electra.evaluate(model=tmp_path / "out", input=train, device="cpu")
     assert evaluated.metrics["accuracy"] > 0.8
     with pytest.raises(ConfigError, match="was fine-tuned with --frozen, and transformers has no class"):
-        electra.export_model(model=tmp_path / "out", output=tmp_path / "hf")
+        electra.export(model=tmp_path / "out", output=tmp_path / "hf")
 
 
 def test_choices_can_be_scored_by_features(encoder_folder, tmp_path):

@@ -21,8 +21,8 @@ from transformers_models import add_noise, load_without_warnings, our_output, ra
 
 from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError, DataError
-from electra.export.command import export, import_model
-from electra.export.config import ExportConfig, ImportConfig
+from electra.exporting.command import export, import_model
+from electra.exporting.config import ExportConfig, ImportConfig
 from electra.huggingface.convert import to_huggingface_tensors
 from electra.huggingface.names import ARCHITECTURES
 from electra.model.storage import load_model, save_model

@@ -19,8 +19,8 @@ from transformers import (
 from transformers_models import random_model
 
 from electra.errors import ConfigError, DataError
-from electra.export.command import ConversionResult, export, import_model
-from electra.export.config import ExportConfig, ImportConfig
+from electra.exporting.command import ConversionResult, export, import_model
+from electra.exporting.config import ExportConfig, ImportConfig
 
 CLASSES = [
     (ElectraModel, ElectraConfig),

@@ -16,7 +16,7 @@ from electra.config import build_config
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
-from electra.export.command import ExportConfig, export
+from electra.exporting.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta
 from electra.huggingface.folders import read_huggingface_model
 from electra.model.config import ElectraConfig, size_name_for_encoder

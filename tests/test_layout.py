@@ -19,14 +19,14 @@ PACKAGES = [
     "training",
     "pretraining",
     "finetuning",
-    "report",
+    "reporting",
     "onnx",
-    "export",
-    "study",
-    "serve",
+    "exporting",
+    "studies",
+    "serving",
 ]
 ORDER = ["errors", "config", "random", "signals", "runfolder", "progress", "resumable", "plotting", *PACKAGES]
-ORDER += ["sklearn", "commands", "__init__", "doctor", "demo", "cli", "completion", "__main__"]
+ORDER += ["sklearn", "commands", "__init__", "diagnosis", "demo", "cli", "shell_completion", "__main__"]
 
 
 def module_name(path: Path) -> str:

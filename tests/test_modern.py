@@ -25,7 +25,7 @@ from electra.finetuning.model import (
 from electra.model.encoder import Encoder
 from electra.model.storage import load_model, save_model
 from electra.pretraining.command import pretrain
-from electra.serve.inference import load
+from electra.serving.inference import load
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import HardwareConfig
 from electra.training.logging import read_metrics

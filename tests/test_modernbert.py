@@ -18,12 +18,12 @@ from transformers import (
 )
 from transformers_models import add_noise, load_without_warnings, our_output, random_modernbert
 
-from electra.export.command import export, import_model
-from electra.export.config import ExportConfig, ImportConfig
+from electra.exporting.command import export, import_model
+from electra.exporting.config import ExportConfig, ImportConfig
 from electra.model.config import ElectraConfig
 from electra.model.electra import SHARING, Electra
 from electra.model.storage import load_model, save_model
-from electra.serve.inference import load
+from electra.serving.inference import load
 
 PARTS = {
     ModernBertForTokenClassification: "discriminator",

@@ -19,9 +19,9 @@ from electra.cli import main
 from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.export.command import export
-from electra.export.config import ExportConfig
-from electra.export.source import load_export_source
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
+from electra.exporting.source import load_export_source
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.heads import ChoiceModel, SpanModel, TagModel, TaskModel
 from electra.finetuning.kinds import KINDS, define_task

@@ -17,9 +17,9 @@ from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
-from electra.serve.config import LimitsConfig, ServeConfig
-from electra.serve.inference import load_onnx
-from electra.serve.service import load_service
+from electra.serving.config import LimitsConfig, ServeConfig
+from electra.serving.inference import load_onnx
+from electra.serving.service import load_service
 
 TEXTS = ["the [MASK] cat sat on the mat .", "[MASK]", "the dog ran . the [MASK] [MASK] flew over the tree ."]
 SIZES = {
@@ -44,7 +44,7 @@ def close(values) -> object:
 
 
 def test_detect_and_embed_equal_pytorch(pair, tmp_path):
-    electra.export_model(model=pair, to="onnx", int8=True, output=tmp_path / "onnx")
+    electra.export(model=pair, to="onnx", int8=True, output=tmp_path / "onnx")
     model, onnx = electra.load(pair, device="cpu"), electra.load(tmp_path / "onnx")
     assert onnx.methods() == ["detect", "embed"]
     for ours, theirs in zip(model.detect_batch(TEXTS), onnx.detect_batch(TEXTS), strict=True):
@@ -66,7 +66,7 @@ def test_detect_and_embed_equal_pytorch(pair, tmp_path):
 
 
 def test_fill_equals_pytorch(pair, tmp_path):
-    electra.export_model(model=pair, part="generator", to="onnx", output=tmp_path / "onnx")
+    electra.export(model=pair, part="generator", to="onnx", output=tmp_path / "onnx")
     model, onnx = electra.load(pair, device="cpu"), electra.load(tmp_path / "onnx")
     assert onnx.methods() == ["fill", "embed"]
     for ours, theirs in zip(model.fill_batch(TEXTS), onnx.fill_batch(TEXTS), strict=True):
@@ -87,7 +87,7 @@ def test_fine_tuned_models_predict_as_pytorch(encoder_folder, tmp_path, kind):
     model = add_noise(KINDS[kind].model(task)(load_pretrained(encoder_folder).encoder, task.num_labels))
     (tmp_path / "model").mkdir()
     save_finetuned_model(model, task, 32, tmp_path / "model", encoder_folder)
-    electra.export_model(model=tmp_path / "model", to="onnx", output=tmp_path / "onnx")
+    electra.export(model=tmp_path / "model", to="onnx", output=tmp_path / "onnx")
     assert str(tmp_path) not in (tmp_path / "onnx/task.json").read_text()
     values = [row.values for row in KINDS[kind].read_rows(rows)]
     expected = electra.load(tmp_path / "model", device="cpu").predict(values)

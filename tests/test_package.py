@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 import electra
 from electra.cli import main
 from electra.errors import ConfigError, DataError
-from electra.export import package
+from electra.exporting import package
 from electra.model.config import PACKAGED_MODEL
 from electra.model.quantize import dequantize, quantize, relative_error
 from electra.model.storage import load_model
 from electra.pretraining.command import pretrain
-from electra.serve.replaced_words import find_replaced_words
+from electra.serving.replaced_words import find_replaced_words
 from electra.training import checkpoint
 
 WEIGHTS = "model.safetensors.gz"
@@ -34,7 +34,7 @@ needs_packaged_model = pytest.mark.skipif(
 def packaged(finished_run, tmp_path_factory):
     """The finished run in the format of the packaged model."""
     folder = tmp_path_factory.mktemp("package") / "model"
-    electra.export_model(model=finished_run, to="package", training_data="Sentences (CC0)", output=folder)
+    electra.export(model=finished_run, to="package", training_data="Sentences (CC0)", output=folder)
     return folder
 
 
@@ -70,7 +70,7 @@ def test_the_tokenizer_of_a_packaged_model_is_that_of_its_run(finished_run, pack
     models = [electra.load(folder, device="cpu") for folder in (finished_run, packaged)]
     assert len({model.tokenizer.fingerprint for model in models}) == 1
     assert models[0].trained_length == models[1].trained_length == 16
-    electra.export_model(model=packaged, output=tmp_path / "hf")
+    electra.export(model=packaged, output=tmp_path / "hf")
     ids = AutoTokenizer.from_pretrained(tmp_path / "hf")("The dog ran in the house.")["input_ids"]
     assert ids == models[0].tokenizer.library.encode("The dog ran in the house.").ids
 
@@ -96,7 +96,7 @@ def test_a_packaged_model_can_be_fine_tuned_and_trained_further(packaged, shards
 
 def test_heads_that_only_pre_training_uses_are_left_out(shards, tmp_path):
     pretrain(small_run(shards, tmp_path / "run", steps=1, bag_of_words_weight=0.1, corrective_lm_weight=0.1))
-    electra.export_model(model=tmp_path / "run", to="package", training_data="text", output=tmp_path / "out")
+    electra.export(model=tmp_path / "run", to="package", training_data="text", output=tmp_path / "out")
     assert not load_model(tmp_path / "out").config.auxiliary_heads
 
 
@@ -104,11 +104,11 @@ def test_coarser_weights_are_stored_where_the_model_would_be_too_large(finished_
     size = sum(path.stat().st_size for path in packaged.iterdir())
     monkeypatch.setattr(package, "MAX_BYTES", size - 500)
     settings = {"model": finished_run, "to": "package", "training_data": "text"}
-    electra.export_model(**settings, output=tmp_path / "coarse")
+    electra.export(**settings, output=tmp_path / "coarse")
     assert (tmp_path / "coarse" / WEIGHTS).stat().st_size < (packaged / WEIGHTS).stat().st_size - 400
     monkeypatch.setattr(package, "MAX_BYTES", size // 4)
     with pytest.raises(ConfigError, match=r"takes .* MB in 8 bits, more than .*; train a smaller model"):
-        electra.export_model(**settings, output=tmp_path / "none")
+        electra.export(**settings, output=tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
@@ -135,7 +135,7 @@ def test_damaged_weights_are_an_error(packaged, tmp_path, damage):
 
 def test_a_package_needs_the_text_of_its_card(finished_run, tmp_path, capsys):
     with pytest.raises(ConfigError, match="training_data needs a value"):
-        electra.export_model(model=finished_run, to="package", output=tmp_path / "out")
+        electra.export(model=finished_run, to="package", output=tmp_path / "out")
 
 
 @pytest.mark.parametrize("command", ["detect", "fill", "embed", "finetune"])

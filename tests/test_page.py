@@ -19,11 +19,11 @@ from transformers_models import add_noise
 
 import electra
 from electra.errors import ConfigError, DataError
-from electra.export import node_packages
-from electra.export import page as page_module
-from electra.export.config import ExportConfig
-from electra.export.node_packages import NodePackage, fetch_node_packages, has_node_packages
-from electra.export.page import read_examples, write_page
+from electra.exporting import node_packages
+from electra.exporting import page as page_module
+from electra.exporting.config import ExportConfig
+from electra.exporting.node_packages import NodePackage, fetch_node_packages, has_node_packages
+from electra.exporting.page import read_examples, write_page
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
@@ -240,7 +240,7 @@ def tuned_site(finetuned, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page") / "tuned"
     examples = folder.with_suffix(".txt")
     examples.write_text(f"{TEXT}\nthe small bird sat on the mat .\n")
-    electra.export_model(model=finetuned.output, to="page", examples=examples, output=folder)
+    electra.export(model=finetuned.output, to="page", examples=examples, output=folder)
     return folder
 
 

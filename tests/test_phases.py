@@ -14,15 +14,15 @@ from electra.config import build_config, replace_settings
 from electra.data.shards import open_shards
 from electra.data.tokenizer import read_trained_length
 from electra.errors import ConfigError
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.model import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.phases import parse_phases
 from electra.runfolder import CHECKSUMS, checkpoint_folders
-from electra.serve.inference import load
+from electra.serving.inference import load
 from electra.training.checkpoint import find_model_folder
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer

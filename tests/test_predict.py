@@ -18,8 +18,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from electra.cli import main
 from electra.config import build_config
 from electra.errors import ConfigError, DataError
-from electra.export.command import export
-from electra.export.config import ExportConfig
+from electra.exporting.command import export
+from electra.exporting.config import ExportConfig
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig, TaskConfig
 from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import define_task

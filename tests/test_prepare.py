@@ -170,9 +170,8 @@ def two_workers(folder: Path):
     script = (
         "import time, electra.data.workers as workers\n"
         "from electra.signals import clean_up_on_stop_signals\n"
-        "if __name__ == '__main__':\n"
-        "    with clean_up_on_stop_signals():\n"
-        "        for _ in workers.map_in_order(time.sleep, [0, 60, 60, 60, 60], 2): print('started', flush=True)\n"
+        "with clean_up_on_stop_signals():\n"  # at the top level: workers do not run it again
+        "    for _ in workers.map_in_order(time.sleep, [0, 60, 60, 60, 60], 2): print('started', flush=True)\n"
     )
     (folder / "run.py").write_text(script)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}

@@ -8,6 +8,7 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,18 +23,21 @@ from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
-from electra.export.command import ExportConfig, export
+from electra.exporting.command import ExportConfig, export
 from electra.huggingface.convert import merge_embedding_delta
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
+from electra.objectives import evaluation
 from electra.plotting import total_training_loss
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import RECIPES, SIZE_SETTINGS, BudgetConfig, PretrainConfig, recipe_settings
 from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import pair_config, unigram_frequencies
+from electra.pretraining.phases import plan_phases
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import find_model_folder, read_training_state
+from electra.training.distributed import World
 from electra.training.logging import read_metrics
 from electra.training.trainer import Trainer
 
@@ -487,3 +491,25 @@ def test_fp16_training_with_loss_scaling_follows_fp32_training(run_config):
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
     state = read_training_state(checkpoint_folders(run_config("fp16").output)[-1]).trainer
     assert state.nonfinite_steps < 5
+
+
+def test_held_out_rows_that_do_not_fit_into_memory_are_evaluated_in_smaller_batches_with_equal_metrics(
+    run_config, monkeypatch
+):
+    config = run_config(steps=2, evaluation_rows=32)
+    shards = open_shards(config.data)
+    task = PretrainingTask(plan_phases(config, pair_config(config, shards))[0], shards, World(torch.device("cpu")))
+    config.output.mkdir()
+    expected, evaluate_batch = task.evaluate(), evaluation.evaluate_batch
+
+    def limited(electra, batch, *arguments):
+        if batch.num_rows > 8:
+            raise torch.OutOfMemoryError
+        return evaluate_batch(electra, batch, *arguments)
+
+    monkeypatch.setattr(evaluation, "evaluate_batch", limited)
+    assert task.evaluate() == pytest.approx(expected)
+    assert {batch.num_rows for batch in task.held_out} == {8}
+    monkeypatch.setattr(evaluation, "evaluate_batch", lambda *arguments: limited(None, SimpleNamespace(num_rows=9)))
+    with pytest.raises(torch.OutOfMemoryError):
+        task.evaluate()

@@ -17,8 +17,8 @@ from electra.errors import DataError
 from electra.finetuning.glue import GlueRow, GlueTable
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
-from electra.report.config import ReportConfig
-from electra.report.runs import (
+from electra.reporting.config import ReportConfig
+from electra.reporting.runs import (
     Evaluation,
     Progress,
     best_metric_values,
@@ -27,7 +27,7 @@ from electra.report.runs import (
     parse_evaluations,
     phase_end_steps,
 )
-from electra.report.tables import metric_against_cost, metric_panels, report, shortest_unique_names
+from electra.reporting.tables import metric_against_cost, metric_panels, report, shortest_unique_names
 from electra.runfolder import checkpoint_folders, read_json, write_stored
 from electra.training.checkpoint import TrainState
 
@@ -100,7 +100,7 @@ def test_runs_have_the_shortest_names_that_differ():
 def test_a_report_that_was_interrupted_can_be_repeated(runs, tmp_path, monkeypatch):
     config = ReportConfig(runs=tuple(runs), output=tmp_path / "report")
     with monkeypatch.context() as patch:
-        patch.setattr("electra.report.tables.plot_runs", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("electra.reporting.tables.plot_runs", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             report(config)
     assert report(config).plots

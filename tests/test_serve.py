@@ -12,7 +12,7 @@ import torch
 import electra
 from electra.cli import main
 from electra.errors import ConfigError, DataError
-from electra.serve.inference import Detection
+from electra.serving.inference import Detection
 from electra.training import hardware
 from electra.training.hardware import git_commit
 
@@ -183,7 +183,7 @@ def test_texts_that_are_empty_or_not_utf_8_are_reported(finished_run, capsys, te
 
 
 def test_a_bare_encoder_can_only_embed(finished_run, tmp_path):
-    electra.export_model(model=finished_run, output=tmp_path / "hf", part="encoder")
+    electra.export(model=finished_run, output=tmp_path / "hf", part="encoder")
     electra.import_model(output=tmp_path / "bare", **{"from": tmp_path / "hf"})
     for folder in ("bare", "hf"):
         model = electra.load(tmp_path / folder)
@@ -194,7 +194,7 @@ def test_a_bare_encoder_can_only_embed(finished_run, tmp_path):
 
 def test_an_exported_model_gives_the_same_results_as_its_run(finished_run, model, tmp_path):
     for part in ("discriminator", "generator"):
-        electra.export_model(model=finished_run, output=tmp_path / part, part=part)
+        electra.export(model=finished_run, output=tmp_path / part, part=part)
     assert electra.load(tmp_path / "discriminator").detect("the cat sat") == model.detect("the cat sat")
     assert electra.load(tmp_path / "generator").fill("the [MASK] sat") == model.fill("the [MASK] sat")
 

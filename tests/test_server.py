@@ -22,9 +22,9 @@ from electra.cli import main
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
-from electra.serve import server as server_module
-from electra.serve.server import STATIC, count_characters
-from electra.serve.service import Service
+from electra.serving import server as server_module
+from electra.serving.server import STATIC, count_characters
+from electra.serving.service import Service
 
 WORDS = ("the", "big", "cat", "sat", "on", "mat", "dog", "ran", "house", "[MASK]")
 WRITERS = {"choice": write_choices, "tags": write_tags, "question-answering": write_questions}
@@ -318,7 +318,7 @@ def test_a_server_does_not_fetch_the_libraries_of_the_page(tmp_path, monkeypatch
     monkeypatch.setattr(asyncio, "create_subprocess_exec", None)
     asyncio.run(server_module.make_page(None, tmp_path / "model", tmp_path / "page"))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("fetch them: python -m electra.export.node_packages")
+    assert line.endswith("fetch them: python -m electra.exporting.node_packages")
 
 
 def error_message(capsys, *arguments: str) -> str:

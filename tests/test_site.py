@@ -110,7 +110,7 @@ def test_the_site_is_built_without_warnings_and_dead_links(tmp_path):
     html = tmp_path / "site/html"
     pages = {path: Links(path.read_text()) for path in html.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > len(COMMANDS) + 15
-    assert "electra.serve.inference.Model.detect" in pages[html / "reference/index.html"].ids
+    assert "electra.serving.inference.Model.detect" in pages[html / "reference/index.html"].ids
     dead = set()
     for page, links in pages.items():
         for target in links.targets:

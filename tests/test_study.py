@@ -18,13 +18,13 @@ from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.finetuning.probe_results import Estimate
 from electra.runfolder import read_json
-from electra.study import runs as runs_module
-from electra.study.command import study
-from electra.study.config import StudyConfig, StudyName
-from electra.study.measures import MeasuredRun, estimate_probe_difference, pooled_variance
-from electra.study.results import Comparison, check_own_folder, describe_orderings, judge, plot_study, summarize_study
-from electra.study.runs import plan_runs, train_on_gpus
-from electra.study.studies import STUDIES, Study, StudySetting
+from electra.studies import runs as runs_module
+from electra.studies.command import study
+from electra.studies.config import StudyConfig, StudyName
+from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance
+from electra.studies.results import Comparison, check_own_folder, describe_orderings, judge, plot_study, summarize_study
+from electra.studies.runs import plan_runs, train_on_gpus
+from electra.studies.studies import STUDIES, Study, StudySetting
 from electra.training.logging import TrainResult
 
 SMALL = ("size=tiny", "layers=1", "width=32", "heads=2", "feedforward=64", "embedding_width=16", "length=16")

@@ -34,7 +34,7 @@ def outputs_in_node(class_name: str, folder: Path, dtype: str) -> dict[str, torc
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_discriminators_have_our_logits(encoder_folder, modern_folder, tmp_path, style):
     source = encoder_folder if style == "classic" else modern_folder
-    electra.export_model(model=source, to="onnx", int8=True, output=tmp_path / "model")
+    electra.export(model=source, to="onnx", int8=True, output=tmp_path / "model")
     discriminator = load_model(source).eval().require_discriminator()
     tokenizer = electra.load(source, device="cpu").tokenizer
     for dtype, tolerance in (("fp32", 1e-4), ("q8", 0.5)):
@@ -51,7 +51,7 @@ def test_discriminators_have_our_logits(encoder_folder, modern_folder, tmp_path,
 
 
 def test_classifiers_have_our_logits(finetuned, tmp_path):
-    electra.export_model(model=finetuned.output, to="onnx", output=tmp_path / "model")
+    electra.export(model=finetuned.output, to="onnx", output=tmp_path / "model")
     outputs = outputs_in_node("AutoModelForSequenceClassification", tmp_path / "model", "fp32")
     models = [load_finetuned_model(each)[0] for each in sorted(finetuned.output.glob("seed-*/model"))]
     input_ids = outputs["input_ids"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import TypeVar
 
 from electra.errors import DataError
@@ -30,12 +32,12 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
     if workers == 1:
         yield from map(function, items)
         return
-    with block_signals():
+    with starting_workers():
         pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), init_worker)
     futures: deque[Future[Result]] = deque()
     try:
         for item in items:
-            with block_signals():
+            with starting_workers():
                 futures.append(pool.submit(function, item))
             if len(futures) > workers + 1:
                 yield futures.popleft().result()
@@ -64,17 +66,19 @@ def call_in_thread(function: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def block_signals() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C and SIGHUP, which a terminal sends to all: workers, and Python's process that
-    removes their semaphores."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))  # inherited by new processes
+def starting_workers() -> Iterator[None]:
+    """Start processes that ignore Ctrl-C and SIGHUP, which a terminal sends to all (workers, and Python's process that
+    removes their semaphores), and that do not import the user's script, which would run it once more."""
+    signals = (signal.SIGINT, signal.SIGHUP) if hasattr(signal, "pthread_sigmask") else ()  # not on Windows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals) if signals else ()  # inherited by new processes
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")  # without a file
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sys.modules["__main__"] = main
+        if signals:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def init_worker() -> None:

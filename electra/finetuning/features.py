@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from electra.data.tokenizer import TextTokenizer
 from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
 from electra.finetuning.tasks import Examples
+from electra.kernels.dispatch import call_without_large_kernels
 from electra.model.storage import read_tensors, write_tensors
 from electra.runfolder import PARTIAL
 
@@ -338,8 +339,9 @@ def compute_logits(
     for rows, size in inference_batches(lengths, counts, batch_size, max_tokens):
         batch = make_full_batch(rows, lengths, counts, size, max_length, pad_to_multiple_of).to(device)
         order.append(rows)
-        output = model(*features.collate(batch, pad_id), features.targets(batch))[: len(rows)].float().cpu().numpy()
-        logits.append(output)
+        inputs = (*features.collate(batch, pad_id), features.targets(batch))
+        output = call_without_large_kernels(partial(model, *inputs))
+        logits.append(output[: len(rows)].float().cpu().numpy())
     ranks = np.argsort(np.concatenate(order))
     if logits[0].ndim == 3:
         parts = zip(chain.from_iterable(logits), lengths[np.concatenate(order)], strict=True)

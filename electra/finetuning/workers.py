@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from electra.data.ray_tasks import map_on_ray
-from electra.data.workers import block_signals, init_worker
+from electra.data.workers import init_worker, starting_workers
 from electra.errors import DataError, TrainingError
 from electra.finetuning.job import Job, JobResult
 from electra.runfolder import lock_file
@@ -53,13 +53,13 @@ def run_here_or_in_workers(jobs: Sequence[Job], workers: int | None) -> Iterator
         gpus = visible_gpus() if uses_gpu else []
         count = min(workers or len(gpus) * default_gpu_workers(has_mps), len(jobs))
         context = multiprocessing.get_context("spawn")
-        with block_signals():
+        with starting_workers():
             numbers = context.SimpleQueue()  # each worker takes one
             for number in range(count):
                 numbers.put(number)
             pool = ProcessPoolExecutor(count, context, init_job_worker, (count, numbers, gpus))
         with pool, stop_workers_on_error(pool):
-            with block_signals():
+            with starting_workers():
                 futures = [pool.submit(run_in_worker, job) for job in jobs]
             yield from (future.result() for future in as_completed(futures))
 

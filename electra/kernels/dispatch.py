@@ -6,11 +6,11 @@ Triton module. Triton kernels run on a GPU in half precision; with TRITON_INTERP
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ KERNELS = (
 )
 LARGEST_KERNELS = ("short_attention", "mlm_head", "classic_layer", "modern_layer", "linear_gelu", "geglu")
 disabled: set[str] = set()  # single kernels
+Result = TypeVar("Result")
 KernelMode = Literal["auto", "off"]
 kernel_mode: KernelMode = "auto"
 
@@ -94,6 +95,21 @@ def disable_largest_kernel() -> str | None:
             disabled.add(kernel)
             return kernel
     return None
+
+
+def call_without_large_kernels(function: Callable[[], Result]) -> Result:
+    """Call a function, and again without the largest kernel while one needs more shared memory than the GPU has."""
+    while True:
+        try:
+            return function()
+        except Exception as error:
+            if not is_out_of_shared_memory(error) or disable_largest_kernel() is None:
+                raise
+
+
+def is_out_of_shared_memory(error: Exception) -> bool:
+    """Whether a Triton kernel needs more shared memory or registers than the GPU has; Triton may not be installed."""
+    return type(error).__name__ == "OutOfResources"
 
 
 def is_kernel_enabled(kernel: str) -> bool:

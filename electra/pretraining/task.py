@@ -23,7 +23,7 @@ from electra.pretraining.initialize import (
 )
 from electra.pretraining.phases import Phase
 from electra.training.distributed import GradientBuffer, World
-from electra.training.hardware import choose_dtype, peak_flops_per_second, should_compile
+from electra.training.hardware import choose_dtype, is_out_of_memory, peak_flops_per_second, should_compile
 from electra.training.sharding import copy_parameters, shard_model
 
 
@@ -137,7 +137,19 @@ class PretrainingTask:
         return 1.0
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and metrics on held-out rows; also writes samples.md."""
+        """Loss and metrics on held-out rows, in smaller batches if they do not fit into memory; writes samples.md."""
+        while True:
+            try:
+                return self.evaluate_batches()
+            except Exception as error:
+                is_divisible = not self.world.is_distributed and all(batch.num_rows % 2 == 0 for batch in self.held_out)
+                if not is_out_of_memory(error) or not is_divisible:
+                    raise
+            self.held_out = [half for batch in self.held_out for half in batch.micro_batches(2)]
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def evaluate_batches(self) -> dict[str, float]:
         self.gather_weights()
         model = self.whole_model.to(self.device).eval()
         world, tokenizer, batches = self.world, self.shards.tokenizer, self.world.share(self.held_out)

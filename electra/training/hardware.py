@@ -54,11 +54,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
-def is_out_of_shared_memory(error: Exception) -> bool:
-    """Whether a Triton kernel needs more shared memory or registers than the GPU has; Triton may not be installed."""
-    return type(error).__name__ == "OutOfResources"
-
-
 def can_compile(device: torch.device) -> bool:
     """Whether the compiler that torch.compile needs for a device is installed."""
     return HAS_TRITON if device.type == "cuda" else shutil.which("g++") is not None

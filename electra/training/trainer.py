@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from electra.errors import ConfigError, TrainingError
 from electra.kernels.cuda_graph import CaptureError, GraphedStep
-from electra.kernels.dispatch import disable_largest_kernel
+from electra.kernels.dispatch import disable_largest_kernel, is_out_of_shared_memory
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import CHECKPOINTS, checkpoint_folders
 from electra.signals import collect_stop_signals
@@ -28,7 +28,7 @@ from electra.training.checkpoint import (
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.distributed import DistributedStep, GradientBuffer, World, seed_dropout
-from electra.training.hardware import is_out_of_memory, is_out_of_shared_memory
+from electra.training.hardware import is_out_of_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
 from electra.training.sharding import gather

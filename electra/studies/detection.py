@@ -20,7 +20,7 @@ from electra.objectives.objectives import ObjectiveContext
 from electra.pretraining.config import read_run_settings
 from electra.pretraining.held_out import HELD_OUT_LENGTH
 from electra.pretraining.initialize import unigram_frequencies
-from electra.study.config import AnalyzeConfig
+from electra.studies.config import AnalyzeConfig
 
 ROWS_PER_BATCH = 32
 POSITION_BINS, CALIBRATION_BINS = 16, 10

@@ -1,12 +1,12 @@
 """`electra serve`, whose libraries are an extra."""
 
 from electra.data.files import require_libraries
-from electra.serve.config import ServeConfig
+from electra.serving.config import ServeConfig
 
 
 def serve(config: ServeConfig) -> object:
     """Answer HTTP requests until a signal stops the server; returns what it did."""
     require_libraries("electra serve", ("fastapi", "uvicorn"))
-    from electra.serve.server import run_server
+    from electra.serving.server import run_server
 
     return run_server(config)

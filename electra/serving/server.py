@@ -23,14 +23,14 @@ from starlette.staticfiles import StaticFiles
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
-from electra.export.node_packages import has_node_packages
-from electra.serve.batcher import Batcher, QueueFullError
-from electra.serve.config import LimitsConfig, ServeConfig
-from electra.serve.inference import Method
-from electra.serve.limits import LimitedApp, RequestError, create_protocol, encode_error
-from electra.serve.metrics import Metrics
-from electra.serve.schemas import create_request_classes, describe_responses
-from electra.serve.service import Service, load_service
+from electra.exporting.node_packages import has_node_packages
+from electra.serving.batcher import Batcher, QueueFullError
+from electra.serving.config import LimitsConfig, ServeConfig
+from electra.serving.inference import Method
+from electra.serving.limits import LimitedApp, RequestError, create_protocol, encode_error
+from electra.serving.metrics import Metrics
+from electra.serving.schemas import create_request_classes, describe_responses
+from electra.serving.service import Service, load_service
 from electra.signals import STOP_SIGNALS, handle_signals
 
 STATIC = Path(__file__).with_name("static")
@@ -288,7 +288,7 @@ async def make_page(app: FastAPI, model: Path, folder: Path) -> None:
     """Write the page of a model in another process, and show it at /; without its libraries, which a server does not
     fetch, there is no page."""
     if not has_node_packages():
-        fetch = "python -m electra.export.node_packages"
+        fetch = "python -m electra.exporting.node_packages"
         print(
             f"electra: there is no page at /: its JavaScript libraries are missing; fetch them: {fetch}",
             file=sys.stderr,

@@ -14,11 +14,11 @@ from electra.finetuning.probe import run_probe
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
-from electra.report.runs import Run, read_run
+from electra.reporting.runs import Run, read_run
 from electra.runfolder import is_missing_or_empty
-from electra.study.config import StudyConfig
-from electra.study.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, read_fixed_rtd
-from electra.study.runs import StudyRun
+from electra.studies.config import StudyConfig
+from electra.studies.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, read_fixed_rtd
+from electra.studies.runs import StudyRun
 
 PROBE = "probe.jsonl"
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md

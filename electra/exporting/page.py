@@ -14,9 +14,9 @@ from typing import Any
 
 from electra.data.tokenizer import SETTINGS, TOKENIZER_JSON, load_tokenizer
 from electra.errors import ConfigError, DataError
-from electra.export.config import ExportConfig
-from electra.export.node_packages import FILES, VENDOR, require_node_packages
-from electra.export.source import ExportSource, load_export_source
+from electra.exporting.config import ExportConfig
+from electra.exporting.node_packages import FILES, VENDOR, require_node_packages
+from electra.exporting.source import ExportSource, load_export_source
 from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
 from electra.model.vocabulary_map import EPOCHS, compute_map

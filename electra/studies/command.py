@@ -5,11 +5,11 @@ from electra.errors import DataError
 from electra.finetuning.probe import FOLDS, SLICED_TASKS
 from electra.runfolder import lock_folder
 from electra.signals import explain_stop
-from electra.study.config import OutputRecord, StudyConfig
-from electra.study.measures import measure_runs, read_measures
-from electra.study.results import StudyResult, check_own_folder, summarize_study, write_study
-from electra.study.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
-from electra.study.studies import STUDIES
+from electra.studies.config import OutputRecord, StudyConfig
+from electra.studies.measures import measure_runs, read_measures
+from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
+from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
+from electra.studies.studies import STUDIES
 
 
 def study(config: StudyConfig) -> StudyResult | StudyEstimate:

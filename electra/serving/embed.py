@@ -21,9 +21,9 @@ from electra.finetuning.tasks import add_line_to_errors, check_text, take_chunk
 from electra.progress import show_row_count
 from electra.resumable import ResumableFile, check_output_file, content_checksum, open_resumable
 from electra.runfolder import join_first_names
-from electra.serve.config import EmbedConfig
-from electra.serve.embedder import Embedder
-from electra.serve.inference import TextResults, read_lines, truncation_note
+from electra.serving.config import EmbedConfig
+from electra.serving.embedder import Embedder
+from electra.serving.inference import TextResults, read_lines, truncation_note
 from electra.training.hardware import choose_device, choose_dtype
 
 LINES = ".txt"  # one text per line

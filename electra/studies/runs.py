@@ -20,10 +20,10 @@ from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainCo
 from electra.pretraining.describe import estimate_run
 from electra.pretraining.initialize import pair_config
 from electra.pretraining.phases import parse_phases, plan_phases
-from electra.report.runs import read_progress
+from electra.reporting.runs import read_progress
 from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, write_file
-from electra.study.config import StudyConfig
-from electra.study.studies import Study, StudySetting
+from electra.studies.config import StudyConfig
+from electra.studies.studies import Study, StudySetting
 from electra.training.hardware import choose_device
 
 RUNS, LOGS = "runs", "logs"

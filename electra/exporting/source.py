@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from electra.data.tokenizer import TOKENIZER_FILES, Vocabulary, load_tokenizer, read_trained_length
 from electra.errors import ConfigError, DataError
-from electra.export.config import ExportConfig
+from electra.exporting.config import ExportConfig
 from electra.finetuning.jobs import best_model_folder
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.model import FinetunedConfig, load_finetuned_model

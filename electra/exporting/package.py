@@ -8,9 +8,9 @@ from typing import Any
 from electra.config import all_defaults, command_line_words
 from electra.data.tokenizer import SETTINGS, VOCAB_TXT, TextTokenizer, load_tokenizer, read_trained_length
 from electra.errors import ConfigError
-from electra.export.card import CARD, describe_origin
-from electra.export.config import ExportConfig
-from electra.export.source import check_finite_weights, count_parameters
+from electra.exporting.card import CARD, describe_origin
+from electra.exporting.config import ExportConfig
+from electra.exporting.source import check_finite_weights, count_parameters
 from electra.model.electra import Electra, meta_device
 from electra.model.quantize import dequantize, quantize, relative_error, write_compressed
 from electra.model.storage import (

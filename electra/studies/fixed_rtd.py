@@ -11,8 +11,8 @@ from electra.model.storage import load_model, read_model_config
 from electra.pretraining.config import CorruptConfig
 from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
 from electra.runfolder import file_checksum, read_stored, write_stored
-from electra.study.config import StudyConfig
-from electra.study.runs import StudyRun
+from electra.studies.config import StudyConfig
+from electra.studies.runs import StudyRun
 from electra.training.checkpoint import find_model_folder
 from electra.training.distributed import World
 from electra.training.hardware import choose_device

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from electra.model.config import EmbeddingPooling
-from electra.serve.config import LimitsConfig
-from electra.serve.inference import Detection, MaskPredictions, Method
-from electra.serve.service import Service
+from electra.serving.config import LimitsConfig
+from electra.serving.inference import Detection, MaskPredictions, Method
+from electra.serving.service import Service
 
 MAX_COUNT = 100
 

@@ -14,7 +14,7 @@ from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate
 from electra.plotting import ErrorBars, plot_error_bars
 from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
-from electra.study.measures import (
+from electra.studies.measures import (
     PRETRAINING_SD,
     MeasuredRun,
     estimate_loss,
@@ -23,7 +23,7 @@ from electra.study.measures import (
     pooled_variance,
     probe_mean,
 )
-from electra.study.studies import Study, StudySetting
+from electra.studies.studies import Study, StudySetting
 
 Verdict = Literal["holds", "reversed", "within noise", "not learnt", "not measured"]
 STUDY = "study.json"

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from electra.errors import ConfigError
-from electra.export.card import write_card
-from electra.export.config import ExportConfig, ImportConfig
-from electra.export.package import write_package
-from electra.export.page import PageResult, write_page
-from electra.export.source import ExportSource, count_parameters, load_export_source
+from electra.exporting.card import write_card
+from electra.exporting.config import ExportConfig, ImportConfig
+from electra.exporting.package import write_package
+from electra.exporting.page import PageResult, write_page
+from electra.exporting.source import ExportSource, count_parameters, load_export_source
 from electra.huggingface.folders import combine_into_pair, read_huggingface_model
 from electra.model.storage import (
     WEIGHTS,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from electra.commands import OPENMP, WAIT_VARIABLES
 from electra.config import Positional
 from electra.errors import check_choice
-from electra.export.node_packages import has_node_packages
+from electra.exporting.node_packages import has_node_packages
 
 
 @dataclass(frozen=True)

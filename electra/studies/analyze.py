@@ -16,8 +16,8 @@ from electra.objectives.evaluation import roc_auc
 from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
 from electra.pretraining.initialize import unigram_frequencies
 from electra.runfolder import lock_folder, write_file, write_json
-from electra.study.config import AnalyzeConfig, OutputRecord
-from electra.study.detection import (
+from electra.studies.config import AnalyzeConfig, OutputRecord
+from electra.studies.detection import (
     CalibrationBin,
     DetectionBin,
     bins_by_frequency,
@@ -26,7 +26,7 @@ from electra.study.detection import (
     detect_in_held_out_text,
     expected_calibration_error,
 )
-from electra.study.few_shot import FewShotPoint, few_shot_curve
+from electra.studies.few_shot import FewShotPoint, few_shot_curve
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 

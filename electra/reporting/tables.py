@@ -7,8 +7,8 @@ from pathlib import Path
 from electra.errors import DataError
 from electra.finetuning.glue import markdown_table
 from electra.plotting import Panel, Points, plot_panels
-from electra.report.config import ReportConfig
-from electra.report.runs import Run, find_glue_tables, read_run
+from electra.reporting.config import ReportConfig
+from electra.reporting.runs import Run, find_glue_tables, read_run
 from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 
 REPORT = "report.json"
@@ -43,7 +43,7 @@ class Report:
         return "\n\n".join([*parts, *self.notes])
 
     def format_page(self) -> str:
-        """report.md: tables and plots."""
+        """reporting.md: tables and plots."""
         plots = [f"![]({plot})" for plot in self.plots]
         return "\n\n".join([f"# {', '.join(self.runs)}", self.format_tables(), *plots]) + "\n"
 

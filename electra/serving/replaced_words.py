@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from electra.data.tokenizer import TextTokenizer
-from electra.serve.inference import Model
+from electra.serving.inference import Model
 
 SENTENCES = Path(__file__).with_name("replaced_words.jsonl")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from electra.study.config import StudyName
+from electra.studies.config import StudyName
 
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
 EQUAL_GENERATOR = {"generator_width": Fraction(1)}

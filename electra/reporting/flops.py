@@ -16,7 +16,7 @@ from electra.objectives.config import MaskingConfig, ObjectiveConfig
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.phases import count_parameters, model_config_for_objective, pair_config_for_objectives
-from electra.report.config import FlopsConfig
+from electra.reporting.config import FlopsConfig
 
 
 @dataclass(frozen=True)

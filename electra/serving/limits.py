@@ -10,8 +10,8 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from electra.serve.config import LimitsConfig
-from electra.serve.metrics import Metrics
+from electra.serving.config import LimitsConfig
+from electra.serving.metrics import Metrics
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

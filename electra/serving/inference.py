@@ -25,8 +25,8 @@ from electra.model.config import PACKAGED_MODEL, EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor, is_onnx_folder
-from electra.serve.config import DetectConfig, FillConfig, TextConfig
-from electra.serve.embedder import Embedder
+from electra.serving.config import DetectConfig, FillConfig, TextConfig
+from electra.serving.embedder import Embedder
 from electra.training.checkpoint import find_model_folder
 from electra.training.config import Device
 from electra.training.hardware import choose_device

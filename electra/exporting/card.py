@@ -10,15 +10,15 @@ from pathlib import Path
 
 from electra.data.shards import read_index
 from electra.errors import DataError
-from electra.export.config import ExportConfig
-from electra.export.source import ExportSource
+from electra.exporting.config import ExportConfig
+from electra.exporting.source import ExportSource
 from electra.finetuning.glue import markdown_table, read_glue_table
 from electra.finetuning.job import RESULT, read_job_result
 from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
 from electra.finetuning.metrics import format_metric
 from electra.onnx.export import FOLDER, FP32
 from electra.pretraining.config import read_run_record, read_run_settings
-from electra.report.runs import find_glue_tables
+from electra.reporting.runs import find_glue_tables
 from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
 from electra.training.checkpoint import read_training_state
 from electra.training.logging import METRICS, format_duration, read_metrics

@@ -1,6 +1,6 @@
 """The JavaScript libraries of the page: onnxruntime-web and @huggingface/tokenizers, from an npm registry.
 
-    python -m electra.export.node_packages
+    python -m electra.exporting.node_packages
 
 fetches them into the package, and a wheel that is built afterwards contains them. `electra export --to page` fetches
 them, too, where they are missing.

@@ -1,0 +1,121 @@
+"""A pair beside guessing, token frequencies and bigram counts: on held-out text, and on the hundred sentences with a
+replaced word."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from electra.data.shards import Shards
+from electra.data.tokenizer import TextTokenizer
+from electra.objectives.evaluation import evaluate
+from electra.pretraining.bigrams import (
+    SMOOTHING,
+    BigramCounts,
+    bigram_auc,
+    bigram_mlm_loss,
+    evaluation_batches,
+    evaluation_samples,
+)
+from electra.pretraining.initialize import unigram_frequencies
+from electra.serving.inference import Model
+from electra.serving.replaced_words import ReplacedWordsResult, count_found, find_replaced_words, word_scores
+
+RANDOM_AUC = "unigram_rtd_auc"
+WORDS_FOUND_BY_BIGRAMS = 38
+"""Of 100, by counts of text like that of the packaged model: 320 MB of Wikipedia and books (docs/log.md)."""
+BASELINES = ("guessing", "token frequencies", "bigram counts")
+COLUMNS = ["", *BASELINES, "before", "model"]
+BETTER = (
+    "Better than all baselines in each of them: the model uses more of a sentence than frequencies and neighbouring\n"
+    "words, which is what counting knows."
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measure of a model beside those of its baselines."""
+
+    name: str
+    digits: int  # after the decimal point
+    baselines: dict[str, float]
+    model: float
+    higher_is_better: bool
+    before: float | None = None  # of the packaged model, before it was trained further
+
+    def is_better(self) -> bool:
+        """Whether the model is better than all baselines."""
+        if self.higher_is_better:
+            return self.model > max(self.baselines.values())
+        return self.model < min(self.baselines.values())
+
+    def cells(self) -> list[str]:
+        """The row of this measure in a table with COLUMNS."""
+        values = [*map(self.baselines.get, BASELINES), self.before, self.model]
+        return [self.name, *("–" if value is None else f"{value:.{self.digits}f}" for value in values)]
+
+
+def describe_comparisons(comparisons: list[Comparison], has_before: bool) -> list[str]:
+    """A table of all measures, and below it in words what they show."""
+    rows = [COLUMNS, *(each.cells() for each in comparisons)]
+    rows = rows if has_before else [row[:-2] + row[-1:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    worse = [each.name for each in comparisons if not each.is_better()]
+    verdict = f"Not better than all baselines: {'; '.join(worse)}." if worse else BETTER
+    return [*lines, "", verdict]
+
+
+def evaluate_held_out(model: Model, shards: Shards, length: int, rows: int) -> dict[str, float]:
+    """The metrics of a model on the held-out rows that a run is evaluated on."""
+    frequencies = unigram_frequencies(shards, model.device)
+    batches = evaluation_batches(shards, length, rows)
+    return evaluate(model.electra, batches, frequencies, shards.tokenizer.vocabulary)
+
+
+def compare_held_out(
+    model: Model,
+    shards: Shards,
+    counts: BigramCounts,
+    length: int,
+    rows: int,
+    metrics: dict[str, float],
+    before: dict[str, float],
+) -> list[Comparison]:
+    """Held-out metrics of a run, and those before it, beside guessing, token frequencies and bigram counts."""
+    vocabulary = shards.tokenizer.vocabulary
+    samples, random_tokens = (evaluation_samples(shards, length, rows, pair) for pair in (model.electra, None))
+    rtd = {"guessing": 0.5, "bigram counts": bigram_auc(counts, samples)[0]}
+    random_rtd = {"guessing": 0.5, "bigram counts": bigram_auc(counts, random_tokens)[0]}
+    mlm = {"guessing": math.log(vocabulary.size), "token frequencies": metrics["unigram_mlm_loss"]}
+    mlm["bigram counts"] = bigram_mlm_loss(counts, samples, vocabulary.mask_id)
+    # AUCs of the samples of different generators do not compare, so that the first has no value before training
+    return [
+        Comparison("RTD AUC, generator's samples", 3, rtd, metrics["rtd_auc"], True),
+        Comparison("RTD AUC, random tokens", 3, random_rtd, metrics[RANDOM_AUC], True, before.get(RANDOM_AUC)),
+        Comparison("MLM loss (lower is better)", 2, mlm, metrics["mlm_loss"], False, before.get("mlm_loss")),
+    ]
+
+
+def compare_replaced_words(model: Model, found_before: ReplacedWordsResult | None, counts: BigramCounts) -> Comparison:
+    """The replaced words that the trained model and the packaged one find, beside guessing and bigram counts."""
+    found = find_replaced_words(model)
+    if found_before is None:
+        by_bigrams, before = find_replaced_words_by_bigrams(model.tokenizer, counts), None
+    else:
+        by_bigrams, before = WORDS_FOUND_BY_BIGRAMS, found_before.found
+    baselines = {"guessing": found.guessing, "bigram counts": by_bigrams}
+    return Comparison("replaced words found, of 100", 0, baselines, found.found, True, before)
+
+
+def find_replaced_words_by_bigrams(tokenizer: TextTokenizer, counts: BigramCounts) -> int:
+    """The most replaced words that bigram counts find with any smoothing."""
+
+    def find(smoothing: float) -> int:
+        def score_words(text: str) -> list[float]:
+            ids = np.array([tokenizer.library.encode(text).ids])
+            return word_scores(tokenizer, text, counts.replaced_scores(ids, smoothing)[0].tolist())
+
+        return count_found(score_words).found
+
+    return max(map(find, SMOOTHING))
