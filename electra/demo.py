@@ -131,10 +131,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
     opened = open_shards(shards)
     counts = count_bigrams(opened)
     report(f"wrote {counts.token_counts.sum():,} tokens into shards, and counted their bigrams")
-    settings = NEW if packaged is None else PACKAGED
-    length, steps = settings["length"], config.steps or settings["steps"] // (5 if config.quick else 1)
-    settings = settings | {"steps": steps, "log_every": 2, "save_every": 100_000}
-    settings |= {"evaluation_rows": ROWS, "evaluate_every": -(-steps // EVALUATIONS)}
+    settings = pretraining_settings(config, packaged is not None)
+    length, steps = settings["length"], settings["steps"]
     before = {} if packaged is None else evaluate_held_out(packaged, opened, length, ROWS)
     report(
         f"pre-training {'a tiny' if packaged is None else 'the packaged'} generator and discriminator: {steps} steps"
@@ -188,6 +186,14 @@ def write_shards(
         report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
     electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
     return documents
+
+
+def pretraining_settings(config: DemoConfig, is_packaged: bool) -> dict[str, Any]:
+    """Settings of electra pretrain for the packaged model or a new one."""
+    settings = PACKAGED if is_packaged else NEW
+    steps = config.steps or settings["steps"] // (5 if config.quick else 1)
+    intervals = {"log_every": 2, "save_every": 100_000, "evaluate_every": -(-steps // EVALUATIONS)}
+    return settings | intervals | {"steps": steps, "evaluation_rows": ROWS}
 
 
 def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:
