@@ -222,10 +222,11 @@ def test_choices_need_their_kind(tmp_path):
         TaskConfig(train=tmp_path / "rows.jsonl", choices=("a", "b"))
 
 
-def test_a_wrong_label_is_one_sentence_before_anything_is_written(encoder_folder, tmp_path, capsys):
-    rows = [GOOD, GOOD | {"label": 3}, GOOD]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = f"--model {encoder_folder} --train {tmp_path}/rows.jsonl --output {tmp_path}/out --kind choice"
+@pytest.mark.parametrize("files", ["--train {0}/bad.jsonl", "--train {0}/good.jsonl --dev {0}/bad.jsonl"])
+def test_a_wrong_label_is_one_sentence_before_anything_is_written(encoder_folder, tmp_path, capsys, files):
+    for name, rows in {"good": [GOOD] * 3, "bad": [GOOD, GOOD | {"label": 3}, GOOD]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--model {encoder_folder} {files.format(tmp_path)} --output {tmp_path}/out --kind choice"
     with pytest.raises(SystemExit, match="2"):
         main(f"finetune {flags}".split())
     assert "line 2: the label is '3'" in capsys.readouterr().err

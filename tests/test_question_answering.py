@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
 from electra.finetuning.heads import JointSpanModel, SpanModel, search_spans
-from electra.finetuning.kinds import KINDS, define_task, read_examples
+from electra.finetuning.kinds import KINDS, check_other_splits, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.predict import Predictor
@@ -260,6 +260,18 @@ def test_squads_json_is_read_with_contexts_answers_and_ids(tmp_path, capsys):
         define_task(TaskConfig(task="squad2", data=str(tmp_path), strict=True))
     with pytest.raises(ConfigError, match=r"there is no .*train-v1.1.json"):
         define_task(TaskConfig(task="squad", data=str(tmp_path / "none")))
+
+
+def test_dev_answers_that_are_not_in_the_context_are_counted_or_refused(tmp_path, capsys):
+    row = {"context": "the cat sat .", "question": "who", "answers": ["cat"]}
+    for name, answers in {"train": ["cat", "cat"], "dev": ["cat", "dog"]}.items():
+        rows = [row | {"answers": [answer]} for answer in answers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = define_task(TaskConfig(train=tmp_path / "train.jsonl", dev=tmp_path / "dev.jsonl", kind=KIND))
+    check_other_splits(task, strict=False)
+    assert "dev.jsonl: 1 of 2 rows have answers that are not in the context" in capsys.readouterr().err
+    with pytest.raises(DataError, match="dev.jsonl: 1 of 2 rows .* leave --strict out"):
+        check_other_splits(task, strict=True)
 
 
 def test_questions_about_one_context_are_held_out_together(tmp_path):

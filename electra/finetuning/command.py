@@ -66,7 +66,7 @@ class FinetuneResult:
 def finetune(config: FinetuneConfig) -> FinetuneResult:
     """Fine-tune with every seed and summarise the results."""
     task = define_task(config.task)
-    check_other_splits(task)
+    check_other_splits(task, config.task.strict)
     with lock_output(config.output, [config.output]):
         return finetune_task(task, config)
 
