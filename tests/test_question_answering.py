@@ -270,7 +270,7 @@ def test_dev_answers_that_are_not_in_the_context_are_counted_or_refused(tmp_path
     task = define_task(TaskConfig(train=tmp_path / "train.jsonl", dev=tmp_path / "dev.jsonl", kind=KIND))
     check_other_splits(task, strict=False)
     assert "dev.jsonl: 1 of 2 rows have answers that are not in the context" in capsys.readouterr().err
-    with pytest.raises(DataError, match="dev.jsonl: 1 of 2 rows .* leave --strict out"):
+    with pytest.raises(DataError, match=r"dev.jsonl: 1 of 2 rows .* leave --strict out"):
         check_other_splits(task, strict=True)
 
 
