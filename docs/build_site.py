@@ -19,8 +19,7 @@ import yaml
 
 from electra.cli import build_help_panel, format_help
 from electra.commands import COMMANDS, function_name
-from electra.config import Setting, all_defaults, settings_by_name, union_members
-from electra.model.config import PACKAGED_MODEL
+from electra.config import PACKAGED_MODEL, Setting, all_defaults, settings_by_name, union_members
 
 ROOT = Path(__file__).parent.parent
 PAGES = {  # files outside of docs/ and their pages

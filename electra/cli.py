@@ -28,6 +28,7 @@ from cyclopts.exceptions import (
 from electra import __version__
 from electra.commands import COMMANDS, Command
 from electra.config import (
+    PACKAGED_MODEL,
     Config,
     Setting,
     all_defaults,
@@ -40,7 +41,6 @@ from electra.config import (
     union_members,
 )
 from electra.errors import ConfigError, DataError, TrainingError, report_panics, suggest
-from electra.model.config import PACKAGED_MODEL
 from electra.runfolder import dump_json
 from electra.signals import clean_up_on_stop_signals, exit_on_stop_signals
 from electra.training.config import read_launch

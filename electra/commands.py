@@ -127,13 +127,20 @@ def function_name(command: str) -> str:
     return FUNCTION_NAMES.get(command, command.replace("-", "_"))
 
 
+def argument_name(setting: str) -> str:
+    """The name of a setting as an argument: `from_` where a flag is a keyword of Python."""
+    return f"{setting}_" if keyword.iskeyword(setting) else setting
+
+
 @cache
 def make_command_function(name: str) -> Callable[..., Any]:
     """A command as a function of flat keyword arguments, named like its flags."""
     command = COMMANDS[name]
     config_class = command.load_config_class()
+    names = {argument_name(setting): setting for setting in settings_by_name(config_class)}
 
-    def function(**settings: Any) -> Any:
+    def function(**arguments: Any) -> Any:
+        settings = {names.get(argument, argument): value for argument, value in arguments.items()}
         callback = settings.pop("callback", None) if command.writes_metrics else None
         if callback is not None and "workers" in settings_by_name(config_class):
             settings["workers"] = 1  # jobs in other processes cannot call it
@@ -148,7 +155,7 @@ def make_command_function(name: str) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = function_name(name)
     function.__doc__ = f"{inspect.getdoc(config_class)}\n\nSettings:\n\n" + "\n".join(
-        f"- `{setting.name}`: {setting.help}" for setting in settings_by_name(config_class).values()
+        f"- `{argument_name(setting.name)}`: {setting.help}" for setting in settings_by_name(config_class).values()
     )
     # what help() and notebooks show; functions have this attribute only for `inspect`
     function.__signature__ = make_signature(config_class, command.writes_metrics)  # type: ignore[attr-defined]
@@ -156,12 +163,11 @@ def make_command_function(name: str) -> Callable[..., Any]:
 
 
 def make_signature(config_class: type, has_callback: bool) -> inspect.Signature:
-    """The signature that help() and notebooks show; a name may be a keyword of Python, as in import_model."""
+    """The signature that help() and notebooks show."""
     kind, defaults = inspect.Parameter.KEYWORD_ONLY, all_defaults(config_class, {})
     parameters = [
-        inspect.Parameter(name, kind, default=defaults.get(name, inspect.Parameter.empty))
+        inspect.Parameter(argument_name(name), kind, default=defaults.get(name, inspect.Parameter.empty))
         for name in settings_by_name(config_class)
-        if not keyword.iskeyword(name)
     ]
     parameters += [inspect.Parameter("callback", kind, default=None)] if has_callback else []
     return inspect.Signature(parameters)

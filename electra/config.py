@@ -24,6 +24,9 @@ from electra.errors import ConfigError, suggest
 Config = TypeVar("Config")
 Value = TypeVar("Value")
 
+PACKAGED_MODEL = Path(__file__).with_name("packaged")
+"""The folder of the small English model that is part of the package; commands use it when no --model is given."""
+MODEL_SETTINGS = ("model", "init", "tokenizer")  # whose value `packaged` is that folder
 POSITIONAL = "positional"
 Positional = Annotated[Value, POSITIONAL]
 """`shards: Positional[Path]` has no flag on the command line."""
@@ -156,6 +159,8 @@ def convert_values(config_class: type, values: dict[str, Any]) -> dict[str, Any]
 
 def convert_value(name: str, value: Any, value_type: Any) -> Any:
     """The value of a setting, with its type."""
+    if name in MODEL_SETTINGS and str(value) == PACKAGED_MODEL.name and not Path(value).exists():
+        return PACKAGED_MODEL
     for kind in union_members(value_type):
         try:
             result = msgspec.convert(value, kind, strict=False, dec_hook=lambda custom, plain: custom(plain))

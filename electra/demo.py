@@ -17,11 +17,11 @@ from typing import Any
 import numpy
 
 import electra
+from electra.config import PACKAGED_MODEL
 from electra.data.documentation import write_documentation_corpus
 from electra.data.shards import Shards, open_shards
 from electra.exporting.node_packages import has_node_packages
 from electra.exporting.page import open_command
-from electra.model.config import PACKAGED_MODEL
 from electra.onnx.export import LIBRARIES
 from electra.plotting import plot_demo
 from electra.pretraining.bigrams import count_bigrams

@@ -161,7 +161,7 @@ def describe_uses() -> dict[str, str]:
     """What a run with default settings uses of this machine."""
     import torch
 
-    from electra.model.config import PACKAGED_MODEL
+    from electra.config import PACKAGED_MODEL
     from electra.training import hardware
     from electra.training.checkpoint import has_packaged_model
 

@@ -17,7 +17,7 @@ from sklearn.utils import Tags, check_random_state
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from electra.config import build_config
+from electra.config import PACKAGED_MODEL, build_config
 from electra.errors import DataError
 from electra.finetuning.config import PredictorConfig, TaskConfig, TuningConfig
 from electra.finetuning.job import MODEL, Job
@@ -25,7 +25,7 @@ from electra.finetuning.jobs import find_model_to_finetune
 from electra.finetuning.kinds import check_class_weights, define_task
 from electra.finetuning.predict import CHUNK_SIZE, Predictor
 from electra.finetuning.tasks import Examples
-from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
+from electra.model.config import EmbeddingPooling
 from electra.serving.config import EmbedConfig
 from electra.serving.embed import load_embedder
 from electra.serving.embedder import Embedder

@@ -7,8 +7,17 @@ from typing import Annotated, Any
 import pytest
 from cyclopts import Parameter
 
-from electra.config import build_config, flat_defaults, flat_values, replace_settings
+from electra.config import (
+    PACKAGED_MODEL,
+    build_config,
+    convert_values,
+    flat_defaults,
+    flat_values,
+    replace_settings,
+)
+from electra.data.prepare import ShardConfig
 from electra.errors import ConfigError
+from electra.pretraining.config import PretrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +93,14 @@ def test_values_are_converted_to_the_types_of_their_settings():
     ):
         with pytest.raises(ConfigError, match=message):
             build_config(RunConfig, data="x", **values)
+
+
+def test_the_packaged_model_has_a_name_unless_there_is_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert convert_values(ShardConfig, {"tokenizer": "packaged"}) == {"tokenizer": PACKAGED_MODEL}
+    assert convert_values(PretrainConfig, {"init": Path("packaged"), "output": "packaged"}) == {
+        "init": PACKAGED_MODEL,
+        "output": Path("packaged"),
+    }
+    (tmp_path / "packaged").mkdir()
+    assert convert_values(ShardConfig, {"tokenizer": "packaged"}) == {"tokenizer": Path("packaged")}

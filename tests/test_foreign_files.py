@@ -152,7 +152,7 @@ def commands(shards, finished_run, encoder_folder, tmp_path_factory) -> dict[str
         "export of a fine-tuned model": lambda output: export(model=folder / "tuned", output=output),
         "export to onnx": lambda output: export(output=output, to="onnx", int8=True),
         "export to package": lambda output: export(output=output, to="package", training_data="none"),
-        "import": lambda output: electra.import_model(**{"from": folder / "exported"}, output=output),
+        "import": lambda output: electra.import_model(from_=folder / "exported", output=output),
         "study": lambda output: make_command_function("study")(
             name="styles", data=shards, output=output, steps=2, pretraining=STUDY_SETTINGS, device="cpu"
         ),

@@ -228,7 +228,7 @@ def test_int8_needs_onnx(capsys, tmp_path):
 
 def test_all_missing_libraries_are_named_at_once(pairs, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_export, "LIBRARIES", ("torch", "no_onnx", "no_runtime"))
-    with pytest.raises(ConfigError, match="needs no_onnx and no_runtime: pip install no_onnx no_runtime"):
+    with pytest.raises(ConfigError, match="needs no_onnx, no_runtime: pip install no_onnx no_runtime"):
         export(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path / "onnx"))
 
 

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 import electra
 from electra.cli import main
+from electra.config import PACKAGED_MODEL
 from electra.errors import ConfigError, DataError
 from electra.exporting import package
-from electra.model.config import PACKAGED_MODEL
 from electra.model.quantize import dequantize, quantize, relative_error
 from electra.model.storage import load_model
 from electra.pretraining.command import pretrain

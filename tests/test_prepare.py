@@ -435,3 +435,12 @@ def test_the_validation_fraction_is_estimated_from_the_first_shard(text):
     assert result.shards > 1
     assert 80 < result.documents["validation"] < 120
     assert shard(config(text, validation_fraction=None)).new_shards == 0
+
+
+@pytest.mark.parametrize(("fraction", "missing"), [(None, "no validation text"), (0.999999, "no train text")])
+def test_a_text_of_one_document_says_what_ends_documents(tmp_path, fraction, missing):
+    (tmp_path / "text.txt").write_text("the cat sat\n" * 50)
+    (tmp_path / "vocab.txt").write_text("\n".join(TOKENS) + "\n")
+    result = str(shard(config(tmp_path / "text.txt", validation_fraction=fraction)))
+    assert f"{missing}, which pre-training needs: there are too few documents" in result
+    assert "--document-end line" in result

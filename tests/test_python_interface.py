@@ -9,7 +9,7 @@ from rich.console import Console
 
 import electra
 from electra import progress
-from electra.commands import COMMANDS, function_name
+from electra.commands import COMMANDS, argument_name, function_name
 from electra.config import settings_by_name
 from electra.progress import can_show_bars
 
@@ -19,8 +19,8 @@ def test_every_command_is_a_function_with_its_settings(command):
     function = getattr(electra, function_name(command))
     settings = settings_by_name(COMMANDS[command].load_config_class())
     names = set(inspect.signature(function).parameters)
-    assert names - {"callback"} == settings.keys() - {"from"}
-    assert all(f"`{name}`: {setting.help}" in function.__doc__ for name, setting in settings.items())
+    assert names - {"callback"} == {argument_name(name) for name in settings}
+    assert all(f"`{argument_name(name)}`: {setting.help}" in function.__doc__ for name, setting in settings.items())
 
 
 def test_no_function_has_the_name_of_a_module():

@@ -17,10 +17,11 @@ import electra
 from electra.cli import main
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
+from electra.finetuning.command import check_other_splits
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
 from electra.finetuning.heads import JointSpanModel, SpanModel, search_spans
-from electra.finetuning.kinds import KINDS, check_other_splits, define_task, read_examples
+from electra.finetuning.kinds import KINDS, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
 from electra.finetuning.model import load_pretrained
 from electra.finetuning.predict import Predictor

@@ -184,7 +184,7 @@ def test_texts_that_are_empty_or_not_utf_8_are_reported(finished_run, capsys, te
 
 def test_a_bare_encoder_can_only_embed(finished_run, tmp_path):
     electra.export(model=finished_run, output=tmp_path / "hf", part="encoder")
-    electra.import_model(output=tmp_path / "bare", **{"from": tmp_path / "hf"})
+    electra.import_model(from_=tmp_path / "hf", output=tmp_path / "bare")
     for folder in ("bare", "hf"):
         model = electra.load(tmp_path / folder)
         with pytest.raises(ConfigError, match="without a replaced token detection head"):

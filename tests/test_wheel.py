@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -14,12 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from http_server import ask
+from synthetic import write_glue
 
 import electra
 from electra.commands import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 TINY = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --length 16 --batch-size 8 --steps 4 --device cpu"
+SMALL = "size=tiny layers=1 width=32 heads=2 feedforward=64 length=16 batch_size=8 evaluation_rows=16"
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,6 +45,10 @@ embed --model run --json "the cat sat"
 finetune --model run --train train.csv --text text --label label --epochs 1 --device cpu --output tuned --json
 evaluate --model tuned --input train.csv --device cpu --json
 predict --model tuned --input train.csv --output predictions.csv --device cpu --json
+glue --model run --data glue --tasks rte --seeds 1 --epochs 1 --device cpu --output table --json
+probe --model run --data glue --tasks rte --seeds 1 --settings small epochs=1 --device cpu --output probe.jsonl --json
+study styles --data shards --output study --steps 2 --pretraining {SMALL} --device cpu --json
+analyze --model run --data shards --rows 16 --map-tokens 20 --device cpu --output analysis --json
 export --model run --output hf --json
 import --from hf --output imported --json
 doctor --json
@@ -110,6 +118,7 @@ def test_commands_run(environment, tmp_path):
     words = {"pet": ["the cat sat on the mat", "a dog ran in the house"], "bird": ["a bird flew over the tree"]}
     lines = [" . ".join(random.choices([each for texts in words.values() for each in texts], k=6)) for _ in range(200)]
     (tmp_path / "texts.txt").write_text("\n\n".join(lines))
+    write_glue(tmp_path / "glue", rows=40)
     rows = [f"{text} {number},{label}" for number in range(12) for label, texts in words.items() for text in texts]
     (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]))
     for line in SMOKE.strip().splitlines():
@@ -118,3 +127,10 @@ def test_commands_run(environment, tmp_path):
         if "--json" in flags:
             assert isinstance(json.loads(output.strip().splitlines()[-1]), dict), line
     assert (tmp_path / "predictions.csv").read_text().count("\n") == len(rows) + 1
+    serving = [environment / "electra", "serve", "--model", "run", "--port", "0", "--no-page", "--device", "cpu"]
+    with subprocess.Popen(list(map(str, serving)), cwd=tmp_path, stderr=subprocess.PIPE, text=True) as server:
+        [port] = re.findall(r"http://127.0.0.1:(\d+) ", next(server.stderr))
+        assert ask(int(port), "/health")[1]["methods"] == ["detect", "fill", "embed"]
+        server.terminate()
+    assert server.returncode == 0
+    assert {line.split()[0] for line in SMOKE.strip().splitlines()} == COMMANDS.keys() - {"serve"}

@@ -133,7 +133,7 @@ def import_optional(module: str, purpose: str) -> ModuleType:
 def require_libraries(purpose: str, names: Iterable[str]) -> None:
     """Raise, with one command that installs all of them, if optional dependencies are missing."""
     if missing := [name for name in names if find_spec(name) is None]:
-        raise ConfigError(f"{purpose} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise ConfigError(f"{purpose} needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from electra.data.ray_tasks import map_on_ray
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,
+    SPLITS,
     TOKENIZER,
     UNFINISHED,
     ShardIndex,
@@ -67,6 +68,7 @@ from electra.runfolder import (
 )
 from electra.signals import explain_stop
 
+FEW_DOCUMENTS = 10
 VALIDATION_FRACTION, MIN_VALIDATION_DOCUMENTS, MAX_VALIDATION_FRACTION = 0.005, 100, 0.1
 """The default, and what it is for a small corpus: enough documents, but not too much of the text."""
 
@@ -77,7 +79,8 @@ class ShardConfig:
 
     source: CorpusConfig
     tokenizer: Path
-    """A vocab.txt, a tokenizer.json, or a folder with either, such as `electra tokenizer` writes."""
+    """A vocab.txt, a tokenizer.json, a folder with either, such as `electra tokenizer` writes, or `packaged`: that of
+    the small English model in the package."""
     output: Path
     """Folder for the shards."""
     validation_fraction: float | None = None
@@ -137,12 +140,22 @@ class ShardResult:
         if self.unfinished_parts:
             numbers = join_first_names([str(number) for number in self.unfinished_parts], 8)
             notes.append(f"parts to be finished before the shards can be used: {numbers}")
-        elif not self.tokens["validation"]:
-            notes.append("no validation text, which pre-training needs: increase --validation-fraction (0.05)")
+        elif empty := [split for split in SPLITS if not self.tokens[split]]:
+            notes.append(f"no {empty[0]} text, which pre-training needs: {self.describe_remedy()}")
         notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
         notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
         notes += [f"{self.without_text:,} rows without text skipped"] if self.without_text else []
         return "; ".join(notes)
+
+    def describe_remedy(self) -> str:
+        """What to do if a split is empty."""
+        count = sum(self.documents.values())
+        if count >= FEW_DOCUMENTS:
+            return "give another --validation-fraction (0.05)"
+        return (
+            f"there are too few documents to hold one out, {count}; in .txt files they end at blank lines, and with "
+            "--document-end line at each line"
+        )
 
 
 def shard(config: ShardConfig) -> ShardResult:

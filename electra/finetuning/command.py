@@ -1,9 +1,11 @@
 """`electra finetune`: fine-tune an encoder on one task."""
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from electra.data.tokenizer import read_trained_length
+from electra.errors import DataError
 from electra.finetuning.assess import assess_finetuning
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.jobs import (
@@ -15,9 +17,9 @@ from electra.finetuning.jobs import (
     prepare_jobs,
     run_jobs,
 )
-from electra.finetuning.kinds import check_other_splits, define_task
+from electra.finetuning.kinds import KINDS, count_unknown_labels, define_task, read_examples, report_unknown_labels
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
-from electra.finetuning.tasks import Task
+from electra.finetuning.tasks import HUB, Task, read_split_rows
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,25 @@ def finetune(config: FinetuneConfig) -> FinetuneResult:
     check_other_splits(task, config.task.strict)
     with lock_output(config.output, [config.output]):
         return finetune_task(task, config)
+
+
+def check_other_splits(task: Task, strict: bool) -> None:
+    """Refuse faulty dev and test rows before anything is written, and report labels that cannot be predicted."""
+    kind = KINDS[task.kind]
+    for split, source in task.splits.items():
+        is_optional = split != "dev" and not Path(source).exists()
+        if source == task.splits["train"] or source.startswith(HUB) or is_optional:
+            continue
+        labels = read_examples(task, split).labels
+        if labels is None:
+            continue
+        if count := sum(not kind.has_target(label) for label in labels):
+            rows = f"{count:,} of {len(labels):,} rows have answers that are not in the context at their answer_start"
+            if strict:
+                raise DataError(f"{source}: {rows}; correct or remove them, or leave --strict out")
+            print(f"{source}: {rows}; they are evaluated by the text of the answers", file=sys.stderr)
+        rows_again = read_split_rows(task, split, kind.read_rows)
+        report_unknown_labels(source, *count_unknown_labels(task, source, rows_again))
 
 
 def with_trained_length(task: Task, model: Path) -> Task:

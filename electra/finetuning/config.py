@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from electra.config import PACKAGED_MODEL
 from electra.errors import ConfigError, check_range
 from electra.finetuning.readers import SpanHead, TaskKind
 from electra.finetuning.tasks import Task
-from electra.model.config import PACKAGED_MODEL, EncoderConfig, Pooling
+from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrackerName, TrainerConfig
 
 DEFAULT_LAYERS = (-4, -3, -2, -1)

@@ -34,7 +34,6 @@ from electra.finetuning.losses import (
 from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
-    HUB,
     TEST,
     Examples,
     Task,
@@ -369,25 +368,6 @@ def report_unknown_labels(source: str, unknown: Counter[str], total: int) -> Non
         raise DataError(f"{message}; is --label the right column?")
     if unknown:
         print(f"{message}; predictions for them count as errors", file=sys.stderr)
-
-
-def check_other_splits(task: Task, strict: bool) -> None:
-    """Refuse faulty dev and test rows before anything is written, and report labels that cannot be predicted."""
-    kind = KINDS[task.kind]
-    for split, source in task.splits.items():
-        is_optional = split != "dev" and not Path(source).exists()
-        if source == task.splits["train"] or source.startswith(HUB) or is_optional:
-            continue
-        labels = read_examples(task, split).labels
-        if labels is None:
-            continue
-        if count := sum(not kind.has_target(label) for label in labels):
-            rows = f"{count:,} of {len(labels):,} rows have answers that are not in the context at their answer_start"
-            if strict:
-                raise DataError(f"{source}: {rows}; correct or remove them, or leave --strict out")
-            print(f"{source}: {rows}; they are evaluated by the text of the answers", file=sys.stderr)
-        rows_again = read_split_rows(task, split, kind.read_rows)
-        report_unknown_labels(source, *count_unknown_labels(task, source, rows_again))
 
 
 def read_examples(task: Task, split: str) -> Examples:

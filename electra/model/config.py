@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from electra.errors import ConfigError, check_choice, check_range
@@ -18,9 +17,6 @@ Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
 EmbeddingPooling = Literal["mean", "cls", "max"]
 """Those of an embedding, of which no head depends: also the maximum over all tokens."""
-
-PACKAGED_MODEL = Path(__file__).parents[1] / "packaged"
-"""The folder of the small English model that is part of the package; commands use it when no --model is given."""
 
 MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
 MAX_LAYERS = 1000  # no model is deeper, and millions would be built for hours

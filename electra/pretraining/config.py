@@ -96,9 +96,9 @@ class InitConfig:
     """Initial weights."""
 
     model: Annotated[Path | None, Parameter(name="--init")] = None
-    """Start from the weights of this model: a run, a model folder (written by electra) or a Hugging Face folder of
-    ELECTRA, BERT or ModernBERT. It sets the size (and of a run, the sharing); --data needs its tokenizer; missing heads
-    are new."""
+    """Start from the weights of this model: a run, a model folder (written by electra), a Hugging Face folder of
+    ELECTRA, BERT or ModernBERT, or `packaged`, the small English model in the package. It sets the size (and of a
+    run, the sharing); --data needs its tokenizer (electra shard --tokenizer); missing heads are new."""
     generator: Annotated[Literal["fresh"] | Path | None, Parameter(name="--init-generator")] = None
     """With --init: folder of the generator, or fresh for new weights; by default the generator in --init if it has one.
     With --phases that start with mlm, give the same masked language model to both."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from electra.config import Positional
+from electra.config import PACKAGED_MODEL, Positional
 from electra.errors import ConfigError, check_range
-from electra.model.config import PACKAGED_MODEL, EmbeddingPooling
+from electra.model.config import EmbeddingPooling
 from electra.training.config import Device, Precision
 
 

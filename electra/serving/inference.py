@@ -21,7 +21,7 @@ from electra.finetuning.config import PredictorConfig
 from electra.finetuning.features import group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
-from electra.model.config import PACKAGED_MODEL, EmbeddingPooling, EncoderConfig
+from electra.model.config import EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
 from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor, is_onnx_folder
@@ -244,7 +244,7 @@ def load_text_model(path: Path, device: Device) -> Model:
     return Model(electra, tokenizer, choose_device(device), has_rtd_head(weights), read_trained_length(folder))
 
 
-def load(path: str | Path = PACKAGED_MODEL, device: Device = "auto") -> Model | Predictor:
+def load(path: str | Path = TextConfig.model, device: Device = "auto") -> Model | Predictor:
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
     `path` is a run, a model folder, a Hugging Face folder, a folder of electra export --to onnx, or the output of a

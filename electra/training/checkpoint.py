@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from electra.config import PACKAGED_MODEL
 from electra.errors import DataError, check_range
-from electra.model.config import PACKAGED_MODEL
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import (
     CHECKPOINTS,
