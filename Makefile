@@ -9,7 +9,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # and its licences in the model card.
 PACKAGED ?= electra/packaged
 PACKAGED_WORK ?= build/packaged
-PACKAGED_SETTINGS ?= --size small --layers 6 --positions 128 --minutes 15
+PACKAGED_SETTINGS ?= --size small --layers 6 --positions 128 --generator-layers 4 --generator-width 128 --packing examples \
+	--corrective-lm-weight 1 --bag-of-words-weight 1 --minutes 15 --phases fraction=0.85 fraction=0.15,temperature=2
 
 .PHONY: install format check test test-slow site page-packages demo packaged-model clean
 
