@@ -93,7 +93,7 @@ def test_the_usage_of_a_command_shows_what_it_needs(staged, command, usage):
 def test_the_home_page_is_the_readme(staged):
     page = (staged / "pages/index.md").read_text()
     assert "**replaced token detection**" in page
-    assert "\n```bash\nelectra tokenizer --corpus texts/" in page  # highlighted
+    assert "\n```bash\nelectra detect " in page  # highlighted
 
 
 class Links(HTMLParser):
