@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from electra.data.shards import open_shards
-from electra.pretraining.bigrams import bigram_auc, bigram_mlm_loss, count_bigrams, evaluation_samples
+from electra.pretraining.bigrams import (
+    bigram_auc,
+    bigram_mlm_loss,
+    count_bigrams,
+    evaluation_batches,
+    evaluation_samples,
+)
 
 
 def main() -> None:
@@ -21,7 +27,7 @@ def main() -> None:
     arguments = parser.parse_args()
     shards = open_shards(arguments.data)
     counts = count_bigrams(shards)
-    samples = evaluation_samples(shards, arguments.length, arguments.rows)
+    samples = evaluation_samples(shards, evaluation_batches(shards, arguments.length, arguments.rows))
     auc, smoothing = bigram_auc(counts, samples)
     loss = bigram_mlm_loss(counts, samples, shards.tokenizer.vocabulary.mask_id)
     frequencies = counts.token_counts / counts.token_counts.sum()

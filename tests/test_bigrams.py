@@ -13,11 +13,16 @@ from electra.pretraining.bigrams import (
     bigram_auc,
     bigram_mlm_loss,
     count_bigrams,
+    evaluation_batches,
     evaluation_samples,
 )
 from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import unigram_frequencies
-from electra.serving.inference import load_model
+from electra.serving.inference import load_text_model
+
+
+def samples_of(shards, electra=None):
+    return evaluation_samples(shards, evaluation_batches(shards, length=16, rows=64), electra)
 
 
 def test_a_token_that_never_occurs_beside_its_neighbours_has_the_highest_score():
@@ -31,7 +36,7 @@ def test_a_token_that_never_occurs_beside_its_neighbours_has_the_highest_score()
 def test_bigrams_are_counted_in_the_training_text_and_find_random_tokens(shards):
     counts = count_bigrams(open_shards(shards))
     assert counts.bigram_counts.sum() == counts.token_counts.sum() - 1
-    auc, _ = bigram_auc(counts, evaluation_samples(open_shards(shards), length=16, rows=64))
+    auc, _ = bigram_auc(counts, samples_of(open_shards(shards)))
     assert 0.9 < auc < 1
 
 
@@ -40,7 +45,7 @@ def test_the_baseline_is_measured_on_the_samples_of_a_run_s_evaluation(
     run_config, shards, monkeypatch, with_generator, finished_run
 ):
     opened, found = open_shards(shards), []
-    electra = load_model(finished_run, "cpu").electra
+    electra = load_text_model(finished_run, "cpu").electra
     add = DetectionMetrics.add
 
     def keep(metrics, logits, corrupted, batch):
@@ -52,7 +57,7 @@ def test_the_baseline_is_measured_on_the_samples_of_a_run_s_evaluation(
     batches = held_out_batches(config, opened, torch.device("cpu"))
     evaluate(electra, batches, unigram_frequencies(opened, torch.device("cpu")), opened.tokenizer.vocabulary)
     expected = torch.cat(found[0 if with_generator else 1 :: 2])  # of each batch: the generator's, then unigram samples
-    samples = evaluation_samples(opened, 16, 64, electra if with_generator else None)
+    samples = samples_of(opened, electra if with_generator else None)
     assert torch.equal(torch.cat([each.corrupted.input_ids for each in samples]), expected)
 
 

@@ -48,6 +48,7 @@ def test_a_demo_ends_when_a_signal_stops_its_pretraining(tmp_path, monkeypatch):
     monkeypatch.setattr(electra, "pretrain", lambda **settings: stopped)
     monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
     monkeypatch.setattr(demo, "open_shards", lambda folder: None)
+    monkeypatch.setattr(demo, "evaluation_batches", lambda *settings: [])
     monkeypatch.setattr(demo, "count_bigrams", lambda shards: SimpleNamespace(token_counts=np.ones(3)))
     monkeypatch.setattr(electra, "export", lambda **settings: pytest.fail("the demo went on"))
     with pytest.raises(SystemExit, match="143"):

@@ -5,7 +5,7 @@ The score of a replaced token is its negative pointwise mutual information with 
 predicted by p(x) times both ratios.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from electra.data.loader import Batch, validation_batches
-from electra.data.packing import LoaderConfig
+from electra.data.packing import LoaderConfig, Packing
 from electra.data.shards import Shards
 from electra.model.electra import Electra
 from electra.objectives.evaluation import (
@@ -73,22 +73,19 @@ def count_bigrams(shards: Shards) -> BigramCounts:
     return BigramCounts(bigrams, counts, np.bincount(tokens, minlength=size))
 
 
-def evaluation_batches(shards: Shards, length: int, rows: int) -> Iterator[Batch]:
-    """The held-out rows of a run's evaluation on a CPU, if they are packed."""
-    loader = LoaderConfig(length=length, batch_size=min(ROWS, rows))
+def evaluation_batches(shards: Shards, length: int, rows: int, packing: Packing = "packed") -> Iterator[Batch]:
+    """The held-out rows of a run's evaluation on a CPU."""
+    loader = LoaderConfig(length=length, batch_size=min(ROWS, rows), packing=packing)
     return validation_batches(shards, loader, max_batches=-(-rows // loader.batch_size))
 
 
 @torch.no_grad()
 def evaluation_samples(
-    shards: Shards, length: int, rows: int, electra: Electra | None = None
+    shards: Shards, batches: Iterable[Batch], electra: Electra | None = None
 ) -> list[MaskedAndCorrupted]:
-    """The held-out rows of a run's evaluation, corrupted by the same samples: of its generator (`rtd_auc`) or of
-    the unigram distribution (`unigram_rtd_auc`)."""
-    context, batches = (
-        ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED),
-        evaluation_batches(shards, length, rows),
-    )
+    """Batches corrupted by the samples of a run's evaluation: of its generator (`rtd_auc`) or, without a pair, of the
+    unigram distribution (`unigram_rtd_auc`)."""
+    context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
     if electra is not None:
         return [mask_and_corrupt(electra, batch, context) for batch in batches]
     frequencies = unigram_frequencies(shards, torch.device("cpu"))

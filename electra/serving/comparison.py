@@ -2,10 +2,12 @@
 replaced word."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from electra.data.loader import Batch
 from electra.data.shards import Shards
 from electra.data.tokenizer import TextTokenizer
 from electra.objectives.evaluation import evaluate
@@ -14,7 +16,6 @@ from electra.pretraining.bigrams import (
     BigramCounts,
     bigram_auc,
     bigram_mlm_loss,
-    evaluation_batches,
     evaluation_samples,
 )
 from electra.pretraining.initialize import unigram_frequencies
@@ -66,10 +67,9 @@ def describe_comparisons(comparisons: list[Comparison], has_before: bool) -> lis
     return [*lines, "", verdict]
 
 
-def evaluate_held_out(model: Model, shards: Shards, length: int, rows: int) -> dict[str, float]:
-    """The metrics of a model on the held-out rows that a run is evaluated on."""
+def evaluate_held_out(model: Model, shards: Shards, batches: Sequence[Batch]) -> dict[str, float]:
+    """The metrics of a model on held-out rows, as a run has them."""
     frequencies = unigram_frequencies(shards, model.device)
-    batches = evaluation_batches(shards, length, rows)
     return evaluate(model.electra, batches, frequencies, shards.tokenizer.vocabulary)
 
 
@@ -77,14 +77,13 @@ def compare_held_out(
     model: Model,
     shards: Shards,
     counts: BigramCounts,
-    length: int,
-    rows: int,
+    batches: Sequence[Batch],
     metrics: dict[str, float],
     before: dict[str, float],
 ) -> list[Comparison]:
     """Held-out metrics of a run, and those before it, beside guessing, token frequencies and bigram counts."""
     vocabulary = shards.tokenizer.vocabulary
-    samples, random_tokens = (evaluation_samples(shards, length, rows, pair) for pair in (model.electra, None))
+    samples, random_tokens = (evaluation_samples(shards, batches, pair) for pair in (model.electra, None))
     rtd = {"guessing": 0.5, "bigram counts": bigram_auc(counts, samples)[0]}
     random_rtd = {"guessing": 0.5, "bigram counts": bigram_auc(counts, random_tokens)[0]}
     mlm = {"guessing": math.log(vocabulary.size), "token frequencies": metrics["unigram_mlm_loss"]}
