@@ -196,7 +196,8 @@ class TagPeer(Peer):
         self.model.eval()
         predicted: list[list[int]] = []
         for batch in self.loader(examples, batch_size=EVALUATION_BATCH_SIZE):
-            tags, is_word = self.forward(batch).logits.argmax(2).cpu(), (batch["labels"] != IGNORED).cpu()
+            is_word = batch.pop("labels") != IGNORED  # tags that no training row has would have no loss
+            tags = self.forward(batch).logits.argmax(2).cpu()
             predicted += [row[mask].tolist() for row, mask in zip(tags, is_word, strict=True)]
         padded = zip(predicted, examples.text_counts, strict=True)
         all_words = stack_labels([tags + [0] * (count - len(tags)) for tags, count in padded])

@@ -5,6 +5,7 @@ in one thread on one core, alternately. Seconds are CPU time of the process, whi
 
     python benchmarks/inference.py --vocab vocab.txt --sst2 glue/SST-2/train.tsv --squad squad/dev-v1.1.json
     python benchmarks/inference.py --vocab vocab.txt --sst2 glue/SST-2/train.tsv --memory-rows 100000 --size tiny
+    python benchmarks/inference.py --vocab vocab.txt --sst2 glue/SST-2/train.tsv --memory-rows 1000000 --device cuda
 """
 
 import argparse
@@ -149,19 +150,25 @@ def read_cells(path: Path) -> list[list[str]]:
         return [row for row in csv.reader(file) if row[-1][0].isdigit()]
 
 
-def measure_memory(name: str, model: Path, path: Path, folder: Path, length: int) -> float:
-    """Peak memory in MB of a command in a process of its own."""
+def measure_memory(name: str, model: Path, path: Path, folder: Path, length: int, device: str) -> dict[str, float]:
+    """Peak memory in MB, on the host and on the GPU, and seconds of a command in a process of its own."""
     output = folder / f"memory{CONTENDERS[name][2]}"
     output.unlink(missing_ok=True)
-    flags = ["--model", model, "--input", path, "--output", output, "--length", str(length), "--device", "cpu"]
+    flags = ["--model", model, "--input", path, "--output", output, "--length", length, "--device", device]
     code = (
-        "import resource, runpy, sys\n"
+        "import resource, runpy, sys, torch\n"
         "try: runpy.run_module('electra', run_name='__main__')\n"
-        "finally: print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        "finally:\n"
+        "    gpu = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0\n"
+        "    print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, gpu >> 10, file=sys.stderr)"
     )
+    start = time.perf_counter()
     command = [sys.executable, "-c", code, name, *map(str, flags)]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(process.stderr.split("peak ")[1].split()[0]) / 1024
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(process.stderr)
+    host, gpu = (int(kilobytes) / 1024 for kilobytes in process.stderr.split("peak ")[1].split())
+    return {"memory": host, "gpu_memory": gpu, "seconds": time.perf_counter() - start}
 
 
 def main() -> None:
@@ -175,12 +182,13 @@ def main() -> None:
     parser.add_argument(
         "--memory-rows", type=int, help="instead: peak memory for a tenth of this number of rows and for all of them"
     )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of --memory-rows")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # AutoModel ignores the head
     logging.disable_progress_bar()
-    if hasattr(os, "sched_setaffinity"):
+    if hasattr(os, "sched_setaffinity") and arguments.device == "cpu":
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     sources = {
         "SST-2": (arguments.sst2, read_sst2, arguments.rows[0], 128),
@@ -199,7 +207,9 @@ def main() -> None:
                 texts = (texts * -(-arguments.memory_rows // len(texts)))[: arguments.memory_rows]
                 files = [write_texts(folder / f"{part}.csv", texts[: len(texts) // part]) for part in (10, 1)]
                 results[name] = {
-                    command: [measure_memory(command, models[0], path, folder, length) for path in files]
+                    command: [
+                        measure_memory(command, models[0], path, folder, length, arguments.device) for path in files
+                    ]
                     for command in CONTENDERS
                 }
             else:
@@ -214,8 +224,11 @@ def main() -> None:
 
 def format_values(values: Any) -> str:
     if isinstance(values, list):
+        tenth, whole = values
+        ratio = whole["memory"] / tenth["memory"]
         return (
-            f"peak memory {values[0]:,.0f} MB for a tenth, {values[1]:,.0f} MB for all ({values[1] / values[0]:.2f}×)"
+            f"peak memory {tenth['memory']:,.0f} MB for a tenth, {whole['memory']:,.0f} MB for all ({ratio:.2f}×); on "
+            f"the GPU {tenth['gpu_memory']:,.0f} and {whole['gpu_memory']:,.0f} MB; {whole['seconds']:.1f} s"
         )
     return (
         f"electra {values['electra']:7.1f} s   transformers {values['transformers']:7.1f} s   "

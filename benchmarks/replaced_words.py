@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from electra.runfolder import dump_json
-from electra.serving.inference import load_model
+from electra.serving.inference import load_text_model
 from electra.serving.replaced_words import find_replaced_words
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="run, model folder or Hugging Face folder")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    result = find_replaced_words(load_model(arguments.model, "auto"))
+    result = find_replaced_words(load_text_model(arguments.model, "auto"))
     print(dump_json(asdict(result)) if arguments.json else result)
 
 

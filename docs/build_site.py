@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from electra.cli import build_help_panel, format_help
-from electra.commands import COMMANDS, function_name
+from electra.commands import COMMANDS, argument_name, function_name
 from electra.config import PACKAGED_MODEL, Setting, all_defaults, settings_by_name, union_members
 
 ROOT = Path(__file__).parent.parent
@@ -117,13 +117,25 @@ def format_command_page(name: str) -> str:
         is_own = setting.config_class is config_class
         panel = "Options" if is_own else build_help_panel(setting.config_class).name
         panels.setdefault("Essential options" if setting.name in essential_names else panel, []).append(setting)
-    positional = [f"[{setting.flag}]" for setting in settings.values() if setting.is_positional]
+    defaults = all_defaults(config_class, {})
+    usage = [setting.flag if setting.is_positional else f"{setting.flag} VALUE" for setting in settings.values()]
+    needed = [each for each, setting in zip(usage, settings, strict=True) if setting not in defaults]
+    optional = [
+        f"[{setting.flag}]" for setting in settings.values() if setting.is_positional and setting.name in defaults
+    ]
     lines = [f"# electra {name}", "", format_help(config_class), ""]
-    lines += [f"    electra {' '.join([name, *positional, '[OPTIONS]'])}", ""]
-    lines += [f"In Python: `electra.{function_name(name)}(...)`, with the flags as keyword arguments.", ""]
+    lines += [f"    electra {' '.join([name, *needed, *optional, '[OPTIONS]'])}", ""]
+    keywords = [
+        f" (`{each.flag}` is `{argument}`)"
+        for name, each in settings.items()
+        if (argument := argument_name(name)) != name
+    ]
+    lines += [
+        f"In Python: `electra.{function_name(name)}(...)`, with the flags as keyword arguments{''.join(keywords)}.",
+        "",
+    ]
     if examples := find_examples(name):
         lines += ["## Examples", "", "```bash", *examples, "```", ""]
-    defaults = all_defaults(config_class, {})
     for panel, listed in panels.items():
         if listed:
             lines += [f"## {panel}", "", "| flag | value | default | |", "|---|---|---|---|"]

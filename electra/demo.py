@@ -34,7 +34,7 @@ from electra.serving.comparison import (
     evaluate_held_out,
 )
 from electra.serving.config import DemoConfig
-from electra.serving.inference import Model, load_model
+from electra.serving.inference import Model, load_text_model
 from electra.serving.replaced_words import CorruptedSentence, find_replaced_words, read_corrupted_sentences, word_scores
 from electra.training.checkpoint import has_packaged_model
 from electra.training.logging import METRICS, read_metrics
@@ -120,7 +120,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     folder = unused_folder(config.output)
     folder.mkdir(parents=True)
     shards, run = folder / "shards", folder / "run"
-    packaged = load_model(PACKAGED_MODEL, "cpu") if has_packaged_model() else None
+    packaged = load_text_model(PACKAGED_MODEL, "cpu") if has_packaged_model() else None
     found, marked_examples = None, []
     if packaged is not None:
         found = find_replaced_words(packaged)
@@ -132,10 +132,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
     opened = open_shards(shards)
     counts = count_bigrams(opened)
     report(f"wrote {counts.token_counts.sum():,} tokens into shards, and counted their bigrams")
-    settings = NEW if packaged is None else PACKAGED
-    steps = config.steps or settings["steps"] // (5 if config.quick else 1)
-    settings = settings | {"steps": steps, "log_every": 2, "save_every": 100_000}
-    settings |= {"evaluation_rows": ROWS, "evaluate_every": -(-steps // EVALUATIONS)}
+    settings = pretraining_settings(config, packaged is not None)
+    steps = settings["steps"]
     batches = list(evaluation_batches(opened, settings["length"], ROWS, settings["packing"]))
     before = {} if packaged is None else evaluate_held_out(packaged, opened, batches)
     report(
@@ -147,7 +145,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
         sys.exit(result.exit_code)
     electra.export(model=run, output=folder / "huggingface")
     report("exported the discriminator to Hugging Face format")
-    model = load_model(run, "cpu")
+    model = load_text_model(run, "cpu")
     comparisons = [
         compare_replaced_words(model, found, counts),
         *compare_held_out(model, opened, counts, batches, result.metrics, before),
@@ -190,6 +188,14 @@ def write_shards(
         report(f"trained a vocabulary of {VOCAB_SIZE:,} word pieces")
     electra.shard(corpus=str(corpus), tokenizer=tokenizer, output=shards, validation_fraction=0.05)
     return documents
+
+
+def pretraining_settings(config: DemoConfig, is_packaged: bool) -> dict[str, Any]:
+    """Settings of electra pretrain for the packaged model or a new one."""
+    settings = PACKAGED if is_packaged else NEW
+    steps = config.steps or settings["steps"] // (5 if config.quick else 1)
+    intervals = {"log_every": 2, "save_every": 100_000, "evaluate_every": -(-steps // EVALUATIONS)}
+    return settings | intervals | {"steps": steps, "evaluation_rows": ROWS}
 
 
 def write_demo_page(run: Path, folder: Path, texts: list[str]) -> str | None:

@@ -21,6 +21,7 @@ from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
+from electra.onnx import verify
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
@@ -41,6 +42,14 @@ def stub_plotting():
     """Write empty files instead of plots, which would be most of the time of a small run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plotting, "save_figure", save_empty_figure)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_measurements():
+    """Run each exported model once, instead of for a second, to measure its speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "TIMED_SECONDS", 0)
         yield
 
 

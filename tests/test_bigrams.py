@@ -18,7 +18,7 @@ from electra.pretraining.bigrams import (
 )
 from electra.pretraining.held_out import held_out_batches
 from electra.pretraining.initialize import unigram_frequencies
-from electra.serving.inference import load_model
+from electra.serving.inference import load_text_model
 
 
 def samples_of(shards, electra=None):
@@ -45,7 +45,7 @@ def test_the_baseline_is_measured_on_the_samples_of_a_run_s_evaluation(
     run_config, shards, monkeypatch, with_generator, finished_run
 ):
     opened, found = open_shards(shards), []
-    electra = load_model(finished_run, "cpu").electra
+    electra = load_text_model(finished_run, "cpu").electra
     add = DetectionMetrics.add
 
     def keep(metrics, logits, corrupted, batch):

@@ -17,7 +17,7 @@ from electra.data import documentation
 from electra.data.documentation import is_prose, write_documentation_corpus
 from electra.demo import unused_folder
 from electra.serving.config import DemoConfig
-from electra.serving.inference import load_model
+from electra.serving.inference import load_text_model
 from electra.training.logging import TrainResult
 
 
@@ -69,7 +69,7 @@ def check_demo(folder: Path, result: dict) -> None:
 
 
 def test_the_word_with_the_highest_probability_is_marked(finished_run):
-    model = load_model(finished_run, "cpu")
+    model = load_text_model(finished_run, "cpu")
     marked = demo.mark_replaced_word(model, "the cat sat on the house")
     assert len(re.findall(r"\[\w+ \d\.\d\d\]", marked)) == 1
 

@@ -67,7 +67,7 @@ def test_gradients_accumulate_over_micro_batches_and_are_reset_between_steps():
         model.zero_grad()
 
 
-def test_sync_copies_the_master_weights():
+def test_half_precision_weights_are_copies_of_the_master_weights():
     model = nn.Linear(3, 5)
     weights = MasterWeights(model, torch.bfloat16)
     with torch.no_grad():

@@ -40,14 +40,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def short_measurements():
-    """Run each model once to measure its speed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "TIMED_SECONDS", 0)
-        yield
-
-
 @pytest.fixture(scope="session")
 def pairs(shards, tmp_path_factory) -> dict[str, Path]:
     """Model folders of untrained pairs, by style; the discriminator's embeddings are disentangled."""

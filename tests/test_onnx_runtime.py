@@ -17,7 +17,6 @@ from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
-from electra.onnx import verify
 from electra.serving.config import LimitsConfig, ServeConfig
 from electra.serving.inference import load_onnx
 from electra.serving.service import load_service
@@ -28,13 +27,6 @@ SIZES = {
     for style, size in {"classic": WIDE, "modern": MODERN}.items()
 }
 WRITERS = {"choice": write_choices, "tags": write_tags, "question-answering": write_questions}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def short_measurements():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verify, "TIMED_SECONDS", 0)
-        yield
 
 
 @pytest.fixture(scope="module", params=["classic", pytest.param("modern", marks=pytest.mark.slow)])

@@ -25,13 +25,13 @@ def sampling_keys(rows: int, **fields: int) -> list[torch.Tensor]:
     return [keys(rows, purpose=purpose, **fields) for purpose in (Purpose.SAMPLE_BLOCK, Purpose.SAMPLE_TOKEN)]
 
 
-def test_scramble_is_bijective():
+def test_the_hash_is_bijective():
     values = hash_uint32(torch.arange(100_000))
     assert values.unique().numel() == 100_000
     assert 0 <= values.min() <= values.max() < 2**32
 
 
-def test_scramble_does_not_overflow():
+def test_the_hash_does_not_overflow():
     largest = 2**32 - 1
     assert hash_uint32(torch.tensor(largest)).item() == hash_uint32(largest)  # Python integers have no limit
 

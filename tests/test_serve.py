@@ -18,25 +18,15 @@ from electra.training.hardware import git_commit
 
 
 @pytest.fixture(scope="module")
-def run(shards, tmp_path_factory) -> Path:
-    """A run of a small pair."""
-    output = tmp_path_factory.mktemp("serve") / "run"
-    size = {"size": "tiny", "layers": 1, "width": 32, "heads": 2, "feedforward": 64, "embedding_width": 16}
-    rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "generator_width": 32}
-    electra.pretrain(data=shards, output=output, steps=20, device="cpu", **size, **rows)
-    return output
-
-
-@pytest.fixture(scope="module")
-def model(run):
-    return electra.load(run)
+def model(finished_run):
+    return electra.load(finished_run)
 
 
 @pytest.fixture
-def damaged_run(run, tmp_path) -> Path:
+def damaged_run(finished_run, tmp_path) -> Path:
     """A copy of the run whose last checkpoint has no tokenizer."""
     copy = tmp_path / "run"
-    shutil.copytree(run, copy)
+    shutil.copytree(finished_run, copy)
     for name in ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json"):
         (last_checkpoint(copy) / name).unlink()
     return copy
@@ -71,8 +61,8 @@ def test_fill_returns_the_most_likely_tokens_for_each_mask(model):
 
 
 @pytest.mark.parametrize("call", ["detect", "fill", "embed"])
-def test_outputs_that_are_not_finite_are_no_answer(run, call):
-    model = electra.load(run)
+def test_outputs_that_are_not_finite_are_no_answer(finished_run, call):
+    model = electra.load(finished_run)
     for parameter in model.electra.parameters():
         parameter.data.fill_(float("nan"))
     with pytest.raises(DataError, match="are not finite"):
@@ -87,8 +77,8 @@ def test_fill_needs_a_mask_within_the_trained_length(model):
             model.fill(text)
 
 
-def test_fill_needs_a_positive_count(run, capsys):
-    message = error_message(capsys, "fill", "--model", str(run), "the [MASK] sat", "--count", "0")
+def test_fill_needs_a_positive_count(finished_run, capsys):
+    message = error_message(capsys, "fill", "--model", str(finished_run), "the [MASK] sat", "--count", "0")
     assert "--count is 0" in message
 
 
@@ -101,16 +91,16 @@ def test_embed_pools_the_hidden_states(model):
     torch.testing.assert_close(model.embed("the cat", pooling="cls")[0], hidden[0].detach())
 
 
-def test_texts_are_truncated_to_the_trained_length(run, model, capsys):
+def test_texts_are_truncated_to_the_trained_length(finished_run, model, capsys):
     """The run has 512 positions, of which rows of 16 tokens train 16."""
     detection = model.detect("cat " * 1000)
     assert len(detection.tokens) == 16
     assert detection.is_truncated
     assert "truncated" in str(detection)
     for text, is_truncated in (("cat " * 1000, True), ("the cat", False)):
-        main(["embed", "--model", str(run), text, "--json"])
+        main(["embed", "--model", str(finished_run), text, "--json"])
         assert json.loads(capsys.readouterr().out)["is_truncated"] == is_truncated
-        main(["embed", "--model", str(run), text])
+        main(["embed", "--model", str(finished_run), text])
         assert ("truncated" in capsys.readouterr().out) == is_truncated
 
 
@@ -120,21 +110,25 @@ def test_likely_replaced_tokens_are_marked():
     assert str(Detection(["the", "cat"], [0.1, 0.4], is_truncated=False)) == unmarked
 
 
-def test_the_commands_print_json(run, capsys):
-    main(["detect", "--model", str(run), "the cat sat", "--json"])
+def test_the_commands_print_json(finished_run, capsys):
+    main(["detect", "--model", str(finished_run), "the cat sat", "--json"])
     assert list(json.loads(capsys.readouterr().out))[:2] == ["tokens", "replaced"]
-    main(["fill", "--model", str(run), "the [MASK] sat", "--json"])
+    main(["fill", "--model", str(finished_run), "the [MASK] sat", "--json"])
     assert json.loads(capsys.readouterr().out)["masks"][0]["position"] == 2
-    main(["embed", "--model", str(run), "the cat sat", "--json"])
+    main(["embed", "--model", str(finished_run), "the cat sat", "--json"])
     assert len(json.loads(capsys.readouterr().out)["vector"]) == 32
 
 
 @pytest.mark.parametrize("is_piped", [False, True])
-def test_texts_come_from_the_lines_of_a_file_or_of_standard_input(run, model, tmp_path, capsys, monkeypatch, is_piped):
+def test_texts_come_from_the_lines_of_a_file_or_of_standard_input(
+    finished_run, model, tmp_path, capsys, monkeypatch, is_piped
+):
     content = "the cat sat\n\nthe dog ran\r\n".encode("utf-8-sig")
     (tmp_path / "texts").write_bytes(content)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
-    main(["detect", "--model", str(run), "--json", *([] if is_piped else ["--input", str(tmp_path / "texts")])])
+    main(
+        ["detect", "--model", str(finished_run), "--json", *([] if is_piped else ["--input", str(tmp_path / "texts")])]
+    )
     results = json.loads(capsys.readouterr().out)["results"]
     assert [each["replaced"] for each in results] == [
         model.detect(text).replaced for text in ("the cat sat", "the dog ran")
@@ -145,10 +139,10 @@ def test_texts_come_from_the_lines_of_a_file_or_of_standard_input(run, model, tm
     ("content", "message"),
     [(b"[MASK]\nno mask\n", "line 2: the text has no"), (b"\n", "has no text"), (b"caf\xe9", "is not valid UTF-8")],
 )
-def test_lines_that_are_no_texts_are_reported(run, tmp_path, capsys, content, message):
+def test_lines_that_are_no_texts_are_reported(finished_run, tmp_path, capsys, content, message):
     (tmp_path / "texts").write_bytes(content)
-    assert message in error_message(capsys, "fill", "--model", str(run), "--input", str(tmp_path / "texts"))
-    assert "leave out one" in error_message(capsys, "fill", "--model", str(run), "[MASK]", "--input", "texts")
+    assert message in error_message(capsys, "fill", "--model", str(finished_run), "--input", str(tmp_path / "texts"))
+    assert "leave out one" in error_message(capsys, "fill", "--model", str(finished_run), "[MASK]", "--input", "texts")
 
 
 @pytest.mark.parametrize("path", ["", "seed-1", "seed-1/model"])
@@ -184,12 +178,12 @@ def test_the_tokenizer_of_another_model_is_reported(damaged_run):
 
 
 @pytest.mark.parametrize(("text", "message"), [(" ", "the text is empty"), ("caf\udce9", "not valid UTF-8")])
-def test_texts_that_are_empty_or_not_utf_8_are_reported(run, capsys, text, message):
-    assert message in error_message(capsys, "embed", "--model", str(run), text)
+def test_texts_that_are_empty_or_not_utf_8_are_reported(finished_run, capsys, text, message):
+    assert message in error_message(capsys, "embed", "--model", str(finished_run), text)
 
 
-def test_a_bare_encoder_can_only_embed(run, tmp_path):
-    electra.export(model=run, output=tmp_path / "hf", part="encoder")
+def test_a_bare_encoder_can_only_embed(finished_run, tmp_path):
+    electra.export(model=finished_run, output=tmp_path / "hf", part="encoder")
     electra.import_model(from_=tmp_path / "hf", output=tmp_path / "bare")
     for folder in ("bare", "hf"):
         model = electra.load(tmp_path / folder)
@@ -198,17 +192,17 @@ def test_a_bare_encoder_can_only_embed(run, tmp_path):
         assert model.embed("the cat sat").shape == (1, 32)
 
 
-def test_an_exported_model_gives_the_same_results_as_its_run(run, model, tmp_path):
+def test_an_exported_model_gives_the_same_results_as_its_run(finished_run, model, tmp_path):
     for part in ("discriminator", "generator"):
-        electra.export(model=run, output=tmp_path / part, part=part)
+        electra.export(model=finished_run, output=tmp_path / part, part=part)
     assert electra.load(tmp_path / "discriminator").detect("the cat sat") == model.detect("the cat sat")
     assert electra.load(tmp_path / "generator").fill("the [MASK] sat") == model.fill("the [MASK] sat")
 
 
-def test_a_folder_without_a_model_is_reported(run, tmp_path):
+def test_a_folder_without_a_model_is_reported(finished_run, tmp_path):
     (tmp_path / "text").write_text("words")
-    with pytest.raises(DataError, match=run.name):
-        electra.load(run.parent)
+    with pytest.raises(DataError, match=finished_run.name):
+        electra.load(finished_run.parent)
     with pytest.raises(DataError, match="is a file"):
         electra.load(tmp_path / "text")
     (tmp_path / "config.json").write_text("{}")

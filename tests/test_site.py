@@ -78,10 +78,22 @@ def test_links_are_converted(build_site, source, link, expected):
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("import", "electra import --from VALUE --output VALUE [OPTIONS]"),
+        ("inspect", "electra inspect SHARDS [OPTIONS]"),
+        ("doctor", "electra doctor [FEATURE] [OPTIONS]"),
+    ],
+)
+def test_the_usage_of_a_command_shows_what_it_needs(staged, command, usage):
+    assert f"\n    {usage}\n" in (staged / f"pages/commands/{command}.md").read_text()
+
+
 def test_the_home_page_is_the_readme(staged):
     page = (staged / "pages/index.md").read_text()
     assert "**replaced token detection**" in page
-    assert "\n```bash\nelectra tokenizer --corpus texts/" in page  # highlighted
+    assert "\n```bash\nelectra detect " in page  # highlighted
 
 
 class Links(HTMLParser):

@@ -31,11 +31,6 @@ def outputs_in_node(class_name: str, folder: Path, dtype: str) -> dict[str, torc
     return {name: torch.tensor(values) for name, values in json.loads(ended.stdout).items()}
 
 
-@pytest.fixture(autouse=True)
-def short_measurements(monkeypatch):
-    monkeypatch.setattr("electra.onnx.verify.TIMED_SECONDS", 0)
-
-
 @pytest.mark.parametrize("style", ["classic", "modern"])
 def test_discriminators_have_our_logits(encoder_folder, modern_folder, tmp_path, style):
     source = encoder_folder if style == "classic" else modern_folder

@@ -111,11 +111,8 @@ def merge_parts(output: Path, count: int, settings: dict[str, Any]) -> list[Shar
         record = read_part_record(output, Part(number, count), settings)
         assert record is not None
         for shard in record.shards:
-            file = open_shard_file(
-                output / shard.name, f" although its part is finished; repeat --part {number}/{count}"
-            )
-            if (len(file.content), file.checksum()) != (shard.bytes, shard.checksum):
-                raise file.damage()
+            advice = f" although its part is finished; repeat --part {number}/{count}"
+            open_shard_file(output / shard.name, advice).check_entry(shard)
         shards += record.shards
     shards.sort(key=lambda shard: shard_number(shard.name))
     for number, shard in enumerate(shards):

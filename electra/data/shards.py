@@ -194,6 +194,11 @@ class ShardFile:
         fixed = {"name": self.path.name, "bytes": len(self.content), "checksum": self.checksum()}
         return msgspec.convert(fixed | counts | json.loads(self.facts), ShardInfo)
 
+    def check_entry(self, entry: ShardInfo) -> None:
+        """Raise if this is not the shard of an index entry."""
+        if (len(self.content), self.checksum()) != (entry.bytes, entry.checksum):
+            raise self.damage()
+
     def verify(self, starts: NDArray, num_bytes: int) -> None:
         """Raise if the `num_bytes` bytes of `data` from one of `starts` [R] on do not match their checksums."""
         first, last = starts // BLOCK_BYTES, (starts + num_bytes - 1) // BLOCK_BYTES
@@ -270,8 +275,7 @@ class Shards:
         raise_open_file_limit(len(self.index.shards))
         files = [open_shard_file(self.folder / shard.name, self.advice) for shard in self.index.shards]
         for file, shard in zip(files, self.index.shards, strict=True):
-            if (len(file.content), file.checksum()) != (shard.bytes, shard.checksum):
-                raise file.damage()
+            file.check_entry(shard)
         return files
 
     def arrays(self, split: Split, name: Literal["tokens", "ends"]) -> list[ShardArray]:

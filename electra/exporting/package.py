@@ -94,7 +94,7 @@ def format_card(electra: Electra, folder: Path, training_data: str, error: float
         "# The model in the package",
         f"A small English text encoder, pre-trained by electra: {parts}; vocabulary of {vocab_size:,} tokens. Its "
         f"weights are stored in 8 bits with a scale for each row (relative error {error:.1%}), in {WEIGHTS}.gz, and "
-        "dequantized when they are read.",
+        "dequantized when they are read; results below were measured before they were quantized.",
         "It is for first steps: finding words that do not fit, predicting masked words, fine-tuning on small tasks. It "
         "repeats the biases of its text and is not fit for decisions about people.",
         "## Text",

@@ -27,7 +27,7 @@ from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSE
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.encoder import Encoder
 from electra.model.storage import WEIGHTS, has_rtd_head, load_model, read_tensor_names
-from electra.onnx.export import ExportableModel, Outputs
+from electra.onnx.export import ExportableModel, OutputFunction
 from electra.training.checkpoint import find_model_folder
 
 
@@ -38,7 +38,7 @@ class ExportSource:
     folder: Path
     model: nn.Module
     encoder: Encoder
-    outputs: Outputs  # as the class has them
+    outputs: OutputFunction  # as the class has them
     tensors: Tensors
     settings: Settings
     purpose: str  # discriminator, generator, encoder, or the task of a fine-tuned model
@@ -118,7 +118,7 @@ def merge_disentangled_embeddings(
     return part
 
 
-def part_outputs(part: Discriminator | MaskedLanguageModel, has_head: bool) -> Outputs:
+def part_outputs(part: Discriminator | MaskedLanguageModel, has_head: bool) -> OutputFunction:
     """The function that computes what `EXPORT_CLASSES` return."""
     if not has_head:
         return lambda *inputs: {"last_hidden_state": part.encoder(*inputs)}

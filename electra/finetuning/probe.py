@@ -175,8 +175,8 @@ def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
     return [job for job in jobs if job.key not in results]
 
 
-def run_probe_jobs(jobs: list[ProbeJob], workers: int | None, output: Path) -> dict[Key, str]:
-    """Run jobs, the longest first, and append their results; returns the errors of those that failed twice."""
+def run_probe_jobs(jobs: list[ProbeJob], workers: int | None, output: Path) -> dict[str, str]:
+    """Run jobs, the longest first, and append their results; returns the errors of those that failed twice, by key."""
     pending, total = sorted(jobs, key=estimated_cost, reverse=True), len(jobs)
     finished: set[Key] = set()
     attempts: Counter[Key] = Counter()
@@ -202,7 +202,7 @@ def run_probe_jobs(jobs: list[ProbeJob], workers: int | None, output: Path) -> d
             errors |= {job.key: broken for job in unfinished}
             break
         pending = unfinished
-    return {key: error for key, error in errors.items() if key not in finished}
+    return {" ".join(map(str, key)): error for key, error in errors.items() if key not in finished}
 
 
 def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
@@ -265,8 +265,7 @@ def run_probe(config: ProbeConfig, models: dict[str, Path]) -> dict[str, str]:
     """Fine-tune what has no result in `config.output` yet, of models by name; returns the errors of what failed."""
     with tempfile.TemporaryDirectory(prefix="electra-probe-") as temporary, lock_file(config.output):
         jobs = without_finished(prepare_probe_jobs(config, models, Path(temporary)), config.output)
-        errors = run_probe_jobs(jobs, config.workers, config.output)
-    return {" ".join(map(str, key)): error for key, error in errors.items()}
+        return run_probe_jobs(jobs, config.workers, config.output)
 
 
 @dataclass(frozen=True)

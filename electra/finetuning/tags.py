@@ -336,7 +336,7 @@ def split_into_windows(lengths: NDArray, max_tokens: int) -> list[Window]:
 def tag_loss(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
     """The sum over the words of each row of their cross-entropies [B], from logits [B, L, num_labels]."""
     known = targets[:, : logits.shape[1]].long()
-    return cross_entropy(logits.transpose(1, 2), known.where(known >= 0, IGNORED), weights).sum(1)
+    return cross_entropy(logits.transpose(1, 2), known.masked_fill(known < 0, IGNORED), weights).sum(1)
 
 
 def predict_tags(outputs: Outputs, task: Task) -> NDArray:

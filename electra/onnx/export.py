@@ -28,7 +28,7 @@ LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 MAX_BYTES = 2**31 - 2**24  # of the weights: protobuf files are below 2 GiB
 MASKED = -3.4e38  # added to the attention logits of padding; unlike -inf, no row of them has a softmax of NaN
 
-Outputs = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
+OutputFunction = Callable[[Tensor, Tensor, Tensor], dict[str, Tensor]]
 
 
 class ExportableModel(nn.Module):
@@ -38,7 +38,7 @@ class ExportableModel(nn.Module):
         self,
         module: nn.Module,
         encoder: Encoder,
-        compute_outputs: Outputs,  # of input_ids, attention_mask and segment_ids
+        compute_outputs: OutputFunction,  # of input_ids, attention_mask and segment_ids
         axes: tuple[str, ...] = ("batch", "length"),  # of these inputs
         int8_head: bool = False,  # whether an int8 file has all that follows the hidden states in int8, too
     ) -> None:

@@ -171,9 +171,8 @@ class PretrainConfig:
     phases: tuple[str, ...] = ()
     """Train in phases, each with some settings of its own, for instance `fraction=0.9 fraction=0.1,length=512`, or for
     two-stage training `objective=mlm objective=frozen-rtd`. Settings of a phase: fraction (of the budget), objective,
-    length, batch-size, micro-batches, learning-rate, mask-fraction, temperature, packing, dropout,
-    generator-dropout. Consecutive phases
-    of one objective share a schedule and optimizer; a new objective starts new ones."""
+    length, batch-size, micro-batches, learning-rate, mask-fraction, temperature, packing, dropout, generator-dropout.
+    Consecutive phases of one objective share a schedule and optimizer; a new objective starts new ones."""
     seed: int = 0
     """Seed of weights, row order, masks, samples and dropout."""
     evaluation_rows: int = 512

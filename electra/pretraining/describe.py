@@ -24,7 +24,7 @@ MODEL_NAMES = {
     "copy_mlm": "masked language model with copy mechanism",
 }
 
-SHARING = {
+SHARING_NAMES = {
     "none": "no shared weights",
     "embeddings": "shared embeddings",
     "disentangled": "shared embeddings, disentangled",
@@ -39,7 +39,7 @@ BYTES_PER_PARAMETER = 16  # weight, gradient and two moments in fp32
 GUESSING_AUC = 0.55  # of random tokens; below, a discriminator is hardly better than guessing, which has 0.5
 OVERFITTING = 1.02  # times the lowest held-out loss
 MANY_EPOCHS = 20
-PLATEAU = (
+PLATEAU_SENTENCES = (
     "This is the plateau of token frequencies: every model first learns how frequent each token is, and uses the "
     "context only later, often quite suddenly."
 )
@@ -64,7 +64,7 @@ def describe_model(config: PretrainConfig, model: ElectraConfig) -> str:
     elif config.objective.generator != "model":
         parts.append(f"no generator, {config.objective.generator} replacements")
     if model.generator and model.discriminator:
-        parts.append(SHARING[model.sharing])
+        parts.append(SHARING_NAMES[model.sharing])
     return f"{config.model.style}: {'; '.join(parts)}"
 
 
@@ -253,7 +253,7 @@ def assess_run(metrics_lines: list[dict[str, Any]], epochs: float, run: str) -> 
     ]
     for name in token_losses:
         assessment[TOKEN_LOSSES[name]] = assess_token_predictions(last, name)
-        assessment |= {"plateau": PLATEAU} if is_on_plateau(last, name) else {}
+        assessment |= {"plateau": PLATEAU_SENTENCES} if is_on_plateau(last, name) else {}
     if "unigram_rtd_auc" in last:
         assessment["discriminator"] = assess_discriminator(last)
     # losses with the same masks and samples at every evaluation

@@ -234,7 +234,7 @@ class Model:
         return self.tokenizer.library.id_to_token(token_id) or f"<{token_id}>"
 
 
-def load_model(path: Path, device: Device) -> Model:
+def load_text_model(path: Path, device: Device) -> Model:
     """Load a model folder, the newest checkpoint of a run, or a Hugging Face folder, with its tokenizer."""
     folder = find_model_folder(path)
     config, weights = read_config_and_tensors(folder)
@@ -253,7 +253,7 @@ def load(path: str | Path = TextConfig.model, device: Device = "auto") -> Model 
         return load_onnx(Path(path))
     if is_finetuned(Path(path)):
         return Predictor(PredictorConfig(model=Path(path), input=Path(), device=device))
-    return load_model(Path(path), device)
+    return load_text_model(Path(path), device)
 
 
 def load_onnx(folder: Path, int8: bool = False) -> Model | Predictor:
@@ -290,9 +290,9 @@ def fill(config: FillConfig) -> MaskPredictions | TextResults:
 def apply_to_texts(config: TextConfig, function: Callable[[Model, str], Any]) -> Any:
     """The result of a model for a text, or those for the lines of --input or of standard input."""
     if config.text is not None:
-        return function(load_model(config.model, config.device), config.text)
+        return function(load_text_model(config.model, config.device), config.text)
     texts, results = read_lines(config.input), []
-    model = load_model(config.model, config.device)
+    model = load_text_model(config.model, config.device)
     for number, text in texts.items():
         try:
             results.append(function(model, text))

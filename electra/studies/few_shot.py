@@ -46,7 +46,7 @@ def few_shot_curve(config: AnalyzeConfig) -> tuple[list[FewShotPoint], dict[str,
                 metric = get_glue_task(task, config.glue or "").metrics[0]
                 scores = np.array([[result.metrics[metric] or 0.0] for result in results])  # [subsets, 1]
                 points.append(FewShotPoint(task, metric, int(setting.split()[0]), estimate_mean(scores)))
-    return points, {" ".join(map(str, key)): error for key, error in errors.items()}
+    return points, errors
 
 
 def few_shot_jobs(config: AnalyzeConfig, folder: Path) -> Iterator[ProbeJob]:
