@@ -173,6 +173,12 @@ def test_sums_before_layer_norms_are_not_fused(exported):
     assert [producers[node.input[0]] for node in norms] == ["Sum"] * 3  # embeddings, attention, feed-forward
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "model_quantized.onnx"])
+def test_files_name_no_path_of_the_computer_that_wrote_them(exported, name):
+    stored = (exported[0] / "onnx" / name).read_bytes()
+    assert b".py" not in stored
+
+
 def test_int8_files_keep_the_head_in_fp32(exported):
     graph = onnx.load(exported[0] / "onnx/model_quantized.onnx").graph
     products = [node.op_type for node in graph.node if node.op_type in ("MatMul", "MatMulInteger")]

@@ -116,6 +116,7 @@ def write_onnx(model: ExportableModel, path: Path) -> None:
     del traced.graph.output[:]
     traced.graph.output.extend(outputs[name] for name in output_names(outputs))
     keep_fast_layer_norms(traced)
+    remove_stack_traces(traced)
     onnx.save(traced, path)
 
 
@@ -169,6 +170,12 @@ def keep_fast_layer_norms(model: Any) -> None:
         before = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
         if before is not None and before.op_type == "Add":
             before.op_type = "Sum"
+
+
+def remove_stack_traces(model: Any) -> None:
+    """Remove what torch.onnx notes about the origin of each node: source lines, with paths of this computer."""
+    for each in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output):
+        del each.metadata_props[:]
 
 
 def open_session(path: Path, outputs: Iterable[str] = ()) -> Any:
