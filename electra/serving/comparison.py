@@ -23,8 +23,6 @@ from electra.serving.inference import Model
 from electra.serving.replaced_words import ReplacedWordsResult, count_found, find_replaced_words, word_scores
 
 RANDOM_AUC = "unigram_rtd_auc"
-WORDS_FOUND_BY_BIGRAMS = 38
-"""Of 100, by counts of text like that of the packaged model: 320 MB of Wikipedia and books (docs/log.md)."""
 BASELINES = ("guessing", "token frequencies", "bigram counts")
 COLUMNS = ["", *BASELINES, "before", "model"]
 BETTER = (
@@ -99,11 +97,9 @@ def compare_held_out(
 def compare_replaced_words(model: Model, found_before: ReplacedWordsResult | None, counts: BigramCounts) -> Comparison:
     """The replaced words that the trained model and the packaged one find, beside guessing and bigram counts."""
     found = find_replaced_words(model)
-    if found_before is None:
-        by_bigrams, before = find_replaced_words_by_bigrams(model.tokenizer, counts), None
-    else:
-        by_bigrams, before = WORDS_FOUND_BY_BIGRAMS, found_before.found
+    by_bigrams = find_replaced_words_by_bigrams(model.tokenizer, counts)
     baselines = {"guessing": found.guessing, "bigram counts": by_bigrams}
+    before = None if found_before is None else found_before.found
     return Comparison("replaced words found, of 100", 0, baselines, found.found, True, before)
 
 
