@@ -75,7 +75,7 @@ class DemoResult:
             *([EXAMPLES_NOTE, *(f"  {marked}" for marked in self.marked_examples), ""] if self.marked_examples else []),
             f"{FURTHER if self.uses_packaged_model else 'A tiny model was trained from scratch'} on {text}: "
             f"{self.steps:,} steps, {self.tokens:,} tokens.",
-            "On a hundred sentences with a replaced word, and on held-out rows of that text; bigrams are counted in it:",
+            "On a hundred sentences with a replaced word, and on held-out rows of that text, beside baselines:",
             "",
             *describe_comparisons(self.comparisons, self.uses_packaged_model),
             *([] if self.uses_packaged_model else [SCRATCH_NOTE]),
