@@ -1,6 +1,7 @@
 """Shared fixtures: small models, batches, shards, and finished runs that are trained once per session."""
 
 import shutil
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and shells' background jobs ignore these signals,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and electra does what it was told: it goes on
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("no deadline")
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -62,6 +62,8 @@ def call_in_thread(function: Callable[[], Result]) -> Result:
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
+    while not future.done():
+        wait([future], timeout=0.2)  # a signal that arrives just before does not end the waiting
     return future.result()
 
 
