@@ -13,7 +13,7 @@ from electra.cli import main
 from electra.config import build_config, replace_settings
 from electra.data.shards import open_shards
 from electra.data.tokenizer import read_trained_length
-from electra.errors import ConfigError
+from electra.errors import ConfigError, DataError
 from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.finetuning.model import load_pretrained
@@ -377,3 +377,12 @@ def test_a_model_stores_the_length_of_its_longest_rows(run_config, tmp_path):
         continued = run_config(f"continued-{expected}", steps=1, init=source, sinusoidal_positions=False, **size)
         pretrain(continued)
         assert read_trained_length(checkpoint_folders(continued.output)[-1]) == expected
+
+
+def test_a_damaged_trunk_is_named(run_config):
+    trunk = run_config("trunk", steps=2, bag_of_words_weight=0.5, schedule="wsd")
+    pretrain(trunk)
+    state = checkpoint_folders(trunk.output)[-1] / "state.json"
+    state.write_text(state.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.raises(DataError, match=r"state\.json is damaged"):
+        build_config(PretrainConfig, data=trunk.data, output="branch", branch_from=trunk.output, steps=1)

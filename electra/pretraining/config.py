@@ -299,24 +299,22 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
-    """The settings that a branch takes from its trunk; empty if it cannot be read: the run reports it."""
+    """The settings that a branch takes from its trunk."""
     if not explicit_values.get("branch_from"):
         return {}
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import find_model_folder
 
-    with suppress(DataError):
-        checkpoint = find_model_folder(Path(explicit_values["branch_from"]))
-        stored = read_run_settings(checkpoint)
-        task_state = asdict(read_pretraining_state(checkpoint))
-        pair = read_model_config(checkpoint)
-        inherited = ("recipe", "optimizer", "generator", "corrective_lm_weight", "bag_of_words_weight")
-        settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
-        settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
-        size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
-        has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide
-        return settings if has_other_size else settings | model_config_settings(pair, size)
-    return {}
+    checkpoint = find_model_folder(Path(explicit_values["branch_from"]))
+    stored = read_run_settings(checkpoint)
+    task_state = asdict(read_pretraining_state(checkpoint))
+    pair = read_model_config(checkpoint)
+    inherited = ("recipe", "optimizer", "generator", "corrective_lm_weight", "bag_of_words_weight")
+    settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
+    settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
+    size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
+    has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide
+    return settings if has_other_size else settings | model_config_settings(pair, size)
 
 
 @dataclass(frozen=True, kw_only=True)
