@@ -27,8 +27,9 @@ from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and shells' background jobs ignore these signals,
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and electra does what it was told: it goes on
+# nohup and background jobs of a shell start with these signals ignored, and electra keeps ignoring them
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is not a failure
 hypothesis.settings.load_profile("no deadline")
 

@@ -1,4 +1,4 @@
-"""A hundred sentences, each with one replaced word that a person finds at once, and how many of them a model finds."""
+"""A hundred sentences, each with one replaced word that is obvious to a reader, and how many of them a model finds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
