@@ -15,8 +15,10 @@ seconds are medians of the training alone, without its first step (which compile
 
 Each result is appended to results.jsonl in --output when its seed ends. A repeated command only computes what is
 missing there, also if the other files of --output were lost, so that tasks and seeds can be run in pieces: --tasks
-selects some, and --minutes starts nothing that would probably not end in time. The table has all results of the same
-model, device and settings.
+and --seeds select some, and --minutes starts nothing that would probably not end in time. The table has all results of
+the same model, device and settings. Several processes, each with an --output of its own, may share a GPU; their
+results.jsonl can be joined. --peer-steps then measures the seconds with nothing else on the GPU: one seed of electra
+and so many steps of the transformers loop, which the table takes instead of those of the results.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from typing import Any
 
 import torch
 import transformers
-from finetune import summarize, train_peer
+from finetune import compare_speed, format_speed, summarize, train_peer
 
 from electra.config import build_config
 from electra.exporting.command import export
@@ -195,7 +197,20 @@ def read_results(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-def make_rows(results: list[dict[str, Any]], weights: str, device: str) -> list[dict[str, Any]]:
+def measure_times(comparison: Comparison, peer_steps: int, file: Path) -> None:
+    """Measure the seconds of both contenders for one seed and add them to a file."""
+    config = replace(comparison.config, output=comparison.config.output.with_name(f"{comparison.name}-times"))
+    speed = compare_speed(config, comparison.task, peer_steps)
+    seconds = {ELECTRA: speed["electra"], TRANSFORMERS: speed["peer"]}
+    write_json(file, read_times(file) | {comparison.name: {"seconds": seconds, "settings": comparison.settings}})
+    print(f"{comparison.name}, times: {format_speed(speed)}", file=sys.stderr, flush=True)
+
+
+def read_times(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def make_rows(results: list[dict[str, Any]], times: dict[str, Any], weights: str, device: str) -> list[dict[str, Any]]:
     """The rows of the table: of each task, the results of a model and device with the settings that were used last."""
     same = [each for each in results if (each["settings"]["weights"], each["settings"]["device"]) == (weights, device)]
     rows = []
@@ -211,7 +226,9 @@ def make_rows(results: list[dict[str, Any]], weights: str, device: str) -> list[
             row |= {"length": settings["length"], "epochs": settings["epochs"]}
             for who, finished in seeds.items():
                 if finished:
-                    seconds = median([seed["seconds"] for seed in finished])
+                    alone = times.get(name, {"settings": None})
+                    is_measured = alone["settings"] == settings
+                    seconds = alone["seconds"][who] if is_measured else median([seed["seconds"] for seed in finished])
                     row[who] = summarize([seed["score"] for seed in finished]) | {"seconds": seconds}
             rows.append(row)
     add_ratios(rows)
@@ -239,10 +256,10 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
 
 
-def run_missing(comparison: Comparison, seeds: int, deadline: float) -> bool:
+def run_missing(comparison: Comparison, seeds: list[int], deadline: float) -> bool:
     """Run the seeds without a result; returns False if there was not enough time for all of them."""
     contenders = (ELECTRA,) if comparison.name == "squad-all" else (ELECTRA, TRANSFORMERS)
-    for seed in range(1, seeds + 1):
+    for seed in seeds:
         for contender in contenders:
             done = comparison.results(contender)
             expected = max((each["wall_seconds"] for each in done.values()), default=0.0)
@@ -292,10 +309,11 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, required=True, help="text for the choice task, a paragraph a line")
     parser.add_argument("--output", type=Path, required=True, help="folder for rows, models and results")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start nothing that takes longer (default: no limit)"
     )
+    parser.add_argument("--peer-steps", type=int, help="only measure seconds, with so many steps of transformers")
     parser.add_argument("--epochs", type=int, help="default: those of electra finetune")
     parser.add_argument("--train-rows", type=int, default=20_000, help="at most, of each task")
     parser.add_argument("--dev-rows", type=int, help="at most, of each task (default: all)")
@@ -314,11 +332,15 @@ def main() -> None:
         parser.error(f"{options.model} is no classic ELECTRA, which the loop over transformers' model needs")
     options.squad_length = min(options.squad_length, settings["max_position_embeddings"])
     rows: list[dict[str, Any]] = []
+    times = options.output / "times.json"
     for name in options.tasks:
         comparison = make_comparison(options, name, model, device)
-        if not run_missing(comparison, options.seeds, deadline):
+        if options.peer_steps:
+            measure_times(comparison, options.peer_steps, times)
+        elif not run_missing(comparison, options.seeds, deadline):
             print(f"{name}: not finished within --minutes; repeat the command to continue", file=sys.stderr)
-        rows = make_rows(read_results(comparison.file), comparison.settings["weights"], comparison.settings["device"])
+        results = read_results(comparison.file)
+        rows = make_rows(results, read_times(times), comparison.settings["weights"], comparison.settings["device"])
         write_file(options.output / "table.md", format_table(rows, device) + "\n")
         write_json(options.output / "table.json", {"results": rows})
     print(json.dumps(rows) if options.json else format_table(rows, device))

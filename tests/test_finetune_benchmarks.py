@@ -80,7 +80,7 @@ def test_one_command_makes_the_table_of_all_kinds_of_tasks(run_benchmark, finish
     lines = (" ".join(sentence(generator).capitalize() for _ in range(4)) for _ in range(80))
     (tmp_path / "text.txt").write_text("\n".join(lines))
     flags = ["--model", finished_run, "--squad", tmp_path, "--tagging", tmp_path, "--corpus", tmp_path / "text.txt"]
-    flags += ["--seeds", 2, "--epochs", 1, "--train-rows", 64, "--dev-rows", 16, "--squad-length", 16]
+    flags += ["--seeds", 1, 2, "--epochs", 1, "--train-rows", 64, "--dev-rows", 16, "--squad-length", 16]
     flags += ["--output", tmp_path / "table"]
     (ner,) = run_benchmark("task_table", *flags, "--tasks", "ner")
     results = run_benchmark("task_table", *flags)
@@ -95,6 +95,9 @@ def test_one_command_makes_the_table_of_all_kinds_of_tasks(run_benchmark, finish
     for folder in (tmp_path / "table").glob("*-*"):
         shutil.rmtree(folder)
     assert run_benchmark("task_table", *flags, "--minutes", 0) == results  # nothing runs again
+    ner_with_times = run_benchmark("task_table", *flags, "--tasks", "ner", "--peer-steps", 2)[2]
+    assert ner_with_times["electra"]["seeds"] == ner["electra"]["seeds"]
+    assert ner_with_times["transformers"]["seconds"] != ner["transformers"]["seconds"]
     (tmp_path / "table/results.jsonl").unlink()
     assert run_benchmark("task_table", *flags, "--tasks", "ner", "--minutes", 0) == []  # nothing is started
 
