@@ -353,8 +353,11 @@ WRITERS: dict[str, type[JsonWriter | CsvWriter]] = {
 
 def evaluate(config: EvaluateConfig) -> EvaluateResult:
     """Compute the task's metrics on a file with labels."""
-    predictor = Predictor(config.predictor)
-    path, task = config.predictor.input, predictor.task
+    return evaluate_predictor(Predictor(config.predictor), config.predictor.input)
+
+
+def evaluate_predictor(predictor: Predictor, path: Path) -> EvaluateResult:
+    task = predictor.task
     labels, predictions = [], []
     unknown, total = Counter[str](), 0
     for outputs in predictor.stream_outputs(path, with_labels=True):
