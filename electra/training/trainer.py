@@ -110,6 +110,7 @@ class Trainer:
         self.averages = RunningAverages()  # since the last line of metrics.jsonl
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
+        self.bar = ProgressBar(quiet)
         self.received: list[int] = []  # signals to this rank
         self.is_warm = False  # the first step compiles and fills caches; its time does not count
         self.nonfinite_run = torch.zeros(2, device=device)  # consecutive non-finite steps: current, longest so far
@@ -143,10 +144,7 @@ class Trainer:
         self.logger = self.open_logger() if self.world.is_main else None
         self.saved_at = self.state.seconds
         self.run_step = self.build_step()
-        with (
-            collect_stop_signals(self.quiet, self.world.is_distributed) as self.received,
-            ProgressBar(self.quiet) as self.bar,
-        ):
+        with collect_stop_signals(self.quiet, self.world.is_distributed) as self.received, self.bar:
             signals = self.signals = [] if self.world.is_distributed else self.received
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
