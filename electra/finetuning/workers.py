@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from electra.data.ray_tasks import map_on_ray
-from electra.data.workers import count_usable_cores, init_worker, starting_workers
+from electra.data.workers import count_usable_cores, init_worker, map_on_ray, starting_workers
 from electra.errors import DataError, TrainingError
 from electra.finetuning.job import Job, JobResult
 from electra.runfolder import lock_file

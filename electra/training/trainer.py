@@ -27,11 +27,10 @@ from electra.training.checkpoint import (
     save_checkpoint,
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
-from electra.training.distributed import DistributedStep, GradientBuffer, World, seed_dropout
+from electra.training.distributed import DistributedStep, GradientBuffer, World, gather_shards, seed_dropout
 from electra.training.hardware import is_out_of_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
-from electra.training.sharding import gather
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
@@ -333,7 +332,7 @@ class Trainer:
         """Clip gradients and update the weights, unless a loss or the gradient is not finite."""
         gradients = [parameter.grad for parameter in self.task.model.parameters() if parameter.grad is not None]
         loss_scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        norm = gather(nn.utils.get_total_norm(gradients)) / loss_scale
+        norm = gather_shards(nn.utils.get_total_norm(gradients)) / loss_scale
         metrics = losses | {"gradient_norm": norm}
         is_finite = torch.isfinite(torch.stack(list(metrics.values()))).all()
         max_norm = self.optimizer_config.max_grad_norm or math.inf
