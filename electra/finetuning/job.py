@@ -435,8 +435,9 @@ def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]
     last = {line["kind"]: line["loss"] for line in metrics}
     uniform_loss = finetuning.kind.uniform_loss(finetuning.task)
     advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
-    check_not_diverged("the training loss", last["train"], uniform_loss, advice)
-    check_not_diverged("the dev loss", last["validation"], math.inf, advice)
+    for kind, name, bound in (("train", "the training loss", uniform_loss), ("validation", "the dev loss", math.inf)):
+        if kind in last:  # after a power failure the last lines may be missing
+            check_not_diverged(name, last[kind], bound, advice)
 
 
 def curve_panels(task: Task) -> MetricPanels:
