@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from electra.config import build_config
 from electra.data.shards import Shards
 from electra.finetuning.config import ProbeConfig
-from electra.finetuning.probe import run_probe
+from electra.finetuning.probe import parse_settings, run_probe
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
+from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
 from electra.reporting.runs import Run, read_run
@@ -60,11 +61,23 @@ def probe_config(config: StudyConfig) -> ProbeConfig:
         data=config.glue,
         output=config.output / PROBE,
         tasks=config.tasks,
-        settings=("default", *config.finetuning),
+        settings=probe_settings(config),
         seeds=config.finetuning_seeds,
         rows=config.probe_rows,
         device=config.device,
     )
+
+
+def probe_settings(config: StudyConfig) -> tuple[str, ...]:
+    return ("default", *config.finetuning)
+
+
+def check_probe(config: StudyConfig) -> None:
+    """Raise, before anything is trained, if the probe's settings or the data of its tasks are unusable."""
+    parse_settings(probe_settings(config))
+    if config.glue is not None:
+        for name in config.tasks:
+            next(read_split_rows(get_glue_task(name, config.glue), "train"))
 
 
 def measure_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
