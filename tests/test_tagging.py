@@ -402,7 +402,9 @@ def test_rows_that_are_no_tagged_sentences_are_one_sentence_before_anything_is_w
     ("flags", "message"),
     [
         ("--train rows.csv --crf", "--crf needs --kind tags"),
-        ("--task mrpc --data glue --crf", "--crf needs a tagging task (ner, chunking, pos), not mrpc"),
+        ("--task mrpc --data glue --crf", "--crf needs --kind tags or a tagging --task (ner, chunking, pos)"),
+        ("--task squad --data squad --crf", "--crf needs --kind tags"),
+        ("--task ner --data conll --head joint", "--head and --strict need --kind question-answering or --task squad"),
         ("--train rows.conll --kind tags --text-b b", "--text-b cannot be combined with --kind tags"),
     ],
 )

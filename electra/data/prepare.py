@@ -37,7 +37,6 @@ from electra.data.parts import (
     read_part_record,
     remove_part_records,
 )
-from electra.data.ray_tasks import map_on_ray
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,
@@ -53,7 +52,7 @@ from electra.data.shards import (
     totals_by_split,
 )
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
-from electra.data.workers import count_usable_cores, map_in_order
+from electra.data.workers import count_usable_cores, map_in_order, map_on_ray
 from electra.errors import ConfigError, DataError, check_range, format_count
 from electra.progress import create_progress_bar
 from electra.runfolder import (

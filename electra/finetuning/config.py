@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from electra.config import PACKAGED_MODEL
 from electra.errors import ConfigError, check_range, format_count
 from electra.finetuning.readers import SpanHead, TaskKind, kind_of_file
-from electra.finetuning.tasks import Task
+from electra.finetuning.tasks import SQUAD_VERSIONS, TAGGING_COLUMNS, Task
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrackerName, TrainerConfig
 
@@ -75,6 +75,9 @@ class TaskConfig:
             )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
+        of_own_files = ("dev_fraction", "text", "text_b", "choices", "label", "kind")
+        if self.task is not None and (given := [name for name in of_own_files if getattr(self, name)]):
+            raise ConfigError(f"--{given[0].replace('_', '-')} is for your own files (--train), not for --task")
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         check_range(self, "dev_fraction", above=0, below=1)
@@ -82,10 +85,13 @@ class TaskConfig:
         kind = self.known_kind()
         if self.choices and kind != "choice":
             raise ConfigError("--choices needs --kind choice")
-        if (self.strict or self.head != "simple") and kind != "question-answering" and self.task is None:
-            raise ConfigError("--head and --strict need --kind question-answering")
-        if self.crf and kind != "tags" and self.task is None:
-            raise ConfigError("--crf needs --kind tags, or a .conll or .conllu file")
+        has_answers = kind == "question-answering" or self.task in SQUAD_VERSIONS
+        if (self.strict or self.head != "simple") and not has_answers:
+            raise ConfigError(
+                f"--head and --strict need --kind question-answering or --task {' or '.join(SQUAD_VERSIONS)}"
+            )
+        if self.crf and kind != "tags" and self.task not in TAGGING_COLUMNS:
+            raise ConfigError(f"--crf needs --kind tags or a tagging --task ({', '.join(TAGGING_COLUMNS)})")
         if kind == "tags" and self.text_b is not None:
             raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
         label = self.label or ("label" if kind not in ("tags", "question-answering") else None)

@@ -428,9 +428,13 @@ def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]
     last = {line["kind"]: line["loss"] for line in metrics}
     kind = finetuning.kind
     advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
-    uniform_loss = kind.uniform_loss(finetuning.task)
-    check_not_diverged("the training loss", last["train"], uniform_loss, advice, kind.max_loss_ratio)
-    check_not_diverged("the dev loss", last["validation"], math.inf, advice)
+    checks = (
+        ("train", "the training loss", kind.uniform_loss(finetuning.task), kind.max_loss_ratio),
+        ("validation", "the dev loss", math.inf, 1.0),
+    )
+    for split, name, bound, max_ratio in checks:
+        if split in last:  # after a power failure the last lines may be missing
+            check_not_diverged(name, last[split], bound, advice, max_ratio)
 
 
 def curve_panels(task: Task) -> MetricPanels:

@@ -34,6 +34,8 @@ from electra.finetuning.losses import (
 from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
+    SQUAD_VERSIONS,
+    TAGGING_COLUMNS,
     TEST,
     Examples,
     Task,
@@ -269,23 +271,27 @@ def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray
 
 
 def define_task(config: TaskConfig) -> Task:
-    """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
+    """The task of GLUE, SQuAD or CoNLL, or that of the user's own files."""
+    task = define_custom_task(config) if config.task is None else define_benchmark_task(config.task, config)
+    return with_windows(task, config.windows)
+
+
+def define_benchmark_task(name: str, config: TaskConfig) -> Task:
+    assert config.data is not None
+    if name in TAGGING_COLUMNS:
+        task = with_inferred_labels(tags.define_tagging_task(name, config.data, config.crf), "tags")
+        tags.check_tags_of_task(task)
+        return task
+    if name in SQUAD_VERSIONS:
+        task = qa.define_squad_task(name, config.data, config.head)
+        return with_inferred_labels(task, task.kind, config.strict)
+    return get_glue_task(name, config.data)
+
+
+def define_custom_task(config: TaskConfig) -> Task:
+    """A task with classes, scale and, unless set, kind inferred from the training labels.
 
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
-    if config.task is not None:
-        assert config.data is not None
-        if config.task in tags.TASK_COLUMNS:
-            task = with_inferred_labels(tags.define_tagging_task(config.task, config.data, config.crf), "tags")
-            tags.check_tags_of_task(task)
-            return with_windows(task, config.windows)
-        if config.task in qa.SQUAD_VERSIONS:
-            task = qa.define_squad_task(config.task, config.data, config.head)
-            return with_windows(with_inferred_labels(task, task.kind, config.strict), config.windows)
-        if config.head != "simple" or config.strict:
-            raise ConfigError(f"--head and --strict need {' or '.join(qa.SQUAD_VERSIONS)}, not {config.task}")
-        if config.crf:
-            raise ConfigError(f"--crf needs a tagging task ({', '.join(tags.TASK_COLUMNS)}), not {config.task}")
-        return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
     given_kind = config.known_kind()
@@ -305,8 +311,7 @@ def define_task(config: TaskConfig) -> Task:
     )
     rows = read_split_rows(task, "train", kind.read_rows)
     first = next(rows)
-    task = with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
-    return with_windows(task, config.windows)
+    return with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
 
 
 def with_windows(task: Task, windows: int) -> Task:

@@ -33,9 +33,9 @@ def balanced_class_weights(labels: NDArray, num_classes: int) -> NDArray:
 
 
 def balanced_positive_weights(labels: NDArray, num_classes: int) -> NDArray:
-    """For each class of multi-hot `labels` [N, classes]: rows without it for each row with it."""
+    """For each class of multi-hot `labels` [N, classes]: rows without it, at least one, for each row with it."""
     counts = labels.sum(0)
-    return (len(labels) - counts) / np.maximum(counts, 1)
+    return np.maximum(len(labels) - counts, 1) / np.maximum(counts, 1)
 
 
 def parse_class_weights(words: tuple[str, ...], task: Task) -> list[float]:

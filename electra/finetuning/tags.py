@@ -45,7 +45,7 @@ from electra.finetuning.metrics import (
     precision_recall_f1,
 )
 from electra.finetuning.readers import Row, class_name_from_cell, sort_labels
-from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack_labels
+from electra.finetuning.tasks import TAGGING_COLUMNS, Examples, Task, check_text, get_cell, stack_labels
 from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
@@ -54,7 +54,6 @@ TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files hav
 CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known, or are those of no training row
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
-TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
 TASK_CORPORA = {"ner": ("conll2003",), "chunking": ("conll2000", "conll2003"), "pos": ("conll2003", "conll2000")}
 SPLIT_FILES = {
     "train": ("eng.train", "train.txt"),
@@ -107,8 +106,8 @@ def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
         name=name,
         kind="tags",
         text="1",
-        label=TASK_COLUMNS[name],
-        aliases={"words": "1", "tokens": "1", "tags": TASK_COLUMNS[name]},
+        label=TAGGING_COLUMNS[name],
+        aliases={"words": "1", "tokens": "1", "tags": TAGGING_COLUMNS[name]},
         crf=crf,
         metrics=(),
         splits={split: file for split, file in (splits | {"dev": splits["dev"] or splits["train"]}).items() if file},
@@ -180,7 +179,7 @@ def task_fields_from_tags(sentences: list[list[str]]) -> dict[str, Any]:
 def tag_warnings(sentences: list[list[str]], task: Task) -> Iterator[str]:
     """What is probably not intended in the tags of all training rows."""
     if task.scheme is None:
-        if task.name not in TASK_COLUMNS:
+        if task.name not in TAGGING_COLUMNS:
             yield (
                 "no tag has a prefix, so tags are classes of words (as parts of speech) and not joined to entities; "
                 f"tags of entities are {SCHEMES_IN_WORDS}"
