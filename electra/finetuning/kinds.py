@@ -21,16 +21,21 @@ from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features
-from electra.finetuning.heads import ChoiceModel, CrfTagModel, JointSpanModel, SpanModel, TagModel, span_loss
-from electra.finetuning.kind import Kind, class_mistakes, text_model
-from electra.finetuning.losses import (
+from electra.finetuning.heads import (
     BALANCED,
+    ChoiceModel,
+    CrfTagModel,
+    JointSpanModel,
+    SpanModel,
+    TagModel,
     balanced_class_weights,
     balanced_positive_weights,
     binary_cross_entropy,
     cross_entropy,
     parse_class_weights,
+    span_loss,
 )
+from electra.finetuning.kind import Kind, class_mistakes, text_model
 from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (

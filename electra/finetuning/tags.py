@@ -34,7 +34,7 @@ from electra.finetuning.conll import (
     write_tags,
 )
 from electra.finetuning.features import IGNORED, Features, Outputs, padded_length
-from electra.finetuning.losses import ClassWeights, cross_entropy
+from electra.finetuning.heads import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
