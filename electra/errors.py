@@ -84,3 +84,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
     close = get_close_matches(name.strip("-"), by_word, n=1)
     return f"did you mean {by_word[close[0]]}?" if close else otherwise
+
+
+def format_count(count: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun, for messages and results: 1 row, 2,000 rows."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -125,6 +125,7 @@ KINDS: dict[TaskKind, Kind] = {
         labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
         uniform_loss=lambda task: 1.0,
+        max_loss_ratio=100.0,  # of squares: AdamW's first steps may be off by several standard deviations
         predict=lambda outputs, task: task.denormalize_scores(outputs.logits[:, 0]),
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
@@ -298,7 +299,7 @@ def define_custom_task(config: TaskConfig) -> Task:
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     assert config.train is not None
     dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
-    given_kind: TaskKind | None = config.kind or ("tags" if tags.is_conll_file(config.train) else None)
+    given_kind = config.known_kind()
     kind = KINDS[given_kind or "classification"]
     task = Task(
         name=config.train.name.split(".")[0],

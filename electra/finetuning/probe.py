@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra.config import build_config
-from electra.errors import ConfigError, DataError, TrainingError
+from electra.errors import ConfigError, DataError, TrainingError, format_count
 from electra.finetuning.config import ProbeConfig, TuningConfig
 from electra.finetuning.features import Outputs
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
@@ -211,7 +211,11 @@ def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
     value = result.metrics[metric]
     name = f"{job.model_name}, {job.setting}, {job.task.name}, fold {job.fold}, seed {job.seed}"
     score = f"{metric} {math.nan if value is None else 100 * value:.1f}"
-    print(f"{progress}: {name}: {score}, {result.steps:,} steps in {result.seconds:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{progress}: {name}: {score}, {format_count(result.steps, 'step')} in {result.seconds:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:

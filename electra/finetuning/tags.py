@@ -22,7 +22,6 @@ from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.conll import (
-    CONLLU,
     OUTSIDE,
     SCHEMES_IN_WORDS,
     Entity,
@@ -74,11 +73,6 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
     if format in (".csv", ".json"):
         raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
     return read_conll(path)
-
-
-def is_conll_file(path: Path) -> bool:
-    """Whether a file must have CoNLL columns, as its name tells."""
-    return format_and_compression(path)[0] in (".conll", CONLLU)
 
 
 def find_columns(task: Task, row: Row) -> Task:
