@@ -13,9 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 import electra
 from electra import demonstration
 from electra.cli import main
-from electra.data import documentation
-from electra.data.documentation import is_prose, write_documentation_corpus
-from electra.demonstration import unused_folder
+from electra.demonstration import is_prose, unused_folder, write_documentation_corpus
 from electra.serving.config import DemoConfig
 from electra.serving.inference import load_text_model
 from electra.training.logging import TrainResult
@@ -77,7 +75,7 @@ def test_the_word_with_the_highest_probability_is_marked(finished_run):
 def test_paragraphs_that_begin_alike_are_written_once(tmp_path, monkeypatch):
     texts = ["The value of the expression is returned when the function is called " + end for end in ("a", "b")]
     texts += ["Another paragraph of some words that are long enough to be prose."]
-    monkeypatch.setattr(documentation, "documentation_texts", lambda: iter(texts))
+    monkeypatch.setattr(demonstration, "documentation_texts", lambda: iter(texts))
     assert write_documentation_corpus(tmp_path / "corpus.txt", max_characters=10_000) == 2
     assert (tmp_path / "corpus.txt").read_text().count("The value") == 1
 

@@ -71,7 +71,8 @@ class Kind:
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
     has_target: Callable[[Any], bool] = lambda label: True  # whether an example can be trained on
-    held_out_together: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))  # where equal
+    held_out_groups: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))
+    """Examples → a value for each; those with equal values are held out together."""
     has_classes: bool = True  # that the task lists as its labels
     has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
 

@@ -109,8 +109,8 @@ def finetune(job: ProbeJob) -> ProbeResult:
 def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArray) -> Metrics:
     """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
     task, kind = finetuning.task, finetuning.kind
-    labels = targets if task.labels else task.denormalize_scores(targets)
-    metrics = task.compute_metrics(kind.predict(Outputs(logits), task), labels)
+    predicted, labels = kind.predict(Outputs(logits), task), kind.labels_of_targets(targets, task)
+    metrics = kind.compute_metrics(predicted, labels, task)
     metrics["loss"] = kind.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
     if task.labels:
         metrics["auc"] = roc_auc(logits[:, 1] - logits[:, 0], targets == 1)

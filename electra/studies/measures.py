@@ -22,6 +22,7 @@ from electra.studies.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, re
 from electra.studies.runs import StudyRun
 
 PROBE = "probe.jsonl"
+FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # metrics of `read_fixed_rtd`
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
@@ -49,7 +50,7 @@ class MeasuredRun:
     def has_learnt(self) -> bool:
         """Whether the encoder has learnt more than guessing (a discriminator) or than token frequencies."""
         if self.fixed_rtd:
-            return self.fixed_rtd["fixed_rtd_auc"] >= GUESSING_AUC
+            return self.fixed_rtd[FIXED_RTD_AUC] >= GUESSING_AUC
         name = self.token_loss_name()
         return name is None or not is_on_plateau(self.cost.final_metrics, name)
 
