@@ -131,10 +131,12 @@ def import_tracker(name: TrackerName) -> Any:
         raise ConfigError(f"is {name}, which is not installed: pip install {name}", field="track") from None
 
 
-def check_tracker(name: TrackerName) -> None:
+def check_tracker(name: TrackerName, tensorboard: bool = False) -> None:
     """Raise a ConfigError, before anything is written, if a tracker is not installed."""
     if name != "none":
         import_tracker(name)
+    if tensorboard:
+        import_summary_writer()
 
 
 def load_run_id(name: TrackerName, run: Path) -> str:
@@ -191,11 +193,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def open_tensorboard(run: Path, last_step: int) -> Any:
     """A TensorBoard writer in the run folder."""
+    return import_summary_writer()(str(run / "tensorboard"), purge_step=last_step + 1)
+
+
+def import_summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError("--tensorboard needs TensorBoard: pip install tensorboard") from None
-    return SummaryWriter(str(run / "tensorboard"), purge_step=last_step + 1)
+    return SummaryWriter
 
 
 def format_duration(minutes: float) -> str:
