@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning import job as job_module
 from electra.finetuning.config import TaskConfig, TuningConfig
 from electra.finetuning.heads import balanced_class_weights, balanced_positive_weights
-from electra.finetuning.job import FinetuningTask, Job, build_trainer
+from electra.finetuning.job import FinetuningTask, Job, build_trainer, check_job_converged
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
 from electra.finetuning.tasks import Examples
@@ -62,6 +63,15 @@ def test_a_diverged_job_is_not_finished(make_job, learning_rate):
         with pytest.raises(TrainingError, match=r"training diverged: the (training|dev) loss is"):
             job.run()
     assert not job.is_finished()
+
+
+@pytest.mark.parametrize(("loss", "has_diverged"), [(16.5, False), (101, True)])
+def test_squared_errors_of_a_few_standard_deviations_are_no_divergence(make_job, loss, has_diverged):
+    """The first steps of AdamW, at the full learning rate, may be that wrong."""
+    task = FinetuningTask(make_job("regression", rows=20))
+    metrics = [{"kind": "train", "loss": loss}, {"kind": "validation", "loss": loss}]
+    with pytest.raises(TrainingError, match="diverged") if has_diverged else nullcontext():
+        check_job_converged(task, metrics)
 
 
 def test_ten_updates_equal_a_plain_loop(make_job):

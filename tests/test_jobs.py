@@ -128,7 +128,8 @@ def test_workers_are_divided_over_the_gpus(glue_config, monkeypatch, workers, on
 
 def test_a_single_job_runs_in_this_process(glue_config, capsys):
     glue(glue_config(seeds=1, epochs=1, workers=2))
-    assert "classic encoder with 2 layers of width 24; head on the first token" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "classic encoder with 2 layers of width 24; head on the first token\n1 epoch of " in printed
 
 
 def test_seeds_can_be_added_and_left_out(glue_config, tmp_path, monkeypatch):

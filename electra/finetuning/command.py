@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from electra.data.tokenizer import read_trained_length
-from electra.errors import DataError
+from electra.errors import DataError, format_count
 from electra.finetuning.config import FinetuneConfig
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.jobs import (
@@ -51,9 +51,13 @@ class FinetuneResult:
     def __str__(self) -> str:
         rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
         names = ", ".join(map(repr, self.labels[:10])) + (", …" if len(self.labels) > 10 else "")
-        classes = f", {len(self.labels)} classes: {names}" if self.labels else ""
+        classes = f", {format_count(len(self.labels), 'class', 'classes')}: {names}" if self.labels else ""
         lines = [f"{self.task} ({self.kind}{classes}): {rows} rows"]
-        lines += [f"{count:,} {split} rows truncated to --length" for split, count in self.truncated.items() if count]
+        lines += [
+            f"{format_count(count, f'{split} row')} truncated to --length"
+            for split, count in self.truncated.items()
+            if count
+        ]
         for split, metrics in self.median.items():
             for name, value in metrics.items():
                 lines.append(f"  {split} {name:<14}{format_metric(name, value):>6}{self.describe_seeds(split, name)}")

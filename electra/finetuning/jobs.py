@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import DataError
+from electra.errors import DataError, format_count
 from electra.finetuning.config import JobsConfig, TuningConfig
 from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
@@ -169,7 +169,7 @@ def run_jobs(jobs: list[Job], config: JobsConfig) -> list[JobResult]:
         results = run_on_ray(unfinished, config.ray)
     for number, (job, result) in enumerate(results, start=1):
         name, value = next(iter(result.metrics["dev"].items()))
-        metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
+        metrics = f"{name} {100 * value:.1f}, {format_count(result.steps, 'step')} in {result.seconds:.0f} s"
         print(
             f"{number} of {len(unfinished)}: {job.task.name}, seed {job.seed}: {metrics}", file=sys.stderr, flush=True
         )

@@ -39,6 +39,7 @@ from electra.finetuning.kind import Kind, class_mistakes, text_model
 from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
+    DEV_FRACTION,
     SQUAD_VERSIONS,
     TAGGING_COLUMNS,
     TEST,
@@ -125,6 +126,7 @@ KINDS: dict[TaskKind, Kind] = {
         labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
         uniform_loss=lambda task: 1.0,
+        max_loss_ratio=100.0,  # of squares: AdamW's first steps may be off by several standard deviations
         predict=lambda outputs, task: task.denormalize_scores(outputs.logits[:, 0]),
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
@@ -169,7 +171,7 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda answers, task: answers,
         dtype=object,
         has_target=qa.has_target,
-        held_out_together=lambda examples: examples.texts_b or (),
+        held_out_groups=lambda examples: examples.texts_b or (),
         has_classes=False,
         has_row_logits=False,
         make_features=qa.make_windows,
@@ -297,8 +299,7 @@ def define_custom_task(config: TaskConfig) -> Task:
 
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
     assert config.train is not None
-    dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
-    given_kind: TaskKind | None = config.kind or ("tags" if tags.is_conll_file(config.train) else None)
+    given_kind = config.known_kind()
     kind = KINDS[given_kind or "classification"]
     task = Task(
         name=config.train.name.split(".")[0],
@@ -311,7 +312,7 @@ def define_custom_task(config: TaskConfig) -> Task:
         head=config.head,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
-        dev_fraction=dev_fraction if config.dev is None else 0.0,
+        dev_fraction=(config.dev_fraction or DEV_FRACTION) if config.dev is None else 0.0,
     )
     rows = read_split_rows(task, "train", kind.read_rows)
     first = next(rows)
@@ -389,7 +390,7 @@ def read_examples(task: Task, split: str) -> Examples:
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
     if task.dev_fraction and split in ("train", "dev"):
-        examples = examples.select(train_or_dev_indices(task, split, KINDS[task.kind].held_out_together(examples)))
+        examples = examples.select(train_or_dev_indices(task, split, KINDS[task.kind].held_out_groups(examples)))
     if split == "train":
         assert examples.labels is not None
         has_target = np.array([KINDS[task.kind].has_target(label) for label in examples.labels])

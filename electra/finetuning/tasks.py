@@ -19,6 +19,7 @@ from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TagScheme, Ta
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
+DEV_FRACTION = 0.1  # of the training rows that is held out if there is no dev file
 MAX_CHUNK_CHARACTERS = 16 << 20  # of the rows in memory at a time, besides the last one
 SQUAD_VERSIONS = {"squad": "1.1", "squad2": "2.0"}  # by task
 TAGGING_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}  # of CoNLL files, by task
