@@ -18,6 +18,7 @@ from electra.errors import ConfigError
 from electra.finetuning.tasks import Task
 from electra.model.encoder import Encoder
 from electra.model.storage import copy_tokenizer_files
+from electra.onnx.graph import keep_fast_layer_norms, remove_stack_traces, split_qkv_products
 from electra.runfolder import write_file, write_stored
 
 FOLDER, FP32, INT8 = "onnx", "model.onnx", "model_quantized.onnx"  # the names that transformers.js reads
@@ -115,6 +116,7 @@ def write_onnx(model: ExportableModel, path: Path) -> None:
     outputs = {output.name: output for output in traced.graph.output}
     del traced.graph.output[:]
     traced.graph.output.extend(outputs[name] for name in output_names(outputs))
+    split_qkv_products(traced, model.encoder.config.heads)
     keep_fast_layer_norms(traced)
     remove_stack_traces(traced)
     onnx.save(traced, path)
@@ -159,23 +161,6 @@ def attention_nodes(query: Any, key: Any, value: Any, attn_mask: Any) -> Any:
     kept: Any = op.Constant(value_float=0.0)
     bias = op.Where(attn_mask, kept, op.Constant(value_float=MASKED))
     return op.MatMul(op.Softmax(op.Add(logits, bias), axis=-1), value)
-
-
-def keep_fast_layer_norms(model: Any) -> None:
-    """Write the sum before a LayerNorm as `Sum` instead of `Add`.
-
-    ONNX Runtime would fuse Add and LayerNorm to one operation, which seemed slower on a CPU (no times recorded)."""
-    producers = {name: node for node in model.graph.node for name in node.output}
-    for node in model.graph.node:
-        before = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
-        if before is not None and before.op_type == "Add":
-            before.op_type = "Sum"
-
-
-def remove_stack_traces(model: Any) -> None:
-    """Remove what torch.onnx notes about the origin of each node: source lines, with paths of this computer."""
-    for each in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output):
-        del each.metadata_props[:]
 
 
 def open_session(path: Path, outputs: Iterable[str] = ()) -> Any:
