@@ -23,7 +23,7 @@ from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import load_export_source
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.heads import ChoiceModel, SpanModel, TagModel, TaskModel
+from electra.finetuning.heads import ChoiceModel, JointSpanModel, SpanModel, TagModel, TaskModel
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
@@ -114,7 +114,7 @@ def test_fine_tuned_models_equal_transformers(pairs, tmp_path, kind, style):
     check_equal_to_transformers(tmp_path / "onnx", tmp_path / "huggingface", has_choices=kind == "choice")
 
 
-def test_heads_return_what_their_class_in_transformers_does(pairs):
+def test_outputs_of_heads_are_those_of_their_class_in_transformers_if_there_is_one(pairs):
     """Shapes only: values are compared by slow tests."""
     encoder = load_pretrained(pairs["classic"]).encoder
     ids = torch.randint(5, VOCAB_SIZE, (3, 2, 7))
@@ -123,9 +123,10 @@ def test_heads_return_what_their_class_in_transformers_does(pairs):
         (TagModel(encoder, 4), ids[:, 0], {"logits": (3, 7, 4)}),
         (ChoiceModel(encoder, 1), ids, {"logits": (3, 2)}),
         (SpanModel(encoder, 1), ids[:, 0], {"start_logits": (3, 7), "end_logits": (3, 7)}),
+        (JointSpanModel(encoder, 1), ids[:, 0], {"start_logits": (3, 7), "end_logits": (3, 7, 20), "null_logit": (3,)}),
     ):
         assert len(model.exported_axes) == inputs.dim()
-        outputs = model.huggingface_outputs(inputs, torch.ones_like(inputs).bool(), torch.zeros_like(inputs))
+        outputs = model.exported_outputs(inputs, torch.ones_like(inputs).bool(), torch.zeros_like(inputs))
         assert {name: tensor.shape for name, tensor in outputs.items()} == shapes
 
 

@@ -42,10 +42,12 @@ class ExportableModel(nn.Module):
         compute_outputs: OutputFunction,  # of input_ids, attention_mask and segment_ids
         axes: tuple[str, ...] = ("batch", "length"),  # of these inputs
         int8_head: bool = False,  # whether an int8 file has all that follows the hidden states in int8, too
+        has_segments: bool | None = None,  # whether segment ids are an input; by default of the classic style
     ) -> None:
         super().__init__()
         self.module, self.encoder, self.compute_outputs = module, encoder, compute_outputs
         self.axes, self.int8_head = axes, int8_head
+        self.has_segments = not encoder.config.is_modern() if has_segments is None else has_segments
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
@@ -61,7 +63,7 @@ class ExportableModel(nn.Module):
         return outputs | {HIDDEN: hidden[0]}
 
     def sample_inputs(self, rows: int, length: int, is_padded: bool = True) -> dict[str, Tensor]:
-        """Pairs of random texts of different lengths, padded at the end; the modern style has no segments."""
+        """Pairs of random texts of different lengths, padded at the end."""
         config, generator = self.encoder.config, torch.Generator().manual_seed(length)
         shape = (rows, *[2] * (len(self.axes) - 2), length)
         lengths = (length * torch.rand(shape[:-1], generator=generator)).long().clamp(min=min(2, length))
@@ -70,7 +72,7 @@ class ExportableModel(nn.Module):
         input_ids = torch.randint(config.vocab_size, shape, generator=generator)
         segment_ids = (2 * torch.arange(length) >= length).long().clamp(max=config.segments - 1).expand(shape)
         inputs = (input_ids.where(attention_mask, config.pad_id), attention_mask.long(), segment_ids)
-        return dict(zip(INPUTS[: 2 if config.is_modern() else 3], inputs, strict=False))
+        return dict(zip(INPUTS[: 2 + self.has_segments], inputs, strict=False))
 
 
 def check_libraries() -> None:
