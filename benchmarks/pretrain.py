@@ -34,9 +34,17 @@ from typing import Any
 import numpy as np
 import torch
 from peer import TransformersPair, eager_losses, static_losses, transformers_config
-from profiling import KindTime, format_profile, profile_step
 from synthetic_shards import write_synthetic_shards
-from timing import matmul_flops, mean_seconds, median_seconds, reset, result_or_error
+from timing import (
+    KindTime,
+    format_profile,
+    matmul_flops,
+    mean_seconds,
+    median_seconds,
+    profile_step,
+    reset,
+    result_or_error,
+)
 from torch import nn
 from transformers import ElectraForPreTraining
 

@@ -36,43 +36,6 @@ LIBRARIES = (
     "tokenizers",
 )
 
-# ---- for comparing with 42b7143 only: its names for what is called differently now ----------------------------------
-OLD_FLAGS = {
-    "--no-init-discriminator-from-generator": "--no-hands-over",
-    "--correct-sample-label": "--right-guess",
-    "--whole-word-masking": "--whole-words",
-    "--mask-token-probability": "--mask-share",
-    "--random-token-probability": "--random-share",
-    "--cross-document-attention": "--whole-rows",
-    "--activation-checkpointing": "--recompute",
-    "--unigram-output-bias": "--starts-at-unigram",
-    "--no-unigram-output-bias": "--no-starts-at-unigram",
-    "--sinusoidal-positions": "--starts-with-waves",
-    "--no-sinusoidal-positions": "--no-starts-with-waves",
-    "--scale-init-by-width": "--starts-by-width",
-    "--no-scale-init-by-width": "--no-starts-by-width",
-    "--global-attention-every": "--global-every",
-    "--packing": "--form",
-    "--keep-checkpoints": "--keep",
-    "--max-grad-norm": "--clip",
-    "--decay-fraction": "--decay",
-    "fraction=0.5": "share=0.5",
-    "fraction=0.5,length=48,batch-size=4,temperature=0.5": "share=0.5,length=48,batch-size=4,temperature=0.5",
-}
-OLD_FINETUNE_FLAGS = {"--batch-size": "--batch"}
-OLD_VALUES = {("--packing", "packed"): "dense", ("--packing", "segment-pairs"): "paper"}
-OLD_METRICS = {
-    "nonfinite_steps": "skipped",
-    "sample_accuracy": "samples_right",
-    "replace_mlm": "corrector",
-    "all_tokens_mlm": "corrector",
-    "replace_mlm_loss": "corrector_loss",
-    "replace_mlm_accuracy": "corrector_accuracy",
-    **{f"unigram_rtd_{name}": f"frozen_{name}" for name in ("loss", "accuracy", "precision", "recall", "auc")},
-}
-OLD_FOLDER = "electra/objective"  # only there until 42b7143
-# ----------------------------------------------------------------------------------------------------------------------
-
 MODEL = "--size tiny --layers 2 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --positions 64"
 ROWS = "--length 32 --batch-size 8 --steps 20 --log-every 1 --evaluate-every 10 --evaluation-rows 16"
 RUN = "--seed 3 --device cpu --precision fp32 --keep-checkpoints 1"
@@ -187,19 +150,9 @@ def write_inputs(folder: Path) -> None:
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def old_words(arguments: list[str]) -> list[str]:
-    """The same arguments in the words of 42b7143."""
-    renamed = OLD_FLAGS | (OLD_FINETUNE_FLAGS if arguments[0] == "finetune" else {})
-    flags = [renamed.get(argument, argument) for argument in arguments]
-    pairs = zip(["", *arguments], arguments, flags, strict=False)
-    return [OLD_VALUES.get((before, argument), flag) for before, argument, flag in pairs]
-
-
 def run(case: Case, checkout: Path, folder: Path) -> None:
     """Run a case in a forked process, as `python -m electra …` in `checkout`; stops with its output if it fails."""
     arguments = [case.command, *shlex.split(case.flags.format(data=folder / "data", runs=folder / "runs"))]
-    if (checkout / OLD_FOLDER).exists():
-        arguments = old_words(arguments)
     log = folder / "logs" / f"{case.name}.txt"
     process = multiprocessing.get_context("fork").Process(target=run_electra, args=(checkout, arguments, log))
     process.start()
@@ -239,7 +192,7 @@ def results(case: Case, folder: Path) -> dict[str, str]:
             record = json.loads(line)
             for name, value in record.items():
                 if isinstance(value, float) and not name.endswith(TIMINGS):
-                    values[f"{record.get('kind', '')} line {number}, {OLD_METRICS.get(name, name)}"] = repr(value)
+                    values[f"{record.get('kind', '')} line {number}, {name}"] = repr(value)
     models = sorted((folder / "runs" / case.name).rglob("model.safetensors"))
     assert values, f"{case.name}: no metrics in {folder}"
     assert models, f"{case.name}: no weights in {folder}"

@@ -2,7 +2,7 @@
 
 `electra.load(folder)` loads a trained model. The commands are functions with the names and defaults of their flags:
 `electra.pretrain(data="shards", output="runs/x", minutes=5)`. Only `electra import` has another name in Python, where
-that is a keyword: `electra.import_model`; and `electra demo` is `electra.run_demo`.
+that is a keyword: `electra.import_model`.
 """
 
 from collections.abc import Callable

@@ -48,7 +48,9 @@ def import_object(reference: str) -> Any:
 
 
 COMMANDS = {
-    "demo": Command("serving.config:DemoConfig", "demo:run_demo", "train a tiny model on text found on this computer"),
+    "demo": Command(
+        "serving.config:DemoConfig", "demonstration:run_demo", "train a tiny model on text found on this computer"
+    ),
     "tokenizer": Command(
         "data.train_tokenizer:TokenizerConfig", "data.train_tokenizer:train_tokenizer", "train a WordPiece vocabulary"
     ),
@@ -119,7 +121,7 @@ COMMANDS = {
 }
 
 
-FUNCTION_NAMES = {"demo": "run_demo", "import": "import_model"}  # a module, and a keyword of Python
+FUNCTION_NAMES = {"import": "import_model"}  # a keyword of Python
 
 
 def function_name(command: str) -> str:

@@ -82,5 +82,12 @@ def check_choice(config: object, field: str, choices: Collection[str]) -> None:
 def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     """The end of an error about an unknown name: the known name that is closest to it, or `otherwise`."""
     by_word = {each.strip("-"): each for each in known}  # the dashes of flags would make all of them similar
-    close = get_close_matches(name.strip("-"), by_word, n=1)
+    words = {each: each.replace("_", "-").split("-") for each in by_word}
+    initials = [each for each, parts in words.items() if "".join(part[:1] for part in parts) == name.strip("-")]  # lr
+    close = get_close_matches(name.strip("-"), by_word, n=1) or initials
     return f"did you mean {by_word[close[0]]}?" if close else otherwise
+
+
+def format_count(count: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun, for messages and results: 1 row, 2,000 rows."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"

@@ -43,8 +43,13 @@ def write_completion(config: CompletionConfig) -> Completion:
         shell = config.shell or detect_shell()
     except ShellDetectionError:
         raise ConfigError("the shell is unknown; name it: electra completion bash (or zsh, fish, powershell)") from None
+    script = app.generate_completion(shell=shell)
+    if shell == "bash":  # completes file names after flags that also take other values, such as --corpus
+        script = script.replace("complete -F", "complete -o default -F")
     installed: Path | None = app.install_completion(shell=shell) if config.install else None
-    return Completion(shell, app.generate_completion(shell=shell), str(installed) if installed else None)
+    if installed is not None:
+        installed.write_text(script, encoding="utf-8")
+    return Completion(shell, script, str(installed) if installed else None)
 
 
 def build_app() -> App:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from synthetic import write_glue
 
+import electra
 from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
@@ -108,6 +109,15 @@ def test_the_few_shot_curve_is_resumed(analyze_config, tmp_path, capsys):
     assert [point.examples for point in analysis.few_shot] == [8, 16]
     assert capsys.readouterr().err.count("steps in") == 2  # only those with 16 examples
     assert "few-shot.svg" in analysis.files
+
+
+def test_an_encoder_without_a_trained_head_is_refused(analyze_config, finished_run, tmp_path):
+    """Its head would be random, and all numbers of it, too."""
+    electra.export(model=finished_run, part="encoder", output=tmp_path / "encoder")
+    electra.import_model(**{"from": tmp_path / "encoder"}, output=tmp_path / "model")
+    with pytest.raises(ConfigError, match="without a trained replaced token detection head"):
+        analyze(analyze_config(model=tmp_path / "model"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_analyzed(analyze_config, tmp_path, run_config):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from electra.finetuning.assess import assess_finetuning
+from electra.finetuning.command import assess_finetuning
 from electra.finetuning.config import TuningConfig
 from electra.finetuning.job import Job, JobResult
 from electra.finetuning.tasks import Task

@@ -77,7 +77,7 @@ def test_a_profile_covers_the_whole_step_and_recognises_matmuls(run):
     ],
 )
 def test_kernels_are_classified_by_name(pretrain, name, kind):
-    assert importlib.import_module("profiling").kernel_kind(name) == kind
+    assert importlib.import_module("timing").kernel_kind(name) == kind
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
         ("flops --lenght=128", "unknown flag --lenght; did you mean --length?"),
         ("finetune --nope", "unknown flag --nope; --help lists the flags"),
         ("flops --no-jsn", "unknown flag --no-jsn; did you mean --no-json?"),
+        ("pretrain --lr 1e-3", "unknown flag --lr; did you mean --learning-rate?"),
         ("flops --confg x", "unknown flag --confg; did you mean --config?"),
         ("detect --modle x text", "unknown flag --modle; did you mean --model?"),
         ("detect -model x text", "unknown flag -model; did you mean --model?"),

@@ -52,6 +52,7 @@ def test_installing_writes_where_the_shell_looks(tmp_path, monkeypatch, capsys):
     path = tmp_path / ".local/share/bash-completion/completions/electra"
     assert capsys.readouterr().out == f"{path} is written; start a new bash\n"
     assert "_electra()" in path.read_text()
+    assert "complete -o default -F _electra electra" in path.read_text()  # file names after --corpus
 
 
 def test_an_unknown_shell_has_to_be_named(monkeypatch, capsys):

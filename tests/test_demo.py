@@ -11,11 +11,9 @@ import pytest
 from transformers import AutoModel, AutoTokenizer
 
 import electra
-from electra import demo
+from electra import demonstration
 from electra.cli import main
-from electra.data import documentation
-from electra.data.documentation import is_prose, write_documentation_corpus
-from electra.demo import unused_folder
+from electra.demonstration import is_prose, unused_folder, write_documentation_corpus
 from electra.serving.config import DemoConfig
 from electra.serving.inference import load_text_model
 from electra.training.logging import TrainResult
@@ -24,14 +22,14 @@ from electra.training.logging import TrainResult
 @pytest.mark.slow
 def test_the_demo_exports_a_model_that_transformers_loads(tmp_path, capsys, real_plots, monkeypatch):
     flags = ["--quick", "--steps", "6", "--json", "--output"]
-    monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
+    monkeypatch.setattr(demonstration, "has_packaged_model", lambda: False)
     main(["demo", *flags, str(tmp_path / "demo")])
     check_demo(tmp_path / "demo", json.loads(capsys.readouterr().out))
     package = tmp_path / "package"
     electra.export(model=tmp_path / "demo/run", to="package", training_data="documentation", output=package)
-    monkeypatch.setattr(demo, "has_packaged_model", lambda: True)
-    monkeypatch.setattr(demo, "PACKAGED_MODEL", package)
-    monkeypatch.setitem(demo.PACKAGED, "init", package)
+    monkeypatch.setattr(demonstration, "has_packaged_model", lambda: True)
+    monkeypatch.setattr(demonstration, "PACKAGED_MODEL", package)
+    monkeypatch.setitem(demonstration.PACKAGED, "init", package)
     main(["demo", *flags, str(tmp_path / "further")])
     result = json.loads(capsys.readouterr().out)
     check_demo(tmp_path / "further", result)
@@ -46,13 +44,13 @@ def test_a_demo_ends_when_a_signal_stops_its_pretraining(tmp_path, monkeypatch):
     for name in ("tokenizer", "shard"):
         monkeypatch.setattr(electra, name, lambda **settings: None)
     monkeypatch.setattr(electra, "pretrain", lambda **settings: stopped)
-    monkeypatch.setattr(demo, "has_packaged_model", lambda: False)
-    monkeypatch.setattr(demo, "open_shards", lambda folder: None)
-    monkeypatch.setattr(demo, "evaluation_batches", lambda *settings: [])
-    monkeypatch.setattr(demo, "count_bigrams", lambda shards: SimpleNamespace(token_counts=np.ones(3)))
+    monkeypatch.setattr(demonstration, "has_packaged_model", lambda: False)
+    monkeypatch.setattr(demonstration, "open_shards", lambda folder: None)
+    monkeypatch.setattr(demonstration, "evaluation_batches", lambda *settings: [])
+    monkeypatch.setattr(demonstration, "count_bigrams", lambda shards: SimpleNamespace(token_counts=np.ones(3)))
     monkeypatch.setattr(electra, "export", lambda **settings: pytest.fail("the demo went on"))
     with pytest.raises(SystemExit, match="143"):
-        demo.run_demo(DemoConfig(output=tmp_path / "demo", quick=True))
+        demonstration.run_demo(DemoConfig(output=tmp_path / "demo", quick=True))
 
 
 def check_demo(folder: Path, result: dict) -> None:
@@ -70,14 +68,14 @@ def check_demo(folder: Path, result: dict) -> None:
 
 def test_the_word_with_the_highest_probability_is_marked(finished_run):
     model = load_text_model(finished_run, "cpu")
-    marked = demo.mark_replaced_word(model, "the cat sat on the house")
+    marked = demonstration.mark_replaced_word(model, "the cat sat on the house")
     assert len(re.findall(r"\[\w+ \d\.\d\d\]", marked)) == 1
 
 
 def test_paragraphs_that_begin_alike_are_written_once(tmp_path, monkeypatch):
     texts = ["The value of the expression is returned when the function is called " + end for end in ("a", "b")]
     texts += ["Another paragraph of some words that are long enough to be prose."]
-    monkeypatch.setattr(documentation, "documentation_texts", lambda: iter(texts))
+    monkeypatch.setattr(demonstration, "documentation_texts", lambda: iter(texts))
     assert write_documentation_corpus(tmp_path / "corpus.txt", max_characters=10_000) == 2
     assert (tmp_path / "corpus.txt").read_text().count("The value") == 1
 

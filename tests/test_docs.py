@@ -45,7 +45,7 @@ INLINE_COMMANDS = sorted(set(re.findall(r"`electra ([a-z][^`…]*)`", TEXT)))
 TORCHRUN_LINES = sorted(
     set(re.findall(r"^    (?:srun )?torchrun (.*) -m electra (.*?)(?: +#.*)?$", LINES, re.MULTILINE))
 )
-TOOLS = {"export", "rsync"}  # lines that begin with another program than those that have tests
+TOOLS = {"export", "hf", "rsync"}  # lines that begin with another program than those that have tests
 SCRIPTS = {path.name: path.read_text() for path in (*ROOT.glob("benchmarks/*.py"), ROOT / "tests/faults.py")}
 SCRIPT_LINES = sorted(set(re.findall(r"^    python (?:benchmarks|tests)/(\S+) (.*?)(?: +#.*)?$", TEXT, re.MULTILINE)))
 

@@ -138,6 +138,7 @@ def test_the_same_output_can_be_used_after_an_error(encoder_folder, tmp_path, ca
         ("--task rtf --data .", "unknown task 'rtf'; choose from cola"),
         ("--task diagnostic --data .", "diagnostic has no training rows; it is predicted together with mnli"),
         ("--task rte --data . --dev x.csv", "--dev cannot be combined with --task"),
+        ("--task rte --data . --dev-fraction 0.2", "--dev-fraction is for your own files (--train), not for --task"),
         ("--train x.csv --seeds 0", "--seeds is 0; it must be at least 1"),
         ("--train x.csv --batch-size 8 --micro-batches 3", "--micro-batches is 3; it must divide --batch-size 8"),
         ("--train x.csv", "x.csv, the file of the train rows, does not exist"),

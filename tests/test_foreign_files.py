@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from synthetic import write_glue, write_questions, write_rows
 
 import electra
-from electra import demo
+from electra import demonstration
 from electra.commands import COMMANDS, make_command_function
-from electra.data import documentation
 from electra.errors import DataError
 from electra.pretraining.command import pretrain
 from electra.runfolder import write_stored
@@ -164,12 +163,14 @@ def run_short_demo(output: Path) -> None:
     """The demo on little text, without the comparison at its end, which writes only a picture."""
     with pytest.MonkeyPatch.context() as patch:
         texts = [f"{number} {text}" for number, text in enumerate(simple_text(300).split("\n\n"))]
-        patch.setattr(documentation, "documentation_texts", lambda: texts)
-        patch.setattr(documentation, "is_prose", lambda paragraph: True)
-        patch.setattr(demo, "has_packaged_model", lambda: False)
-        patch.setattr(demo, "VOCAB_SIZE", 100)
-        patch.setattr(demo, "NEW", demo.NEW | {"width": 16, "heads": 1, "batch_size": 4, "generator_width": 16})
-        patch.setattr(demo, "compare_replaced_words", stop_demo)
+        patch.setattr(demonstration, "documentation_texts", lambda: texts)
+        patch.setattr(demonstration, "is_prose", lambda paragraph: True)
+        patch.setattr(demonstration, "has_packaged_model", lambda: False)
+        patch.setattr(demonstration, "VOCAB_SIZE", 100)
+        patch.setattr(
+            demonstration, "NEW", demonstration.NEW | {"width": 16, "heads": 1, "batch_size": 4, "generator_width": 16}
+        )
+        patch.setattr(demonstration, "compare_replaced_words", stop_demo)
         with suppress(DemoStoppedError):
             make_command_function("demo")(output=output, steps=1)
 

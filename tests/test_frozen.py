@@ -79,6 +79,16 @@ def test_only_the_head_is_trained(folder, tmp_path, bilstm):
         electra.export(model=tmp_path / "out", output=tmp_path / "hf")
 
 
+def test_a_model_with_a_frozen_encoder_can_be_fine_tuned_as_a_whole(folder, tmp_path):
+    """The frozen encoder's states were pooled by their mean, which other classic models do not have."""
+    train = write_rows(tmp_path / "train.jsonl", "classification", 40, seed=0)
+    settings = QUICK | {"train": train, "epochs": 1}
+    electra.finetune(model=folder, output=tmp_path / "frozen", frozen=True, **settings)
+    electra.finetune(model=tmp_path / "frozen", output=tmp_path / "whole", **settings)
+    config = json.loads((tmp_path / "whole/seed-1/model/config.json").read_text())
+    assert (config["pooling"], config["frozen"]) == ("cls", None)
+
+
 def test_choices_can_be_scored_by_features(encoder_folder, tmp_path):
     write_choices(tmp_path / "train.jsonl", 120, seed=0)
     names = {"kind": "choice", "text": "context", "text_b": "question", "train": tmp_path / "train.jsonl"}

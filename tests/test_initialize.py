@@ -25,8 +25,12 @@ from electra.model.storage import load_model, save_model
 from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig, recipe_settings
-from electra.pretraining.cooccurrence import cooccurrence_vectors
-from electra.pretraining.initialize import read_initial_weights, sinusoidal_table, unigram_frequencies
+from electra.pretraining.initialize import (
+    cooccurrence_vectors,
+    read_initial_weights,
+    sinusoidal_table,
+    unigram_frequencies,
+)
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import find_model_folder

@@ -2,6 +2,8 @@
 
 import json
 import random
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +14,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import electra
 from electra.errors import ConfigError, DataError, TrainingError
+from electra.finetuning import job as job_module
 from electra.finetuning.config import TaskConfig, TuningConfig
-from electra.finetuning.job import FinetuningTask, Job, build_trainer
+from electra.finetuning.heads import balanced_class_weights, balanced_positive_weights
+from electra.finetuning.job import FinetuningTask, Job, build_trainer, check_job_converged
 from electra.finetuning.jobs import prepare_jobs
 from electra.finetuning.kinds import define_task
-from electra.finetuning.losses import balanced_class_weights, balanced_positive_weights
 from electra.finetuning.tasks import Examples
 from electra.model.config import BASE, LARGE, SMALL
 from electra.model.storage import WEIGHTS, read_tensors
@@ -60,6 +63,15 @@ def test_a_diverged_job_is_not_finished(make_job, learning_rate):
         with pytest.raises(TrainingError, match=r"training diverged: the (training|dev) loss is"):
             job.run()
     assert not job.is_finished()
+
+
+@pytest.mark.parametrize(("loss", "has_diverged"), [(16.5, False), (101, True)])
+def test_squared_errors_of_a_few_standard_deviations_are_no_divergence(make_job, loss, has_diverged):
+    """The first steps of AdamW, at the full learning rate, may be that wrong."""
+    task = FinetuningTask(make_job("regression", rows=20))
+    metrics = [{"kind": "train", "loss": loss}, {"kind": "validation", "loss": loss}]
+    with pytest.raises(TrainingError, match="diverged") if has_diverged else nullcontext():
+        check_job_converged(task, metrics)
 
 
 def test_ten_updates_equal_a_plain_loop(make_job):
@@ -142,6 +154,16 @@ def test_an_interrupted_job_continues_to_the_same_weights(make_job, monkeypatch)
     assert not list(broken.folder.glob("checkpoints"))
 
 
+def test_a_job_whose_metrics_were_lost_after_its_last_checkpoint_is_finished(make_job, monkeypatch):
+    job = make_job(rows=40, epochs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module, "write_job_outputs", lambda *_: sys.exit(1))
+        with pytest.raises(SystemExit):
+            job.run(quiet=True)
+    (job.folder / "metrics.jsonl").write_text("")
+    assert job.run(quiet=True).steps == 2  # of 36 rows
+
+
 def test_files_that_others_put_into_a_job_are_kept(make_job):
     job = make_job(rows=20)
     job.run()
@@ -174,6 +196,7 @@ def test_balanced_weights_give_every_class_the_same_part_of_the_loss():
     assert balanced_class_weights(labels, 3).tolist() == [2 / 3, 2, 2]  # a class without rows is not used
     assert sum(balanced_class_weights(labels, 2)[labels]) == len(labels)
     assert balanced_positive_weights(np.array([[1, 1], [0, 1], [0, 1], [0, 0]]), 2).tolist() == [3, 1 / 3]
+    assert balanced_positive_weights(np.ones((4, 1)), 1).tolist() == [1 / 4]  # with 0 the class would not be learned
 
 
 @pytest.mark.parametrize("words", [("balanced",), ("cat=3", "dog=0")])

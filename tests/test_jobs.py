@@ -94,6 +94,17 @@ def test_an_error_in_one_job_stops_the_others(glue_config, tmp_path):
     assert multiprocessing.active_children() == []
 
 
+def test_processes_of_the_caller_are_not_stopped(glue_config):
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    config = glue_config(tasks=("cola",), seeds=2, learning_rate=1e9, workers=2)
+    with pytest.raises(TrainingError, match=r"not finite|diverged"):
+        glue(config)
+    assert multiprocessing.active_children() == [process]
+    process.kill()
+    process.join()
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: patches reach the workers
 @pytest.mark.parametrize(("workers", "on_each"), [(2, [1, 1]), (3, [2, 1]), (None, [2, 2])])
 def test_workers_are_divided_over_the_gpus(glue_config, monkeypatch, workers, on_each):
@@ -117,7 +128,8 @@ def test_workers_are_divided_over_the_gpus(glue_config, monkeypatch, workers, on
 
 def test_a_single_job_runs_in_this_process(glue_config, capsys):
     glue(glue_config(seeds=1, epochs=1, workers=2))
-    assert "classic encoder with 2 layers of width 24; head on the first token" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "classic encoder with 2 layers of width 24; head on the first token\n1 epoch of " in printed
 
 
 def test_seeds_can_be_added_and_left_out(glue_config, tmp_path, monkeypatch):

@@ -18,8 +18,7 @@ from electra.cli import main
 from electra.config import PACKAGED_MODEL
 from electra.errors import ConfigError, DataError
 from electra.exporting import package
-from electra.model.quantize import dequantize, quantize, relative_error
-from electra.model.storage import load_model
+from electra.model.storage import dequantize, load_model, quantize, relative_error
 from electra.pretraining.command import pretrain
 from electra.serving.replaced_words import find_replaced_words
 from electra.training import checkpoint

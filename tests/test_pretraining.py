@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_a_run_writes_settings_metrics_curves_samples_and_checkpoints(finished_r
     assert {"command", "environment", "model", "data"} <= set(record)
     assert (finished_run / "curves.png").exists()
     assert not (finished_run / "tensorboard").exists()
+
+
+def test_missing_tensorboard_is_reported_before_anything_is_written(shards, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        electra.pretrain(data=shards, output=tmp_path / "new", size="tiny", steps=2, tensorboard=True)
+    assert not (tmp_path / "new").exists()
 
 
 def test_tensorboard_events_are_written_if_asked_for(finished_copy):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from synthetic import write_glue, write_lines
 
 from electra.cli import main
@@ -14,7 +15,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import probe as probe_module
 from electra.finetuning import workers as workers_module
 from electra.finetuning.config import ProbeConfig
-from electra.finetuning.job import Job
+from electra.finetuning.job import FinetuningTask, Job
 from electra.finetuning.probe import ProbeJob, parse_settings, probe, write_splits
 from electra.finetuning.probe_results import (
     Estimate,
@@ -146,6 +147,20 @@ def test_a_job_gives_the_metrics_of_electra_finetune(data, encoder_folder, tmp_p
     assert probed.steps == finetuned.steps
     assert 0 <= probed.metrics["auc"] <= 1
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["tokens"]
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_divided(run, monkeypatch):
+    losses = FinetuningTask.losses
+
+    def limited_losses(task, batch):
+        if batch.num_rows > 8:
+            raise torch.OutOfMemoryError
+        return losses(task, batch)
+
+    monkeypatch.setattr(FinetuningTask, "losses", limited_losses)
+    tables, results, _ = run(tasks=("sst2",))
+    assert tables.failed == {}
+    assert len(results) == 1
 
 
 def test_results_are_kept_and_failing_jobs_are_reported(run, tmp_path):

@@ -27,7 +27,7 @@ def test_no_function_has_the_name_of_a_module():
     """Importing a module electra.report would replace the function of that name."""
     modules = {module.name for module in pkgutil.iter_modules(electra.__path__)}
     assert modules & electra.FUNCTIONS.keys() == set()
-    assert electra.FUNCTIONS.keys() ^ COMMANDS.keys() == {"demo", "run_demo", "import", "import_model"}
+    assert electra.FUNCTIONS.keys() ^ COMMANDS.keys() == {"import", "import_model"}
     assert set(dir(electra)) >= electra.FUNCTIONS.keys()
 
 

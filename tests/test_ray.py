@@ -11,7 +11,7 @@ from test_prepare import command, config, content, run_failing, text, write_rand
 
 from electra.config import build_config
 from electra.data.prepare import shard
-from electra.data.ray_tasks import call_on_node
+from electra.data.workers import call_on_node
 from electra.errors import ConfigError
 from electra.finetuning.config import GlueConfig
 from electra.finetuning.glue import glue

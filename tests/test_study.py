@@ -1,6 +1,7 @@
 """electra study: shared and resumed runs, measures, verdicts, figures."""
 
 import csv
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -120,6 +121,20 @@ def test_the_probe_compares_the_runs(tmp_path, study_config, no_training, output
     estimate = study(replace(config, dry_run=True, seeds=2))
     assert (estimate.runs, estimate.finished_runs, estimate.finetunings) == (4, 2, 4 * 5)
     assert estimate.tokens == 2 * 4 * 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"finetuning": ("nonsense=1",)}, "no setting 'nonsense'"),
+        ({"tasks": ("rte", "cola")}, "CoLA/train.tsv"),
+    ],
+)
+def test_a_probe_that_cannot_run_is_refused_before_the_training(tmp_path, study_config, no_training, settings, message):
+    glue = write_glue(tmp_path / "glue", rows=40)
+    shutil.rmtree(glue / "CoLA")
+    with pytest.raises(ConfigError, match=message):
+        study(study_config("styles", glue=str(glue), **settings))
 
 
 def test_a_stopped_run_stops_the_study(study_config, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,6 +114,19 @@ def test_likelihood_and_best_path_of_the_crf_equal_brute_force():
             torch.testing.assert_close(losses[row], expected, rtol=1e-5, atol=1e-5)
             assert best[row, words].argmax(1).tolist() == list(paths[scores.argmax()])
             torch.testing.assert_close(best[row, words].amax(1), scores.max().expand(len(words)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"train": Path("my.conll"), "crf": True}, "tags"),
+        ({"train": Path("my.conllu.gz")}, "tags"),
+        ({"train": Path("dev-v2.0.json"), "head": "joint"}, "question-answering"),
+        ({"train": Path("rows.jsonl")}, None),
+    ],
+)
+def test_names_of_files_that_have_one_kind_only_tell_it(settings, kind):
+    assert TaskConfig(**settings).known_kind() == kind
 
 
 def test_a_crf_is_learnt_and_transformers_has_no_class_for_it(encoder_folder, tmp_path, capsys):
@@ -388,7 +402,9 @@ def test_rows_that_are_no_tagged_sentences_are_one_sentence_before_anything_is_w
     ("flags", "message"),
     [
         ("--train rows.csv --crf", "--crf needs --kind tags"),
-        ("--task mrpc --data glue --crf", "--crf needs a tagging task (ner, chunking, pos), not mrpc"),
+        ("--task mrpc --data glue --crf", "--crf needs --kind tags or a tagging --task (ner, chunking, pos)"),
+        ("--task squad --data squad --crf", "--crf needs --kind tags"),
+        ("--task ner --data conll --head joint", "--head and --strict need --kind question-answering or --task squad"),
         ("--train rows.conll --kind tags --text-b b", "--text-b cannot be combined with --kind tags"),
     ],
 )

@@ -18,7 +18,7 @@ from electra.finetuning.tags import (
     predict_tags,
     read_rows,
     score_tag_classes,
-    split_into_windows,
+    split_words_into_windows,
     tag_loss,
     tag_mistakes,
     tag_targets,
@@ -264,13 +264,13 @@ def test_tables_have_lists_of_words(read_conll):
 
 
 def test_a_sentence_that_fits_is_one_window():
-    assert split_into_windows(np.array([1, 3, 2]), 6) == [(0, 3, 0, 3)]
+    assert split_words_into_windows(np.array([1, 3, 2]), 6) == [(0, 3, 0, 3)]
 
 
 @pytest.mark.parametrize("max_tokens", [4, 6, 30])
 def test_each_word_of_a_long_sentence_is_predicted_in_one_window(max_tokens):
     lengths = np.random.default_rng(0).integers(1, 5, 200)
-    windows = split_into_windows(lengths, max_tokens)
+    windows = split_words_into_windows(lengths, max_tokens)
     owned = [word for window in windows for word in range(window.first_own, window.end_own)]
     assert owned == list(range(200))
     for window in windows:
@@ -279,7 +279,7 @@ def test_each_word_of_a_long_sentence_is_predicted_in_one_window(max_tokens):
 
 
 def test_words_in_the_middle_of_a_sentence_have_context_on_both_sides():
-    windows = split_into_windows(np.ones(1000, int), 100)
+    windows = split_words_into_windows(np.ones(1000, int), 100)
     assert all(window.first_own - window.start >= 12 for window in windows[1:])
     assert all(window.end - window.end_own >= 12 for window in windows[:-1])
     assert len(windows) == 13

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, format_count
 
 FORMATS = (".txt", ".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -55,7 +55,9 @@ def find_text_files(source: str) -> list[TextFile]:
     if path.is_dir():
         candidates = list(walk_visible_files(path))
         files = [file for candidate in candidates if (file := as_text_file(candidate))]
-        details = f" ({len(candidates):,} files of other types)" if candidates else " (the folder is empty)"
+        details = (
+            f" ({format_count(len(candidates), 'file')} of other types)" if candidates else " (the folder is empty)"
+        )
     elif path.is_file():
         files = [require_text_file(path)]
     elif glob.has_magic(source):

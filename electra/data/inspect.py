@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from electra.config import Positional
 from electra.data.packing import PackedRows
 from electra.data.shards import SPLITS, Shards, TokenRing, open_shards
-from electra.errors import check_range
+from electra.errors import check_range, format_count
 from electra.plotting import plot_document_lengths
 
 BAR_CHARACTERS = 40
@@ -66,14 +66,16 @@ class InspectResult:
     def __str__(self) -> str:
         checked = "checksums verified" if self.is_verified else "file sizes correct, checksums not verified"
         lines = [
-            f"{self.folder}: {self.shards} shards of {self.text_megabytes:,.1f} MB of text, {checked}",
+            f"{self.folder}: {format_count(self.shards, 'shard')} of {self.text_megabytes:,.1f} MB of text, {checked}",
             *(
                 f"{split:<12}{self.documents[split]:>14,} documents {self.tokens[split]:>16,} tokens"
                 for split in SPLITS
             ),
-            f"{self.replaced:,} invalid characters replaced, overlong documents cut in {self.cut:,} places, "
-            f"{self.without_text:,} rows without text",
-            f"[UNK] is {self.unknown_fraction:.4%} of the tokens; vocabulary of {self.vocab_size:,}",
+            f"{format_count(self.replaced, 'invalid character')} replaced, "
+            f"overlong documents cut in {format_count(self.cut, 'place')}, "
+            f"{format_count(self.without_text, 'row')} without text",
+            f"[UNK] is {self.unknown_fraction:.4%} of the tokens; vocabulary of {self.vocab_size:,}"
+            f"{'; most frequent words with [UNK]:' * bool(self.uncovered)}",
             *(f"  {count:>10,}  {word}" for word, count in self.uncovered.items()),
             "",
             f"tokens per document (median {self.median_length:,.0f})",

@@ -37,7 +37,6 @@ from electra.data.parts import (
     read_part_record,
     remove_part_records,
 )
-from electra.data.ray_tasks import map_on_ray
 from electra.data.shards import (
     INDEX,
     SHARD_NAME,
@@ -53,8 +52,8 @@ from electra.data.shards import (
     totals_by_split,
 )
 from electra.data.tokenizer import TOKENIZER_FILES, TextTokenizer, load_tokenizer
-from electra.data.workers import count_usable_cores, map_in_order
-from electra.errors import ConfigError, DataError, check_range
+from electra.data.workers import count_usable_cores, map_in_order, map_on_ray
+from electra.errors import ConfigError, DataError, check_range, format_count
 from electra.progress import create_progress_bar
 from electra.runfolder import (
     CHECKSUM,
@@ -130,21 +129,23 @@ class ShardResult:
     unfinished_parts: list[int]  # parts that must be finished before the shards can be used
 
     def __str__(self) -> str:
+        documents = format_count(sum(self.documents.values()), "document")
+        held_out = format_count(self.documents["validation"], "document")
         notes = [
-            f"{self.output}: {sum(self.tokens.values()):,} tokens in {sum(self.documents.values()):,} documents "
-            f"({self.documents['validation']:,} documents with {self.tokens['validation']:,} tokens for validation)",
-            f"made {self.new_shards} of {self.shards} shards in {self.seconds:.1f} s"
+            f"{self.output}: {sum(self.tokens.values()):,} tokens in {documents} "
+            f"({held_out} with {self.tokens['validation']:,} tokens for validation)",
+            f"made {self.new_shards} of {format_count(self.shards, 'shard')} in {self.seconds:.1f} s"
             if self.new_shards
-            else f"all {self.shards} shards existed already",
+            else f"{format_count(self.shards, 'shard')} existed already",
         ]
         if self.unfinished_parts:
             numbers = join_first_names([str(number) for number in self.unfinished_parts], 8)
             notes.append(f"parts to be finished before the shards can be used: {numbers}")
         elif empty := [split for split in SPLITS if not self.tokens[split]]:
             notes.append(f"no {empty[0]} text, which pre-training needs: {self.describe_remedy()}")
-        notes += [f"{self.replaced:,} invalid characters replaced"] if self.replaced else []
-        notes += [f"overlong documents cut in {self.cut:,} places"] if self.cut else []
-        notes += [f"{self.without_text:,} rows without text skipped"] if self.without_text else []
+        notes += [f"{format_count(self.replaced, 'invalid character')} replaced"] if self.replaced else []
+        notes += [f"overlong documents cut in {format_count(self.cut, 'place')}"] if self.cut else []
+        notes += [f"{format_count(self.without_text, 'row')} without text skipped"] if self.without_text else []
         return "; ".join(notes)
 
     def describe_remedy(self) -> str:

@@ -17,7 +17,7 @@ from electra.data.corpus import Corpus, CorpusConfig, ReadStats
 from electra.data.files import warn_skipped_files
 from electra.data.tokenizer import CONTINUATION_PREFIX, SPECIAL_TOKENS, TextTokenizer, build_wordpiece_tokenizer
 from electra.data.workers import call_in_thread
-from electra.errors import ConfigError, check_range
+from electra.errors import ConfigError, check_range, format_count
 from electra.progress import create_progress_bar
 from electra.runfolder import create_folder_atomically
 from electra.signals import explain_stop
@@ -94,10 +94,10 @@ class TokenizerResult:
     without_text: int  # rows whose text field is null or missing
 
     def __str__(self) -> str:
-        notes = f"; {self.replaced:,} invalid characters replaced" if self.replaced else ""
-        notes += f"; {self.without_text:,} rows without text skipped" if self.without_text else ""
+        notes = f"; {format_count(self.replaced, 'invalid character')} replaced" if self.replaced else ""
+        notes += f"; {format_count(self.without_text, 'row')} without text skipped" if self.without_text else ""
         return (
-            f"{self.output}: {self.vocab_size:,} tokens, trained on {self.documents:,} documents "
+            f"{self.output}: {self.vocab_size:,} tokens, trained on {format_count(self.documents, 'document')} "
             f"({self.megabytes:,.1f} MB){notes}" + "".join(f"\n  {reason}" for reason in self.reasons)
         )
 

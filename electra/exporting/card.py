@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from electra.data.shards import read_index
-from electra.errors import DataError
+from electra.errors import DataError, format_count
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import ExportSource
 from electra.finetuning.glue import markdown_table, read_glue_table
@@ -51,7 +51,7 @@ MAX_FILES = 5  # of a corpus that are named
 def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None:
     """Write the model card of an exported folder."""
     encoder, is_onnx = source.encoder.config, config.to == "onnx"
-    size = f"{source.count_parameters():,} parameters, {encoder.layers} layers of width {encoder.width}"
+    size = f"{source.count_parameters():,} parameters, {format_count(encoder.layers, 'layer')} of width {encoder.width}"
     meaning = MEANINGS.get(source.decoding or source.purpose, "")
     about = f"`{source.class_name}` of {size}; texts of up to {source.length:,} tokens."
     parts = [
@@ -97,7 +97,7 @@ def describe_origin(folder: Path) -> list[str]:
 
 def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str]:
     result = read_job_result(seed_folder / RESULT)
-    rows = ", ".join(f"{count:,} {split} rows" for split, count in result.rows.items())
+    rows = ", ".join(format_count(count, f"{split} row") for split, count in result.rows.items())
     facts = {
         "task": f"{record.task['name']} ({record.task['kind']})",
         "rows": rows,
@@ -121,10 +121,11 @@ def describe_pretraining(checkpoint: Path) -> list[str]:
     if not settings:
         return []
     state = read_training_state(checkpoint).trainer
+    steps = format_count(state.step, "step")
     record = read_run_record(run)
     facts = {
         "text": describe_corpus(checkpoint),
-        "trained on": f"{state.tokens:,} tokens in {state.step:,} steps, {format_duration(state.seconds / 60)}",
+        "trained on": f"{state.tokens:,} tokens in {steps}, {format_duration(state.seconds / 60)}",
         "on": record.environment.get("device", ""),
         "objective": f"{settings['objective']}, recipe {settings['recipe']}",
         "rows": f"{settings['length']} tokens, batches of {settings['batch_size']}",
@@ -139,7 +140,7 @@ def describe_pretraining(checkpoint: Path) -> list[str]:
         measured = {name: value for name, value in lines[-1].items() if isinstance(value, float)}
         cells = [[name, f"{value:.4g}"] for name, value in measured.items()]
         parts += [
-            f"On held-out text, after {lines[-1]['step']:,} steps:",
+            f"On held-out text, after {format_count(lines[-1]['step'], 'step')}:",
             markdown_table([["metric", "value"], *cells]),
         ]
     for table in find_glue_tables((), [run]).values():
@@ -161,10 +162,11 @@ def describe_corpus(checkpoint: Path) -> str:
         return ""
     index = read_index(Path(read_run_settings(checkpoint)["data"]))
     names = [corpus] if isinstance(corpus, str) else list(corpus)
-    more = f" and {len(names) - MAX_FILES:,} more files" if len(names) > MAX_FILES else ""
+    more = f" and {format_count(len(names) - MAX_FILES, 'more file')}" if len(names) > MAX_FILES else ""
     documents, tokens = (index.totals_by_split(field)["train"] for field in ("documents", "tokens"))
     megabytes = index.total_over_shards("text_bytes") / 1e6
-    return f"{', '.join(names[:MAX_FILES])}{more}: {megabytes:,.1f} MB, {documents:,} documents, {tokens:,} tokens"
+    size = f"{megabytes:,.1f} MB, {format_count(documents, 'document')}, {tokens:,} tokens"
+    return f"{', '.join(names[:MAX_FILES])}{more}: {size}"
 
 
 def facts_table(facts: dict[str, str]) -> str:

@@ -12,13 +12,16 @@ from electra.exporting.card import CARD, describe_origin
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import check_finite_weights, count_parameters
 from electra.model.electra import Electra, meta_device
-from electra.model.quantize import dequantize, quantize, relative_error, write_compressed
 from electra.model.storage import (
     WEIGHTS,
     compressed_file,
     copy_tokenizer_files,
+    dequantize,
     load_model,
     load_model_tokenizer,
+    quantize,
+    relative_error,
+    write_compressed,
     write_config,
 )
 from electra.pretraining.config import BUDGETS, PretrainConfig, read_run_settings

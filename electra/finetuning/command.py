@@ -1,17 +1,19 @@
 """`electra finetune`: fine-tune an encoder on one task."""
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from electra.data.tokenizer import read_trained_length
-from electra.errors import DataError
-from electra.finetuning.assess import assess_finetuning
+from electra.errors import DataError, format_count
 from electra.finetuning.config import FinetuneConfig
+from electra.finetuning.job import Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
     ensemble_metrics,
     find_model_to_finetune,
+    find_single_prediction,
     lock_output,
     medians_and_deviations,
     prepare_jobs,
@@ -20,6 +22,10 @@ from electra.finetuning.jobs import (
 from electra.finetuning.kinds import KINDS, count_unknown_labels, define_task, read_examples, report_unknown_labels
 from electra.finetuning.metrics import Metrics, format_class_scores, format_metric
 from electra.finetuning.tasks import HUB, Task, read_split_rows
+from electra.training.logging import METRICS, read_metrics
+
+CORRELATIONS = ("matthews", "pearson", "spearman")
+OVERFITTING = 1.1  # times the lowest dev loss
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,13 @@ class FinetuneResult:
     def __str__(self) -> str:
         rows = ", ".join(f"{count:,} {split}" for split, count in self.rows.items())
         names = ", ".join(map(repr, self.labels[:10])) + (", …" if len(self.labels) > 10 else "")
-        classes = f", {len(self.labels)} classes: {names}" if self.labels else ""
+        classes = f", {format_count(len(self.labels), 'class', 'classes')}: {names}" if self.labels else ""
         lines = [f"{self.task} ({self.kind}{classes}): {rows} rows"]
-        lines += [f"{count:,} {split} rows truncated to --length" for split, count in self.truncated.items() if count]
+        lines += [
+            f"{format_count(count, f'{split} row')} truncated to --length"
+            for split, count in self.truncated.items()
+            if count
+        ]
         for split, metrics in self.median.items():
             for name, value in metrics.items():
                 lines.append(f"  {split} {name:<14}{format_metric(name, value):>6}{self.describe_seeds(split, name)}")
@@ -128,3 +138,53 @@ def finetune_task(task: Task, config: FinetuneConfig) -> FinetuneResult:
         best_epochs=[result.best_epoch for result in results if result.best_epoch],
         assessment=assess_finetuning(jobs, results, median["dev"]),
     )
+
+
+# What was learnt, in words.
+
+
+def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics) -> dict[str, str]:
+    """Sentences about the finished jobs of a task by topic; some topics are there only if they apply."""
+    assessment = {}
+    is_better, assessment["baseline"] = compare_with_baseline(jobs[0], results[0], median)
+    of_seeds = f" (with {{}} of {len(jobs)} seeds)" if len(jobs) > 1 else ""
+    if single := [prediction for job in jobs if (prediction := find_single_prediction(job)) is not None]:
+        assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
+    if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
+        assessment["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
+    suffix = KINDS[jobs[0].task.kind].output_formats[0]
+    advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions{suffix}"
+    if single or not is_better:
+        advice = "more --epochs, another --learning-rate, more rows, or an encoder that was pre-trained for longer"
+    elif overfitting:
+        advice = "fewer --epochs (or --best-epoch) or more rows, and --seeds 5 to compare settings"
+    return assessment | {"next": f"Next: {advice}."}
+
+
+def compare_with_baseline(job: Job, result: JobResult, median: Metrics) -> tuple[bool, str]:
+    """Whether the main metric is clearly above that of one prediction for all rows, and a sentence that says so."""
+    name, value = next(iter(median.items()))
+    baseline = result.baseline.get(name, math.nan)
+    baseline = 0.0 if math.isnan(baseline) else baseline  # the correlation of a constant
+    margin = (2 if name in CORRELATIONS else 1) / math.sqrt(result.rows["dev"])  # about two standard errors
+    baseline_name = KINDS[job.task.kind].baseline_name
+    values = f"{name} {format_metric(name, value)} and {format_metric(name, baseline)}"
+    if value > baseline + margin:
+        return True, f"Better than {baseline_name} ({values})."
+    return False, (
+        f"Not clearly better than {baseline_name} ({values}): with {result.rows['dev']:,} dev rows, "
+        f"differences up to {format_metric(name, margin)} may be chance."
+    )
+
+
+def describe_overfitting(job: Job) -> str:
+    """Where the dev loss was lowest, if it rose clearly after that and the last model was kept; otherwise empty."""
+    if job.tuning.keeps_best_epoch:
+        return ""
+    evaluations = [line["loss"] for line in read_metrics(job.folder / METRICS) if line["kind"] == "validation"]
+    losses = [loss for loss in evaluations if loss is not None]
+    lowest = min(losses, default=math.inf)  # metrics.jsonl may be cut
+    if not losses or losses[-1] <= OVERFITTING * lowest:
+        return ""
+    before = f"{lowest:.3f} after epoch {losses.index(lowest) + 1} of {len(losses)}"
+    return f"It over-fits: the dev loss was {before} and is {losses[-1]:.3f} now"

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from electra.config import PACKAGED_MODEL
-from electra.errors import ConfigError, check_range
-from electra.finetuning.readers import SpanHead, TaskKind
-from electra.finetuning.tasks import Task
+from electra.errors import ConfigError, check_range, format_count
+from electra.finetuning.readers import SpanHead, TaskKind, kind_of_file
+from electra.finetuning.tasks import SQUAD_VERSIONS, TAGGING_COLUMNS, Task
 from electra.model.config import EncoderConfig, Pooling
 from electra.training.config import Device, HardwareConfig, OptimizerConfig, Precision, TrackerName, TrainerConfig
 
@@ -30,9 +30,9 @@ class TaskConfig:
     """The folder of GLUE's official download, or hub:glue; for SQuAD, the folder of its official .json files; for
     tagging, the folder of eng.train (CoNLL-2003) or train.txt (CoNLL-2000)."""
     train: Path | None = None
-    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, or hub:NAME:CONFIG:SPLIT. With --kind tags:
-    CoNLL columns (.conll or any other name), or .jsonl or .parquet with lists of words and tags. With --kind
-    question-answering also SQuAD's .json."""
+    """A file of your own to train on: .csv, .tsv, .jsonl or .parquet, hub:NAME:CONFIG:SPLIT, CoNLL columns (.conll or
+    .conllu, with --kind tags any other name), or SQuAD's .json. With --kind tags, .jsonl and .parquet have lists of
+    words and tags."""
     dev: Path | None = None
     """A file to evaluate on."""
     dev_fraction: float | None = None
@@ -53,10 +53,10 @@ class TaskConfig:
     """Cut texts longer than --length into up to this many windows, each of which overlaps the next by a quarter, and
     average their pooled states; the rest of a longer text is truncated."""
     kind: TaskKind | None = None
-    """Kind of task; default inferred from the labels. multi-label: lists, or class names separated by |. choice: the
-    label names the right one of --choices by its index from 0, its number from 1, its letter or its text. tags: a tag
-    for each word; entities in IOB1, IOB2 or BIOES, or tags without prefix, such as parts of speech.
-    question-answering: answers are parts of a context."""
+    """Kind of task; default inferred from the labels: tags in .conll and .conllu, question-answering in .json.
+    multi-label: lists, or class names separated by |. choice: the label names the right one of --choices by its index
+    from 0, its number from 1, its letter or its text. tags: a tag for each word; entities in IOB1, IOB2 or BIOES, or
+    tags without prefix, such as parts of speech. question-answering: answers are parts of a context."""
     head: SpanHead = "simple"
     """Head of question answering. simple: first and last token of the answer independently, as in transformers. joint:
     the paper's, last token given the first, and a classifier of questions without answer; exported as ONNX only."""
@@ -75,23 +75,34 @@ class TaskConfig:
             )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
+        of_own_files = ("dev_fraction", "text", "text_b", "choices", "label", "kind")
+        if self.task is not None and (given := [name for name in of_own_files if getattr(self, name)]):
+            raise ConfigError(f"--{given[0].replace('_', '-')} is for your own files (--train), not for --task")
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")
         check_range(self, "dev_fraction", above=0, below=1)
         check_range(self, "windows", at_least=1)
-        if self.choices and self.kind != "choice":
+        kind = self.known_kind()
+        if self.choices and kind != "choice":
             raise ConfigError("--choices needs --kind choice")
-        if (self.strict or self.head != "simple") and self.kind != "question-answering" and self.task is None:
-            raise ConfigError("--head and --strict need --kind question-answering")
-        if self.crf and self.kind != "tags" and self.task is None:
-            raise ConfigError("--crf needs --kind tags")
-        if self.kind == "tags" and self.text_b is not None:
+        has_answers = kind == "question-answering" or self.task in SQUAD_VERSIONS
+        if (self.strict or self.head != "simple") and not has_answers:
+            raise ConfigError(
+                f"--head and --strict need --kind question-answering or --task {' or '.join(SQUAD_VERSIONS)}"
+            )
+        if self.crf and kind != "tags" and self.task not in TAGGING_COLUMNS:
+            raise ConfigError(f"--crf needs --kind tags or a tagging --task ({', '.join(TAGGING_COLUMNS)})")
+        if kind == "tags" and self.text_b is not None:
             raise ConfigError("--text-b cannot be combined with --kind tags; --text sets the column of the words")
-        label = self.label or ("label" if self.kind not in ("tags", "question-answering") else None)
+        label = self.label or ("label" if kind not in ("tags", "question-answering") else None)
         columns = [column for column in (self.text, self.text_b, *self.choices, label) if column is not None]
         if len(set(columns)) < len(columns):
             flags = "--text, --text-b, --choices and --label" if self.choices else "--text, --text-b and --label"
             raise ConfigError(f"{flags} are {', '.join(columns)}; they must be different columns")
+
+    def known_kind(self) -> TaskKind | None:
+        """The kind that is set, or the only one that files with the name of --train have."""
+        return self.kind or (None if self.train is None else kind_of_file(self.train))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +220,19 @@ class TuningConfig:
 
     def layer_decay_for(self, encoder: EncoderConfig) -> float:
         return self.layer_decay if self.layer_decay is not None else 0.9 if encoder.layers >= 24 else 0.8
+
+    def describe(
+        self, encoder: EncoderConfig, head: str, task: Task, examples: int, windows: int, length: int
+    ) -> list[str]:
+        """Encoder, head, amount of training and learning rate; `windows` are those that all examples are cut into."""
+        layers = format_count(encoder.layers, "layer")
+        rows = format_count(examples, "row") + (f" ({windows:,} windows)" if windows > examples else "")
+        learning_rate = self.optimizer_config(encoder).learning_rate
+        return [
+            f"{'frozen ' * self.frozen}{encoder.style} encoder with {layers} of width {encoder.width}; head on {head}",
+            f"{format_count(self.epochs_for(task), 'epoch')} of {rows}, batch size {self.batch_size}, length {length}; "
+            f"learning rate {learning_rate:g}, layer decay {self.layer_decay_for(encoder):g}",
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)

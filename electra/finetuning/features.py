@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -78,9 +78,7 @@ class Features:
     truncated: Tensor  # [] number of truncated examples
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
     offsets: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens, 2] in the text, where answers need them
-    words: Tensor = field(
-        default_factory=lambda: torch.empty(0)
-    )  # index of the first token of each word of a tagged text
+    words: Tensor = field(default_factory=lambda: torch.empty(0))  # [words] first token of each word of a tagged text
 
     def __len__(self) -> int:
         return len(self.sequences) or len(self.starts)
@@ -226,7 +224,7 @@ def load_or_make_features(
             return Features(**read_tensors(file))
     features = make(examples, tokenizer, max_length)
     cache_folder.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}-{os.getpid()}{PARTIAL}")  # parallel seeds may write the same file
+    partial = file.with_name(f"{file.name}-{uuid4().hex}{PARTIAL}")  # seeds on several nodes may write the same file
     try:
         write_tensors(partial, vars(features), checksum=True)
         partial.replace(file)

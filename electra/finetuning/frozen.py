@@ -32,11 +32,11 @@ class BiLSTM(nn.Module):
         reverse = torch.where(attention_mask, lengths - 1 - positions, positions)  # [B, L]
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.float()
-            for rightward, leftward in zip(self.forwards, self.backwards, strict=True):
+            for forward_lstm, backward_lstm in zip(self.forwards, self.backwards, strict=True):
                 hidden = self.dropout(hidden)
-                right, _ = rightward(hidden)
-                left, _ = leftward(reverse_rows(hidden, reverse))
-                hidden = torch.cat([right, reverse_rows(left, reverse)], dim=-1)
+                outputs, _ = forward_lstm(hidden)
+                reversed_outputs, _ = backward_lstm(reverse_rows(hidden, reverse))
+                hidden = torch.cat([outputs, reverse_rows(reversed_outputs, reverse)], dim=-1)
         return hidden
 
 

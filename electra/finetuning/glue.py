@@ -11,13 +11,13 @@ from typing import get_args
 from numpy.typing import NDArray
 
 from electra.errors import DataError
-from electra.finetuning.assess import find_single_prediction
 from electra.finetuning.config import Glue6Task, GlueConfig
 from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
     ensemble_metrics,
+    find_single_prediction,
     is_finetuning_output,
     lock_output,
     medians_and_deviations,

@@ -1,10 +1,12 @@
-"""Task heads, and the encoder with one of them."""
+"""Task heads, the encoder with one of them, and losses of rows with weights of classes."""
 
 import math
 from collections.abc import Callable
 from typing import get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,11 +15,15 @@ from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, NO_LOGIT
 from electra.finetuning.frozen import FrozenEncoder
-from electra.finetuning.losses import ClassWeights, cross_entropy
 from electra.finetuning.question_answering import MAX_ANSWER, N_BEST
+from electra.finetuning.tasks import Task
 from electra.kernels.reference import gather_positions
 from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
+from electra.runfolder import join_first_names
+
+BALANCED = "balanced"
+ClassWeights = Tensor | None  # [classes]; None: all are 1
 
 
 class ClassicHead(nn.Linear):
@@ -369,3 +375,46 @@ POOL: dict[EmbeddingPooling, Callable[[Tensor, Tensor], Tensor]] = {
     "max": max_pool,
 }
 """Functions of states [B, L, D] and attention mask [B, L] to pooled states [B, D]."""
+
+
+# Losses, and weights of classes.
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
+    """The losses of class ids [B] or [B, L], 0 where these are -100; `weights` multiply those of their class."""
+    return functional.cross_entropy(logits, targets, weights, reduction="none")
+
+
+def binary_cross_entropy(logits: Tensor, targets: Tensor, weights: ClassWeights = None) -> Tensor:
+    """The mean losses [B] of all classes of multi-hot targets [B, classes]; `weights` multiply those of ones."""
+    losses = functional.binary_cross_entropy_with_logits(logits, targets, pos_weight=weights, reduction="none")
+    return losses.mean(1)
+
+
+def balanced_class_weights(labels: NDArray, num_classes: int) -> NDArray:
+    """Weights of classes in inverse proportion to their rows, 1 on average over the rows of `labels` [N]."""
+    counts = np.bincount(labels, minlength=num_classes)
+    return len(labels) / (np.count_nonzero(counts) * np.maximum(counts, 1))
+
+
+def balanced_positive_weights(labels: NDArray, num_classes: int) -> NDArray:
+    """For each class of multi-hot `labels` [N, classes]: rows without it, at least one, for each row with it."""
+    counts = labels.sum(0)
+    return np.maximum(len(labels) - counts, 1) / np.maximum(counts, 1)
+
+
+def parse_class_weights(words: tuple[str, ...], task: Task) -> list[float]:
+    """The weight of each class of a task from words NAME=WEIGHT; classes that are not named have 1."""
+    weights = dict.fromkeys(task.labels, 1.0)
+    for word in words:
+        name, _, number = word.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if name not in weights or not weight >= 0 or not math.isfinite(weight):
+            names = join_first_names(list(weights), 20)
+            allowed = f"{BALANCED}, or CLASS=WEIGHT with a weight of at least 0 for some of the classes {names}"
+            raise ConfigError(f"is {word}; it must be {allowed}", field="class_weights")
+        weights[name] = weight
+    return list(weights.values())

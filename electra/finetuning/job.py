@@ -195,15 +195,8 @@ class FinetuningTask:
 
     def describe_run(self) -> list[str]:
         """A summary of the run before it starts."""
-        encoder, tuning = self.encoder, self.tuning
-        learning_rate, head = tuning.optimizer_config(encoder).learning_rate, self.model.describe_head_input()
-        return [
-            f"{'frozen ' * tuning.frozen}{encoder.style} encoder with {encoder.layers} layers of width "
-            f"{encoder.width}; head on {head}",
-            f"{tuning.epochs_for(self.task)} epochs of {len(self.train):,} rows, batch size {tuning.batch_size}, "
-            f"length {self.job.length}; learning rate {learning_rate:g}, "
-            f"layer decay {tuning.layer_decay_for(encoder):g}",
-        ]
+        counts, head = (self.train.num_examples, len(self.train)), self.model.describe_head_input()
+        return self.tuning.describe(self.encoder, head, self.task, *counts, self.job.length)
 
     def next_batch(self) -> RowBatch:
         epoch, index = divmod(self.step, self.steps_per_epoch)
@@ -433,10 +426,15 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
 def check_job_converged(finetuning: FinetuningTask, metrics: list[dict[str, Any]]) -> None:
     """Raise a TrainingError if the last training loss or the last evaluation shows that the training diverged."""
     last = {line["kind"]: line["loss"] for line in metrics}
-    uniform_loss = finetuning.kind.uniform_loss(finetuning.task)
+    kind = finetuning.kind
     advice = f"its metrics are in {finetuning.job.folder}; remove that folder to start over"
-    check_not_diverged("the training loss", last["train"], uniform_loss, advice)
-    check_not_diverged("the dev loss", last["validation"], math.inf, advice)
+    checks = (
+        ("train", "the training loss", kind.uniform_loss(finetuning.task), kind.max_loss_ratio),
+        ("validation", "the dev loss", math.inf, 1.0),
+    )
+    for split, name, bound, max_ratio in checks:
+        if split in last:  # after a power failure the last lines may be missing
+            check_not_diverged(name, last[split], bound, advice, max_ratio)
 
 
 def curve_panels(task: Task) -> MetricPanels:

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.errors import DataError
+from electra.errors import DataError, format_count
 from electra.finetuning.config import JobsConfig, TuningConfig
+from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
-from electra.finetuning.kinds import check_class_weights, compute_metrics, load_features, read_examples
+from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
 from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
@@ -168,7 +169,7 @@ def run_jobs(jobs: list[Job], config: JobsConfig) -> list[JobResult]:
         results = run_on_ray(unfinished, config.ray)
     for number, (job, result) in enumerate(results, start=1):
         name, value = next(iter(result.metrics["dev"].items()))
-        metrics = f"{name} {100 * value:.1f}, {result.steps:,} steps in {result.seconds:.0f} s"
+        metrics = f"{name} {100 * value:.1f}, {format_count(result.steps, 'step')} in {result.seconds:.0f} s"
         print(
             f"{number} of {len(unfinished)}: {job.task.name}, seed {job.seed}: {metrics}", file=sys.stderr, flush=True
         )
@@ -208,3 +209,13 @@ def read_mean_logits(jobs: list[Job]) -> dict[str, NDArray]:
     """The mean of the jobs' logits [N, num_labels], by split."""
     logits = [job.read_logits() for job in jobs]
     return {split: np.mean([values[split] for values in logits], axis=0) for split in logits[0]}
+
+
+def find_single_prediction(job: Job) -> str | list[str] | None:
+    """The class (of a multi-label task: the classes) that is predicted for all dev rows, if there is only one."""
+    kind = KINDS[job.task.kind]
+    if not kind.has_classes or not kind.has_row_logits:
+        return None
+    predicted = kind.predict(Outputs(job.read_logits()["dev"]), job.task)
+    is_single = len(predicted) > 1 and len(np.unique(predicted, axis=0)) == 1
+    return kind.decode(predicted[:1], job.task)[0] if is_single else None

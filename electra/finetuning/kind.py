@@ -18,6 +18,7 @@ from electra.finetuning.readers import Row
 from electra.finetuning.tasks import Examples, RowReader, Task, get_cell, get_text
 from electra.huggingface.names import Settings
 from electra.model.config import EncoderConfig
+from electra.training.logging import DIVERGED
 
 
 def read_text_or_pair(task: Task, row: Row) -> list[tuple[str, ...]]:
@@ -70,7 +71,8 @@ class Kind:
     encode: Callable[[Any, Task], Any]  # parsed label → a row of `Examples.labels`
     dtype: type  # of `Examples.labels`
     has_target: Callable[[Any], bool] = lambda label: True  # whether an example can be trained on
-    held_out_together: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))  # where equal
+    held_out_groups: Callable[[Examples], Sequence[Any]] = lambda examples: range(len(examples))
+    """Examples → a value for each; those with equal values are held out together."""
     has_classes: bool = True  # that the task lists as its labels
     has_row_logits: bool = True  # predictions need no more than logits [N, num_labels]
 
@@ -86,6 +88,7 @@ class Kind:
     num_terms: Callable[[Tensor], Tensor] = lambda targets: torch.ones(len(targets), device=targets.device)
     """Targets → terms of the loss of each row [B], by which it is averaged."""
     uniform_loss: Callable[[Task], float]  # loss of uniform predictions, or of the mean score
+    max_loss_ratio: float = DIVERGED  # of a training loss to `uniform_loss`; above it the training diverged
     predict: Callable[[Outputs, Task], NDArray]  # a prediction in the form of `Examples.labels` for each example
     activation: Callable[[NDArray], NDArray]  # logits [N, num_labels] → probabilities, or outputs of a regression
     compute_metrics: Callable[[NDArray, NDArray, Task], Metrics] = lambda predicted, labels, task: task.compute_metrics(

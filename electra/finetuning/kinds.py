@@ -21,19 +21,27 @@ from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
 from electra.finetuning.features import Features, Outputs, load_or_make_features
-from electra.finetuning.heads import ChoiceModel, CrfTagModel, JointSpanModel, SpanModel, TagModel, span_loss
-from electra.finetuning.kind import Kind, class_mistakes, text_model
-from electra.finetuning.losses import (
+from electra.finetuning.heads import (
     BALANCED,
+    ChoiceModel,
+    CrfTagModel,
+    JointSpanModel,
+    SpanModel,
+    TagModel,
     balanced_class_weights,
     balanced_positive_weights,
     binary_cross_entropy,
     cross_entropy,
     parse_class_weights,
+    span_loss,
 )
+from electra.finetuning.kind import Kind, class_mistakes, text_model
 from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (
+    DEV_FRACTION,
+    SQUAD_VERSIONS,
+    TAGGING_COLUMNS,
     TEST,
     Examples,
     Task,
@@ -118,6 +126,7 @@ KINDS: dict[TaskKind, Kind] = {
         labels_of_targets=lambda targets, task: task.denormalize_scores(targets),
         loss=lambda logits, targets: (logits[:, 0] - targets).square(),
         uniform_loss=lambda task: 1.0,
+        max_loss_ratio=100.0,  # of squares: AdamW's first steps may be off by several standard deviations
         predict=lambda outputs, task: task.denormalize_scores(outputs.logits[:, 0]),
         activation=lambda logits: logits,
         baseline_name="always predicting the mean score",
@@ -162,7 +171,7 @@ KINDS: dict[TaskKind, Kind] = {
         encode=lambda answers, task: answers,
         dtype=object,
         has_target=qa.has_target,
-        held_out_together=lambda examples: examples.texts_b or (),
+        held_out_groups=lambda examples: examples.texts_b or (),
         has_classes=False,
         has_row_logits=False,
         make_features=qa.make_windows,
@@ -268,26 +277,29 @@ def make_class_weights(words: tuple[str, ...], task: Task, train_labels: NDArray
 
 
 def define_task(config: TaskConfig) -> Task:
-    """The GLUE task, or a custom task with classes, scale and, unless set, kind inferred from the training labels.
+    """The task of GLUE, SQuAD or CoNLL, or that of the user's own files."""
+    task = define_custom_task(config) if config.task is None else define_benchmark_task(config.task, config)
+    return with_windows(task, config.windows)
+
+
+def define_benchmark_task(name: str, config: TaskConfig) -> Task:
+    assert config.data is not None
+    if name in TAGGING_COLUMNS:
+        task = with_inferred_labels(tags.define_tagging_task(name, config.data, config.crf), "tags")
+        tags.check_tags_of_task(task)
+        return task
+    if name in SQUAD_VERSIONS:
+        task = qa.define_squad_task(name, config.data, config.head)
+        return with_inferred_labels(task, task.kind, config.strict)
+    return get_glue_task(name, config.data)
+
+
+def define_custom_task(config: TaskConfig) -> Task:
+    """A task with classes, scale and, unless set, kind inferred from the training labels.
 
     Classes are collected before rows are held out: all rows of a rare class may be held out."""
-    if config.task is not None:
-        assert config.data is not None
-        if config.task in tags.TASK_COLUMNS:
-            task = with_inferred_labels(tags.define_tagging_task(config.task, config.data, config.crf), "tags")
-            tags.check_tags_of_task(task)
-            return with_windows(task, config.windows)
-        if config.task in qa.SQUAD_VERSIONS:
-            task = qa.define_squad_task(config.task, config.data, config.head)
-            return with_windows(with_inferred_labels(task, task.kind, config.strict), config.windows)
-        if config.head != "simple" or config.strict:
-            raise ConfigError(f"--head and --strict need {' or '.join(qa.SQUAD_VERSIONS)}, not {config.task}")
-        if config.crf:
-            raise ConfigError(f"--crf needs a tagging task ({', '.join(tags.TASK_COLUMNS)}), not {config.task}")
-        return with_windows(get_glue_task(config.task, config.data), config.windows)
     assert config.train is not None
-    dev_fraction = 0.1 if config.dev_fraction is None else config.dev_fraction
-    given_kind: TaskKind | None = config.kind or ("tags" if tags.is_conll_file(config.train) else None)
+    given_kind = config.known_kind()
     kind = KINDS[given_kind or "classification"]
     task = Task(
         name=config.train.name.split(".")[0],
@@ -300,12 +312,11 @@ def define_task(config: TaskConfig) -> Task:
         head=config.head,
         metrics=(),
         splits={"train": str(config.train), "dev": str(config.dev or config.train)},
-        dev_fraction=dev_fraction if config.dev is None else 0.0,
+        dev_fraction=(config.dev_fraction or DEV_FRACTION) if config.dev is None else 0.0,
     )
     rows = read_split_rows(task, "train", kind.read_rows)
     first = next(rows)
-    task = with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
-    return with_windows(task, config.windows)
+    return with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
 
 
 def with_windows(task: Task, windows: int) -> Task:
@@ -379,7 +390,7 @@ def read_examples(task: Task, split: str) -> Examples:
     has_labels = not split.startswith(TEST) or task.find_column(task.label, first.values) is not None
     examples = parse_examples(task, task.splits[split], chain([first], rows), has_labels)
     if task.dev_fraction and split in ("train", "dev"):
-        examples = examples.select(train_or_dev_indices(task, split, KINDS[task.kind].held_out_together(examples)))
+        examples = examples.select(train_or_dev_indices(task, split, KINDS[task.kind].held_out_groups(examples)))
     if split == "train":
         assert examples.labels is not None
         has_target = np.array([KINDS[task.kind].has_target(label) for label in examples.labels])

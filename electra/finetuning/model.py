@@ -57,7 +57,7 @@ def load_pretrained(path: Path, dropout: float | None = None) -> PretrainedModel
     if is_finetuned_config(settings):
         finetuned = read_finetuned_config(folder)
         config, tensors = finetuned.encoder, read_tensors(folder / WEIGHTS)
-        pooling = finetuned.pooling
+        pooling = finetuned.pooling if finetuned.frozen is None else "cls"  # that of a frozen encoder suits only it
         seed_offset = crc32(repr((finetuned.task.name, finetuned.task.labels)).encode())
     else:
         config, tensors = read_part_config_and_tensors(folder)

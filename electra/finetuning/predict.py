@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from electra.errors import ConfigError, DataError, check_finite
+from electra.errors import ConfigError, DataError, check_finite, format_count
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
 from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
 from electra.finetuning.job import RESULT
@@ -61,8 +61,8 @@ class PredictResult:
     truncated: int
 
     def __str__(self) -> str:
-        truncated = f"; {self.truncated:,} texts truncated to --length" if self.truncated else ""
-        return f"{self.output}: {self.rows:,} rows{truncated}"
+        truncated = f"; {format_count(self.truncated, 'text')} truncated to --length" if self.truncated else ""
+        return f"{self.output}: {format_count(self.rows, 'row')}{truncated}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class EvaluateResult:
     def __str__(self) -> str:
         truncated = f", {self.truncated:,} truncated to --length" if self.truncated else ""
         ensemble = f"; ensemble of {len(self.models)} models" if len(self.models) > 1 else ""
-        lines = [f"{self.input}: {self.rows:,} rows{truncated}{ensemble}"]
+        lines = [f"{self.input}: {format_count(self.rows, 'row')}{truncated}{ensemble}"]
         lines += [f"  {name:<14}{format_metric(name, value):>6}" for name, value in self.metrics.items()]
         lines += format_class_scores(self.classes)
         if self.confusion_matrix and len(self.labels) <= 10:

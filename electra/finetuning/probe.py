@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from electra.config import build_config
-from electra.errors import ConfigError, DataError, TrainingError
+from electra.errors import ConfigError, DataError, TrainingError, format_count
 from electra.finetuning.config import ProbeConfig, TuningConfig
 from electra.finetuning.features import Outputs
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
@@ -109,8 +109,8 @@ def finetune(job: ProbeJob) -> ProbeResult:
 def held_out_metrics(finetuning: FinetuningTask, logits: NDArray, targets: NDArray) -> Metrics:
     """The task's metrics, the loss and, for classes, the AUC of logits [N, num_labels]."""
     task, kind = finetuning.task, finetuning.kind
-    labels = targets if task.labels else task.denormalize_scores(targets)
-    metrics = task.compute_metrics(kind.predict(Outputs(logits), task), labels)
+    predicted, labels = kind.predict(Outputs(logits), task), kind.labels_of_targets(targets, task)
+    metrics = kind.compute_metrics(predicted, labels, task)
     metrics["loss"] = kind.loss(torch.from_numpy(logits), torch.from_numpy(targets)).mean().item()
     if task.labels:
         metrics["auc"] = roc_auc(logits[:, 1] - logits[:, 0], targets == 1)
@@ -211,7 +211,11 @@ def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
     value = result.metrics[metric]
     name = f"{job.model_name}, {job.setting}, {job.task.name}, fold {job.fold}, seed {job.seed}"
     score = f"{metric} {math.nan if value is None else 100 * value:.1f}"
-    print(f"{progress}: {name}: {score}, {result.steps:,} steps in {result.seconds:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{progress}: {name}: {score}, {format_count(result.steps, 'step')} in {result.seconds:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:

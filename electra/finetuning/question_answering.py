@@ -19,9 +19,8 @@ from electra.finetuning import readers
 from electra.finetuning.features import Features, Outputs, encode_texts
 from electra.finetuning.metrics import Metrics, Mistake, answer_scores
 from electra.finetuning.readers import Row, SpanHead
-from electra.finetuning.tasks import Examples, Task, check_text, get_cell, get_text
+from electra.finetuning.tasks import SQUAD_VERSIONS, Examples, Task, check_text, get_cell, get_text
 
-SQUAD_VERSIONS = {"squad": "1.1", "squad2": "2.0"}
 MAX_QUESTION = 64  # tokens; the rest of a question is cut off
 OVERLAP = 128  # tokens that consecutive windows share
 MAX_ANSWER = 30  # tokens

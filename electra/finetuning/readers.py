@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.data.corpus import MAX_DOCUMENT_BYTES
-from electra.data.files import TextFile, import_optional, limit_expansion, open_parquet, open_streams, require_text_file
+from electra.data.files import (
+    TextFile,
+    format_and_compression,
+    import_optional,
+    limit_expansion,
+    open_parquet,
+    open_streams,
+    require_text_file,
+)
 from electra.errors import ConfigError, DataError
 from electra.runfolder import join_first_names
 
@@ -180,6 +188,7 @@ def check_columns(file_name: str, columns: list[str]) -> None:
 # Labels: how each kind of task reads its label column.
 
 TaskKind = Literal["classification", "multi-label", "regression", "choice", "tags", "question-answering"]
+KINDS_BY_SUFFIX: dict[str, TaskKind] = {".conll": "tags", ".conllu": "tags", ".json": "question-answering"}
 SpanHead = Literal["simple", "joint"]
 TagScheme = Literal["IOB1", "IOB2", "BIOES"]
 ChoiceLabel = Literal["text", "index", "letter", "small letter", "number"]
@@ -189,6 +198,11 @@ LABEL_SEPARATOR = "|"  # between the labels of a multi-label cell that is a stri
 MAX_CLASSES = 20  # integers with more distinct values are scores, unless the user sets the kind
 MISSING_NAMES = ("nan", "n/a", "na", "null")  # what spreadsheets and data frames write for a missing label
 MAX_SCORE = float(np.finfo(np.float32).max)
+
+
+def kind_of_file(path: Path) -> TaskKind | None:
+    """The kind of task of a file that can be of one kind only, as its name tells."""
+    return KINDS_BY_SUFFIX.get(format_and_compression(path)[0])
 
 
 def parse_class(cell: Any) -> str:

@@ -22,7 +22,6 @@ from electra.data.wordpiece import create_encoder
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
 from electra.finetuning.conll import (
-    CONLLU,
     OUTSIDE,
     SCHEMES_IN_WORDS,
     Entity,
@@ -35,7 +34,7 @@ from electra.finetuning.conll import (
     write_tags,
 )
 from electra.finetuning.features import IGNORED, Features, Outputs, padded_length
-from electra.finetuning.losses import ClassWeights, cross_entropy
+from electra.finetuning.heads import ClassWeights, cross_entropy
 from electra.finetuning.metrics import (
     METRICS,
     Metrics,
@@ -46,7 +45,7 @@ from electra.finetuning.metrics import (
     precision_recall_f1,
 )
 from electra.finetuning.readers import Row, class_name_from_cell, sort_labels
-from electra.finetuning.tasks import Examples, Task, check_text, get_cell, stack_labels
+from electra.finetuning.tasks import DEV_FRACTION, TAGGING_COLUMNS, Examples, Task, check_text, get_cell, stack_labels
 from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
@@ -55,7 +54,6 @@ TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files hav
 CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known, or are those of no training row
 WORDS, TAGS = ("words", "tokens", "FORM", "1"), ("tags", "UPOS")  # names of columns, unless set
-TASK_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}
 TASK_CORPORA = {"ner": ("conll2003",), "chunking": ("conll2000", "conll2003"), "pos": ("conll2003", "conll2000")}
 SPLIT_FILES = {
     "train": ("eng.train", "train.txt"),
@@ -75,11 +73,6 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
     if format in (".csv", ".json"):
         raise ConfigError(f"{path} has no tags; sentences are in {', '.join(TABLES)}, or in CoNLL columns (.conll)")
     return read_conll(path)
-
-
-def is_conll_file(path: Path) -> bool:
-    """Whether a file must have CoNLL columns, as its name tells."""
-    return format_and_compression(path)[0] in (".conll", CONLLU)
 
 
 def find_columns(task: Task, row: Row) -> Task:
@@ -113,12 +106,12 @@ def define_tagging_task(name: str, data: str, crf: bool = False) -> Task:
         name=name,
         kind="tags",
         text="1",
-        label=TASK_COLUMNS[name],
-        aliases={"words": "1", "tokens": "1", "tags": TASK_COLUMNS[name]},
+        label=TAGGING_COLUMNS[name],
+        aliases={"words": "1", "tokens": "1", "tags": TAGGING_COLUMNS[name]},
         crf=crf,
         metrics=(),
         splits={split: file for split, file in (splits | {"dev": splits["dev"] or splits["train"]}).items() if file},
-        dev_fraction=0.0 if splits["dev"] else 0.1,
+        dev_fraction=0.0 if splits["dev"] else DEV_FRACTION,
         epochs=5,
     )
 
@@ -186,7 +179,7 @@ def task_fields_from_tags(sentences: list[list[str]]) -> dict[str, Any]:
 def tag_warnings(sentences: list[list[str]], task: Task) -> Iterator[str]:
     """What is probably not intended in the tags of all training rows."""
     if task.scheme is None:
-        if task.name not in TASK_COLUMNS:
+        if task.name not in TAGGING_COLUMNS:
             yield (
                 "no tag has a prefix, so tags are classes of words (as parts of speech) and not joined to entities; "
                 f"tags of entities are {SCHEMES_IN_WORDS}"
@@ -263,7 +256,7 @@ def make_tag_features(examples: Examples, tokenizer: TextTokenizer, max_length: 
         tags = [[UNKNOWN] * len(words), [IGNORED] * len(words)] if examples.labels is None else examples.labels[number]
         target = np.where(is_continuation[ids], IGNORED, np.array(tags[1])[word_of_token])
         target[starts] = tags[0]
-        for window in split_into_windows(lengths, max_length - 2):
+        for window in split_words_into_windows(lengths, max_length - 2):
             tokens = slice(starts[window.start], starts[window.end - 1] + lengths[window.end - 1])
             own = slice(window.first_own, window.end_own)
             is_own = (word_of_token[tokens] >= own.start) & (word_of_token[tokens] < own.stop)
@@ -317,7 +310,7 @@ class Window(NamedTuple):
     end_own: int
 
 
-def split_into_windows(lengths: NDArray, max_tokens: int) -> list[Window]:
+def split_words_into_windows(lengths: NDArray, max_tokens: int) -> list[Window]:
     """Windows of whole words with up to `max_tokens` tokens, of which about a quarter is also in the next window."""
     ends = lengths.cumsum()
     starts = ends - lengths

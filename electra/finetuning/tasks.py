@@ -19,7 +19,10 @@ from electra.finetuning.readers import ChoiceLabel, Row, SpanHead, TagScheme, Ta
 from electra.runfolder import join_first_names
 
 HUB = "hub:"
+DEV_FRACTION = 0.1  # of the training rows that is held out if there is no dev file
 MAX_CHUNK_CHARACTERS = 16 << 20  # of the rows in memory at a time, besides the last one
+SQUAD_VERSIONS = {"squad": "1.1", "squad2": "2.0"}  # by task
+TAGGING_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}  # of CoNLL files, by task
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
 
 
@@ -327,7 +330,7 @@ def get_glue_task(name: str, data: str) -> Task:
     """A GLUE task to train on, with its data in the folder of the official download, or in `hub:glue`."""
     trainable = [task.name for task in GLUE_TASKS.values() if task.predicted_by is None]
     if name not in GLUE_TASKS:
-        known = ", ".join([*trainable, "squad", "squad2", "ner", "chunking", "pos"])
+        known = ", ".join([*trainable, *SQUAD_VERSIONS, *TAGGING_COLUMNS])
         raise ConfigError(f"unknown task {name!r}; choose from {known}, or use your own files")
     if name not in trainable:
         raise ConfigError(f"{name} has no training rows; it is predicted together with {GLUE_TASKS[name].predicted_by}")

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from electra.data.ray_tasks import map_on_ray
-from electra.data.workers import init_worker, starting_workers
+from electra.data.workers import count_usable_cores, init_worker, map_on_ray, starting_workers
 from electra.errors import DataError, TrainingError
 from electra.finetuning.job import Job, JobResult
 from electra.runfolder import lock_file
@@ -86,7 +85,7 @@ def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
             f"a worker process was killed, perhaps out of memory; {CONTINUE}, with fewer --workers if necessary"
         ) from None
     except BaseException as error:
-        for worker in multiprocessing.active_children():
+        for worker in list((pool._processes or {}).values()):
             worker.terminate()  # SIGTERM: the trainer saves a checkpoint and exits
         pool.shutdown(cancel_futures=True)
         if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -127,7 +126,7 @@ def init_job_worker(workers: int, numbers: Any, gpus: list[str]) -> None:
     init_worker()
     if gpus:
         os.environ[VISIBLE_DEVICES] = gpus[numbers.get() % len(gpus)]  # before CUDA is initialized
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    torch.set_num_threads(max(1, count_usable_cores() // workers))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def pretrain(config: PretrainConfig) -> TrainResult | RunEstimate:
     with join_ranks(config.hardware.device, config.resume) as world:
         shards, device = open_shards(config.data), world.device
         should_compile(config.hardware, device)  # raises if there is no compiler
-        check_tracker(config.trainer.track)
+        check_tracker(config.trainer.track, config.trainer.tensorboard)
         phases = plan_and_check_phases(config, shards)
         for phase in phases:
             world.check_batch_size(phase.config.loader.batch_size, phase.config.trainer.micro_batches)

@@ -8,6 +8,7 @@ import torch
 
 from electra.data.loader import BatchLoader
 from electra.data.shards import Shards
+from electra.errors import format_count
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
@@ -74,10 +75,6 @@ def describe_encoder(name: str, encoder: EncoderConfig) -> str:
     local = f", attention within {window} tokens in all but every {every}th layer" if every > 1 else ""
     dropout = f", dropout {encoder.dropout:g}" if encoder.dropout else ""
     return f"{name} with {format_count(encoder.layers, 'layer')} of width {encoder.width}{local}{dropout}"
-
-
-def format_count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:

@@ -22,9 +22,8 @@ from electra.pretraining.initialize import (
     unigram_frequencies,
 )
 from electra.pretraining.phases import Phase
-from electra.training.distributed import GradientBuffer, World
+from electra.training.distributed import GradientBuffer, World, copy_parameters, shard_model
 from electra.training.hardware import choose_dtype, is_out_of_memory, peak_flops_per_second, should_compile
-from electra.training.sharding import copy_parameters, shard_model
 
 
 class PretrainingTask:

@@ -203,19 +203,18 @@ def parse_evaluations(
     metrics_lines: list[dict[str, Any]], phases: list[Phase], end_steps: list[float]
 ) -> list[Evaluation]:
     """The evaluations of a run; their times are interpolated between lines of training metrics."""
-    evaluations = []
-    for line in metrics_lines:
-        if line["kind"] == "validation":
-            step = line["step"]
-            evaluation = Evaluation(
-                step=step,
-                minutes=float(np.interp(step, *logged_steps_and_seconds(metrics_lines))) / 60,
-                flops=flops_until(phases, end_steps, step),
-                metrics=none_to_nan({name: value for name, value in line.items() if name not in ("kind", "step")}),
-                phase=sum(step > end for end in end_steps[:-1]),
-            )
-            evaluations.append(evaluation)
-    return evaluations
+    logged = logged_steps_and_seconds(metrics_lines)
+    return [
+        Evaluation(
+            step=line["step"],
+            minutes=float(np.interp(line["step"], *logged)) / 60,
+            flops=flops_until(phases, end_steps, line["step"]),
+            metrics=none_to_nan({name: value for name, value in line.items() if name not in ("kind", "step")}),
+            phase=sum(line["step"] > end for end in end_steps[:-1]),
+        )
+        for line in metrics_lines
+        if line["kind"] == "validation"
+    ]
 
 
 def best_metric_values(evaluations: list[Evaluation]) -> dict[str, float]:

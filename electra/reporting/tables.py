@@ -43,7 +43,7 @@ class Report:
         return "\n\n".join([*parts, *self.notes])
 
     def format_page(self) -> str:
-        """reporting.md: tables and plots."""
+        """report.md: tables and plots."""
         plots = [f"![]({plot})" for plot in self.plots]
         return "\n\n".join([f"# {', '.join(self.runs)}", self.format_tables(), *plots]) + "\n"
 

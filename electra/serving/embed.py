@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 
 from electra.data.files import as_text_file, import_optional, open_streams, require_text_file
 from electra.data.tokenizer import read_trained_length
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, format_count
 from electra.finetuning.jobs import find_model_to_finetune
 from electra.finetuning.model import load_pretrained, weight_checksums
 from electra.finetuning.predict import CHUNK_SIZE
@@ -52,8 +52,8 @@ class EmbedResult:
     truncated: int
 
     def __str__(self) -> str:
-        truncated = f"; {self.truncated:,} texts truncated to --length" if self.truncated else ""
-        return f"{self.output}: {self.rows:,} embeddings of {self.dimensions:,} dimensions{truncated}"
+        truncated = f"; {format_count(self.truncated, 'text')} truncated to --length" if self.truncated else ""
+        return f"{self.output}: {format_count(self.rows, 'embedding')} of {self.dimensions:,} dimensions{truncated}"
 
 
 def embed(config: EmbedConfig) -> Embedding | TextResults | EmbedResult:

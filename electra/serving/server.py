@@ -203,6 +203,8 @@ def add_error_handlers(app: FastAPI) -> None:
         place = ".".join(map(str, first["loc"][1:]))
         if not place:
             return answer(422, "the request must be a JSON object, sent with content-type: application/json")
+        if first["type"] == "extra_forbidden":
+            return answer(422, f"unknown field {place}; /docs lists the fields of a request")
         return answer(422, f"{place}: {first['msg']}")
 
     async def wrong_input(request: Request, error: Exception) -> Response:

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from electra.data.shards import Shards, open_shards
+from electra.errors import ConfigError
 from electra.finetuning.glue import markdown_table
 from electra.model.electra import Electra
-from electra.model.storage import load_model, load_model_tokenizer
+from electra.model.storage import WEIGHTS, has_rtd_head, load_model, load_model_tokenizer, read_tensor_names
 from electra.model.vocabulary_map import VocabularyMap, compute_map
 from electra.objectives.evaluation import roc_auc
 from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
@@ -81,6 +82,10 @@ def analyze(config: AnalyzeConfig) -> Analysis:
     shards.check_same_tokenizer(load_model_tokenizer(folder))
     electra = load_model(folder).float().to(choose_device(config.device)).eval()
     electra.require_discriminator()
+    if not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
+        raise ConfigError(
+            f"{folder} is an encoder without a trained replaced token detection head; choose a model that has one"
+        )
     with lock_folder(config.output):
         record.write(config.output)
         detections = detect_in_held_out_text(electra, shards, folder, config)

@@ -6,7 +6,7 @@ from electra.finetuning.probe import FOLDS, SLICED_TASKS
 from electra.runfolder import lock_folder
 from electra.signals import explain_stop
 from electra.studies.config import OutputRecord, StudyConfig
-from electra.studies.measures import measure_runs, read_measures
+from electra.studies.measures import check_probe, measure_runs, read_measures
 from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.studies.studies import STUDIES
@@ -24,6 +24,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
         return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)
     if config.summarize:
         return summarize(config, runs, shards, {})
+    check_probe(config)
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
         record.write(config.output)
         failed = train_runs(runs, shards, config)

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from electra.config import build_config
 from electra.data.shards import Shards
 from electra.finetuning.config import ProbeConfig
-from electra.finetuning.probe import run_probe
+from electra.finetuning.probe import parse_settings, run_probe
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
+from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
 from electra.reporting.runs import Run, read_run
@@ -21,6 +22,7 @@ from electra.studies.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, re
 from electra.studies.runs import StudyRun
 
 PROBE = "probe.jsonl"
+FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # metrics of `read_fixed_rtd`
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
@@ -48,7 +50,7 @@ class MeasuredRun:
     def has_learnt(self) -> bool:
         """Whether the encoder has learnt more than guessing (a discriminator) or than token frequencies."""
         if self.fixed_rtd:
-            return self.fixed_rtd["fixed_rtd_auc"] >= GUESSING_AUC
+            return self.fixed_rtd[FIXED_RTD_AUC] >= GUESSING_AUC
         name = self.token_loss_name()
         return name is None or not is_on_plateau(self.cost.final_metrics, name)
 
@@ -60,11 +62,23 @@ def probe_config(config: StudyConfig) -> ProbeConfig:
         data=config.glue,
         output=config.output / PROBE,
         tasks=config.tasks,
-        settings=("default", *config.finetuning),
+        settings=probe_settings(config),
         seeds=config.finetuning_seeds,
         rows=config.probe_rows,
         device=config.device,
     )
+
+
+def probe_settings(config: StudyConfig) -> tuple[str, ...]:
+    return ("default", *config.finetuning)
+
+
+def check_probe(config: StudyConfig) -> None:
+    """Raise, before anything is trained, if the probe's settings or the data of its tasks are unusable."""
+    parse_settings(probe_settings(config))
+    if config.glue is not None:
+        for name in config.tasks:
+            next(read_split_rows(get_glue_task(name, config.glue), "train"))
 
 
 def measure_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:

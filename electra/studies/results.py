@@ -15,6 +15,8 @@ from electra.finetuning.probe_results import Estimate
 from electra.plotting import ErrorBars, plot_error_bars
 from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 from electra.studies.measures import (
+    FIXED_RTD_AUC,
+    FIXED_RTD_LOSS,
     PRETRAINING_SD,
     MeasuredRun,
     estimate_loss,
@@ -29,7 +31,6 @@ Verdict = Literal["holds", "reversed", "within noise", "not learnt", "not measur
 STUDY = "study.json"
 STANDARD_ERRORS = 2.0  # a difference of fewer is within noise
 MeasureName = Literal["probe", "fixed RTD loss"]
-FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"
 
 
 @dataclass(frozen=True)

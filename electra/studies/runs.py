@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from electra.config import build_config, flat_values, replace_settings
 from electra.data.shards import Shards
-from electra.errors import TrainingError
+from electra.errors import TrainingError, format_count
 from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
@@ -118,7 +118,10 @@ class StudyEstimate:
 
     def __str__(self) -> str:
         left = self.runs - self.finished_runs
-        lines = [f"{self.runs} runs, of which {self.finished_runs} are finished", *(f"  {name}" for name in self.names)]
+        lines = [
+            f"{format_count(self.runs, 'run')}, of which {self.finished_runs} finished",
+            *(f"  {name}" for name in self.names),
+        ]
         if left:
             lines.append(
                 f"the {left} others: about {self.minutes:.1f} minutes of training on one device, {self.tokens:,} tokens"

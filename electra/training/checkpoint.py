@@ -31,8 +31,8 @@ from electra.runfolder import (
     write_checksums,
     write_json,
 )
+from electra.training.distributed import divide_like, gather_shards
 from electra.training.logging import METRICS
-from electra.training.sharding import divide_like, gather
 
 try:
     import fcntl
@@ -182,7 +182,7 @@ def optimizer_state_tensors(model: nn.Module, optimizers: list[torch.optim.Optim
     Sharded states are gathered: all ranks must call this."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": gather(value)
+        f"{names[id(parameter)]}/{key}": gather_shards(value)
         for optimizer in optimizers
         for parameter, state in optimizer.state.items()
         for key, value in state.items()

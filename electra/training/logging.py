@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 from torch import Tensor
 
-from electra.errors import ConfigError, TrainingError
+from electra.errors import ConfigError, TrainingError, format_count
 from electra.progress import can_show_bars
 from electra.runfolder import dump_json, read_bounded, read_stored, report_damage, write_file, write_stored
 from electra.training.config import TrackerName
@@ -131,10 +131,12 @@ def import_tracker(name: TrackerName) -> Any:
         raise ConfigError(f"is {name}, which is not installed: pip install {name}", field="track") from None
 
 
-def check_tracker(name: TrackerName) -> None:
+def check_tracker(name: TrackerName, tensorboard: bool = False) -> None:
     """Raise a ConfigError, before anything is written, if a tracker is not installed."""
     if name != "none":
         import_tracker(name)
+    if tensorboard:
+        import_summary_writer()
 
 
 def load_run_id(name: TrackerName, run: Path) -> str:
@@ -191,11 +193,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def open_tensorboard(run: Path, last_step: int) -> Any:
     """A TensorBoard writer in the run folder."""
+    return import_summary_writer()(str(run / "tensorboard"), purge_step=last_step + 1)
+
+
+def import_summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError("--tensorboard needs TensorBoard: pip install tensorboard") from None
-    return SummaryWriter(str(run / "tensorboard"), purge_step=last_step + 1)
+    return SummaryWriter
 
 
 def format_duration(minutes: float) -> str:
@@ -234,10 +240,12 @@ class ProgressBar(Progress):
         self.console.print(text, soft_wrap=True)
 
 
-def check_not_diverged(name: str, loss: float | None, uniform_loss: float, advice: str) -> None:
-    """Raise a TrainingError if the last loss of a training is not finite (also None) or above `DIVERGED`."""
+def check_not_diverged(
+    name: str, loss: float | None, uniform_loss: float, advice: str, max_ratio: float = DIVERGED
+) -> None:
+    """Raise a TrainingError if the last loss of a training is not finite (also None) or above `max_ratio`."""
     loss = math.nan if loss is None else loss
-    if not math.isfinite(loss) or loss > DIVERGED * uniform_loss:
+    if not math.isfinite(loss) or loss > max_ratio * uniform_loss:
         is_finite = math.isfinite(loss)
         value = f"{loss:,.1f}, and {uniform_loss:.2f} for uniform predictions" if is_finite else "not finite"
         raise TrainingError(
@@ -265,10 +273,12 @@ class TrainResult:
         return 128 + self.signal if self.signal else 0
 
     def __str__(self) -> str:
-        used = f"{self.step:,} steps, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
+        used = f"{format_count(self.step, 'step')}, {self.tokens:,} tokens, {self.seconds / 60:.1f} minutes of training"
         lines = [f"{self.describe_status()}: {used}"]
         if self.nonfinite_steps:
-            lines.append(f"{self.nonfinite_steps} steps skipped because of a non-finite loss or gradient")
+            lines.append(
+                f"{format_count(self.nonfinite_steps, 'step')} skipped because of a non-finite loss or gradient"
+            )
         lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
         lines += [f"checkpoint: {self.checkpoint}", *self.assessment.values()]
         if self.was_finished:

@@ -27,11 +27,10 @@ from electra.training.checkpoint import (
     save_checkpoint,
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
-from electra.training.distributed import DistributedStep, GradientBuffer, World, seed_dropout
+from electra.training.distributed import DistributedStep, GradientBuffer, World, gather_shards, seed_dropout
 from electra.training.hardware import is_out_of_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
-from electra.training.sharding import gather
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
@@ -110,6 +109,7 @@ class Trainer:
         self.averages = RunningAverages()  # since the last line of metrics.jsonl
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
+        self.bar = ProgressBar(quiet)
         self.received: list[int] = []  # signals to this rank
         self.is_warm = False  # the first step compiles and fills caches; its time does not count
         self.nonfinite_run = torch.zeros(2, device=device)  # consecutive non-finite steps: current, longest so far
@@ -143,10 +143,7 @@ class Trainer:
         self.logger = self.open_logger() if self.world.is_main else None
         self.saved_at = self.state.seconds
         self.run_step = self.build_step()
-        with (
-            collect_stop_signals(self.quiet, self.world.is_distributed) as self.received,
-            ProgressBar(self.quiet) as self.bar,
-        ):
+        with collect_stop_signals(self.quiet, self.world.is_distributed) as self.received, self.bar:
             signals = self.signals = [] if self.world.is_distributed else self.received
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
@@ -335,7 +332,7 @@ class Trainer:
         """Clip gradients and update the weights, unless a loss or the gradient is not finite."""
         gradients = [parameter.grad for parameter in self.task.model.parameters() if parameter.grad is not None]
         loss_scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        norm = gather(nn.utils.get_total_norm(gradients)) / loss_scale
+        norm = gather_shards(nn.utils.get_total_norm(gradients)) / loss_scale
         metrics = losses | {"gradient_norm": norm}
         is_finite = torch.isfinite(torch.stack(list(metrics.values()))).all()
         max_norm = self.optimizer_config.max_grad_norm or math.inf
