@@ -23,7 +23,7 @@ from electra.exporting.command import export
 from electra.exporting.config import ExportConfig
 from electra.exporting.source import load_export_source
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.heads import ChoiceModel, SpanModel, TagModel, TaskModel
+from electra.finetuning.heads import ChoiceModel, JointSpanModel, SpanModel, TagModel, TaskModel
 from electra.finetuning.kinds import KINDS, define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.model.config import ElectraConfig
@@ -114,7 +114,7 @@ def test_fine_tuned_models_equal_transformers(pairs, tmp_path, kind, style):
     check_equal_to_transformers(tmp_path / "onnx", tmp_path / "huggingface", has_choices=kind == "choice")
 
 
-def test_heads_return_what_their_class_in_transformers_does(pairs):
+def test_outputs_of_heads_are_those_of_their_class_in_transformers_if_there_is_one(pairs):
     """Shapes only: values are compared by slow tests."""
     encoder = load_pretrained(pairs["classic"]).encoder
     ids = torch.randint(5, VOCAB_SIZE, (3, 2, 7))
@@ -123,9 +123,10 @@ def test_heads_return_what_their_class_in_transformers_does(pairs):
         (TagModel(encoder, 4), ids[:, 0], {"logits": (3, 7, 4)}),
         (ChoiceModel(encoder, 1), ids, {"logits": (3, 2)}),
         (SpanModel(encoder, 1), ids[:, 0], {"start_logits": (3, 7), "end_logits": (3, 7)}),
+        (JointSpanModel(encoder, 1), ids[:, 0], {"start_logits": (3, 7), "end_logits": (3, 7, 20), "null_logit": (3,)}),
     ):
         assert len(model.exported_axes) == inputs.dim()
-        outputs = model.huggingface_outputs(inputs, torch.ones_like(inputs).bool(), torch.zeros_like(inputs))
+        outputs = model.exported_outputs(inputs, torch.ones_like(inputs).bool(), torch.zeros_like(inputs))
         assert {name: tensor.shape for name, tensor in outputs.items()} == shapes
 
 
@@ -174,6 +175,15 @@ def test_sums_before_layer_norms_are_not_fused(exported):
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "model_quantized.onnx"])
+def test_queries_keys_and_values_are_not_copied_out_of_one_product(exported, name):
+    graph = onnx.load(exported[0] / "onnx" / name).graph
+    assert not {"Slice", "Split"} & {node.op_type for node in graph.node}
+    shapes = [list(each.dims) for each in graph.initializer]
+    assert [WIDE.width, 3 * WIDE.width] not in shapes
+    assert sum(node.op_type == "DynamicQuantizeLinear" for node in graph.node) in (0, 5)  # one for all three
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model_quantized.onnx"])
 def test_files_name_no_path_of_the_computer_that_wrote_them(exported, name):
     stored = (exported[0] / "onnx" / name).read_bytes()
     assert b".py" not in stored
@@ -182,7 +192,7 @@ def test_files_name_no_path_of_the_computer_that_wrote_them(exported, name):
 def test_int8_files_keep_the_head_in_fp32(exported):
     graph = onnx.load(exported[0] / "onnx/model_quantized.onnx").graph
     products = [node.op_type for node in graph.node if node.op_type in ("MatMul", "MatMulInteger")]
-    assert products.count("MatMulInteger") == 5  # the projection of the embeddings, and four in the layer
+    assert products.count("MatMulInteger") == 7  # the projection of the embeddings, and six in the layer
     assert products[-2:] == ["MatMul", "MatMul"]
 
 

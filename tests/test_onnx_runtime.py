@@ -77,16 +77,28 @@ def test_fill_equals_pytorch(pair, tmp_path):
         load_onnx(tmp_path / "onnx", int8=True)
 
 
+FAST = ("regression", "classic", {})
+MODELS = [
+    FAST,
+    *((kind, "classic", {}) for kind in KINDS if kind != "regression"),
+    *(("tags", style, {"crf": True}) for style in ("classic", "modern")),
+    *(("question-answering", style, {"head": "joint"}) for style in ("classic", "modern")),
+]
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "regression" else pytest.mark.slow) for kind in KINDS]
+    ("kind", "style", "settings"),
+    [pytest.param(*each, marks=[] if each is FAST else pytest.mark.slow) for each in MODELS],
 )
-def test_fine_tuned_models_predict_as_pytorch(encoder_folder, tmp_path, kind):
+def test_fine_tuned_models_predict_as_pytorch(encoder_folder, modern_folder, tmp_path, kind, style, settings):
     rows = tmp_path / f"rows.{'conll' if kind == 'tags' else 'jsonl'}"
-    WRITERS[kind](rows, 20, seed=0) if kind in WRITERS else write_rows(rows, kind, 20, seed=0)
-    task = define_task(TaskConfig(train=rows, kind=kind))
-    model = add_noise(KINDS[kind].model(task)(load_pretrained(encoder_folder).encoder, task.num_labels))
+    more = {"has_unanswerable": True} if settings.get("head") == "joint" else {}
+    WRITERS[kind](rows, 20, seed=0, **more) if kind in WRITERS else write_rows(rows, kind, 20, seed=0)
+    task = define_task(TaskConfig(train=rows, kind=kind, **settings))
+    pretrained = load_pretrained(encoder_folder if style == "classic" else modern_folder)
+    model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
     (tmp_path / "model").mkdir()
-    save_finetuned_model(model, task, 32, tmp_path / "model", encoder_folder)
+    save_finetuned_model(model, task, 32, tmp_path / "model", pretrained.folder)
     electra.export(model=tmp_path / "model", to="onnx", output=tmp_path / "onnx")
     assert str(tmp_path) not in (tmp_path / "onnx/task.json").read_text()
     values = [row.values for row in KINDS[kind].read_rows(rows)]

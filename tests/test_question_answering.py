@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.command import check_other_splits
 from electra.finetuning.config import PredictorConfig, TaskConfig
 from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
-from electra.finetuning.heads import JointSpanModel, SpanModel, search_spans
+from electra.finetuning.heads import JointSpanModel, SpanModel, choose_beam, search_spans
 from electra.finetuning.kinds import KINDS, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
 from electra.finetuning.model import load_pretrained
@@ -165,7 +165,12 @@ def test_beam_search_equals_scoring_all_spans_where_the_beam_is_wide_enough():
     starts, ends = torch.randn(3, 15), torch.randn(3, 15, 15)  # ends[:, start]: scores of last tokens
     starts[:, [1, 14]] = NO_LOGIT  # not in the context
     ends[:, :, [1, 14]] = NO_LOGIT
-    firsts, lasts, start_scores, end_scores = search_spans(starts, lambda start: ends[torch.arange(3), start])
+    is_allowed = starts > NO_LOGIT
+    beam = choose_beam(starts, is_allowed)
+    assert beam[0].tolist() == [1, *range(2, 14), *[14] * 7]  # 12 tokens of the context, then others
+    firsts, lasts, start_scores, end_scores = search_spans(
+        starts, beam, torch.stack([ends[torch.arange(3), start] for start in beam.unbind(1)], -1)
+    )
     scores = starts.log_softmax(1)[..., None] + ends.log_softmax(2)
     for row in range(3):
         context = range(2, 14)

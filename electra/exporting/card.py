@@ -16,6 +16,7 @@ from electra.finetuning.glue import markdown_table, read_glue_table
 from electra.finetuning.job import RESULT, read_job_result
 from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
 from electra.finetuning.metrics import format_metric
+from electra.finetuning.question_answering import N_BEST
 from electra.onnx.export import FOLDER, FP32
 from electra.pretraining.config import read_run_record, read_run_settings
 from electra.reporting.runs import find_glue_tables
@@ -36,6 +37,13 @@ MEANINGS = {
     "discriminator": "For every token it predicts whether the token was replaced (replaced token detection).",
     "generator": "It predicts the tokens at [MASK].",
     "encoder": "It computes a hidden state for every token; their mean is the embedding of a text.",
+    "joint": "It finds the answer to a question in a context. `start_logits` are scores of each token as the first one "
+    f"of the answer; `end_logits[..., i]` as the last one of an answer that starts at the i-th of the {N_BEST} best "
+    "first tokens of the context, in the order of the text; `null_logit` is the log-odds that there is no answer. "
+    "`electra serve` and `electra.load(…).predict` read answers from them.",
+    "crf": "`logits` are scores of each token's tags, and `start_transitions`, `transitions` (from a tag to the next) "
+    "and `end_transitions` those of a CRF over the words, whose first tokens count; the tags are the path with the "
+    "highest sum. `electra serve` and `electra.load(…).predict` find it.",
 }
 MAX_FILES = 5  # of a corpus that are named
 
@@ -44,11 +52,12 @@ def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None
     """Write the model card of an exported folder."""
     encoder, is_onnx = source.encoder.config, config.to == "onnx"
     size = f"{source.count_parameters():,} parameters, {format_count(encoder.layers, 'layer')} of width {encoder.width}"
+    meaning = MEANINGS.get(source.decoding or source.purpose, "")
     about = f"`{source.class_name}` of {size}; texts of up to {source.length:,} tokens."
     parts = [
         metadata(source, is_onnx),
         f"# {config.output.name}",
-        f"{about} {MEANINGS.get(source.purpose, '')}".strip(),
+        f"{about} {meaning}".strip(),
         *(["## Text", config.training_data] if config.training_data else []),
         *describe_origin(source.folder),
         "## How to load it",
@@ -194,7 +203,7 @@ def onnx_usage(source: ExportSource) -> str:
         "",
         'encoding = Tokenizer.from_file("path/to/this/folder/tokenizer.json").encode("A text.")',
         'inputs = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}',
-        *([] if source.encoder.config.is_modern() else ['inputs["token_type_ids"] = encoding.type_ids']),
+        *(['inputs["token_type_ids"] = encoding.type_ids'] if source.has_segments else []),
         f'session = onnxruntime.InferenceSession("path/to/this/folder/{file}")',
         "outputs = session.run(None, {name: np.array([ids]) for name, ids in inputs.items()})",
     ]

@@ -53,13 +53,25 @@ class ExportSource:
     def class_name(self) -> str:
         return self.settings["architectures"][0]
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether segment ids are an input of an ONNX file: the joint head reads where the context is."""
+        return not self.encoder.config.is_modern() or self.decoding == "joint"
+
+    @property
+    def decoding(self) -> str:
+        """What finds predictions in the outputs of a head that `transformers` does not have: joint or crf."""
+        task = None if self.finetuned is None else self.finetuned.task
+        return "" if task is None else "joint" if task.head == "joint" else "crf" * task.crf
+
     def count_parameters(self) -> int:
         return count_parameters(self.tensors)
 
     def exportable_model(self) -> ExportableModel:
         """The model in fp32, with the inputs and outputs of its class."""
         int8_head = self.purpose == "generator"  # whose head is most of it
-        return ExportableModel(self.model.float(), self.encoder, self.outputs, self.input_axes, int8_head).eval()
+        model, axes = self.model.float(), self.input_axes
+        return ExportableModel(model, self.encoder, self.outputs, axes, int8_head, self.has_segments).eval()
 
 
 def check_finite_weights(tensors: Tensors, folder: Path) -> None:
@@ -149,18 +161,19 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
             "or fine-tune without --frozen"
         )
     encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
-    if task.head == "joint":
-        raise ConfigError(
-            f"{folder} has the joint head, which transformers does not have; fine-tune with --head simple"
-        )
-    with torch.no_grad():
-        model.get_parameter("head.weight").mul_(task.scale)
-        model.get_parameter("head.bias").mul_(task.scale).add_(task.offset)
-    class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}
     architecture = ARCHITECTURES[EXPORT_CLASSES[encoder.style]["discriminator"]]  # its encoder has the same names
     tensors = to_huggingface_tensors(fold_projection(state, encoder), architecture)
-    tensors |= TASK_HEADS[class_name](dict(model.head.state_dict()))
+    if model.in_transformers:
+        with torch.no_grad():
+            model.get_parameter("head.weight").mul_(task.scale)
+            model.get_parameter("head.bias").mul_(task.scale).add_(task.offset)
+        class_name = TASK_CLASSES[kind.huggingface_task][encoder.style]
+        tensors |= TASK_HEADS[class_name](dict(model.head.state_dict()))
+    else:
+        check_exported_as_onnx(task.crf, folder, config)
+        class_name = EXPORT_CLASSES[encoder.style]["encoder"]  # with further outputs
+        tensors |= dict(model.head.state_dict(prefix="head."))
     vocabulary = read_vocabulary_if_modern(folder, model.encoder)
     settings = to_huggingface_config(encoder, class_name, torch.float32, vocabulary)
     settings |= label_settings(kind.output_names(task)) | kind.huggingface_settings(encoder)
@@ -170,7 +183,7 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         folder=folder,
         model=model,
         encoder=model.encoder,
-        outputs=model.huggingface_outputs,
+        outputs=model.exported_outputs,
         tensors=tensors,
         settings=settings,
         purpose=kind.huggingface_task,
@@ -178,6 +191,14 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
         finetuned=finetuned,
         input_axes=model.exported_axes,
     )
+
+
+def check_exported_as_onnx(has_crf: bool, folder: Path, config: ExportConfig) -> None:
+    """Raise unless a head that `transformers` does not have is exported as ONNX, which our runtime decodes."""
+    head, without = ("a CRF", "without --crf") if has_crf else ("the joint head", "with --head simple")
+    if config.to != "onnx":
+        where = "the page cannot decode it" if config.to == "page" else "transformers has no class for it"
+        raise ConfigError(f"{folder} has {head}, and {where}; use --to onnx, or fine-tune {without}")
 
 
 def read_vocabulary_if_modern(folder: Path, encoder: Encoder) -> Vocabulary | None:

@@ -59,12 +59,12 @@ class TaskConfig:
     tags without prefix, such as parts of speech. question-answering: answers are parts of a context."""
     head: SpanHead = "simple"
     """Head of question answering. simple: first and last token of the answer independently, as in transformers. joint:
-    the paper's, last token given the first, and a classifier of questions without answer; it cannot be exported."""
+    the paper's, last token given the first, and a classifier of questions without answer; exported as ONNX only."""
     strict: bool = False
     """With question answering: refuse training answers that are not in their context, instead of leaving them out."""
     crf: bool = False
-    """With --kind tags: predict the best sequence of tags by a conditional random field (CRF); such a model cannot be
-    exported."""
+    """With --kind tags: predict the best sequence of tags by a conditional random field (CRF); such a model is
+    exported as ONNX only."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (self.train is None):

@@ -1,7 +1,7 @@
 """A linear-chain conditional random field over the words of a row, whose tags depend on the tag before them.
 
 The score of a path is the sum of its emissions, of a transition between each word and the next, and of the scores of
-its first and last tag. Both functions of `CRF` return logits in the shape of the emissions, so that loss and
+its first and last tag. `conditional_logits` and `best_path_logits` have the shape of the emissions, so that loss and
 predictions are those of a model without a CRF.
 """
 
@@ -34,18 +34,21 @@ class CRF(nn.Module):
         previous_tags = tags.gather(1, previous.clamp(min=0))
         one_hot = (previous_tags[..., None] == torch.arange(len(self.start), device=tags.device)).to(emissions.dtype)
         incoming = torch.where(previous[..., None] < 0, self.start, one_hot @ self.transitions.to(emissions.dtype))
-        return emissions + incoming + self.backward_messages(emissions, is_word, torch.logsumexp)
+        after = backward_messages(emissions, is_word, self.transitions, self.end, torch.logsumexp)
+        return emissions + incoming + after
 
-    def best_path_logits(self, emissions: Tensor, is_word: Tensor) -> Tensor:
-        """The score [B, L, K] of the best path of those with a tag at a word, up to a constant for each row.
 
-        Their argmax is the best path (as found by the Viterbi algorithm)."""
-        forward = messages(emissions, is_word, self.start, self.transitions, torch.amax)
-        return forward + emissions + self.backward_messages(emissions, is_word, torch.amax)
+def best_path_logits(emissions: Tensor, is_word: Tensor, start: Tensor, transitions: Tensor, end: Tensor) -> Tensor:
+    """The score [B, L, K] of the best path of those with a tag at a word, up to a constant for each row.
 
-    def backward_messages(self, emissions: Tensor, is_word: Tensor, reduce: Reduce) -> Tensor:
-        """For each tag of a word, all (logsumexp) or the best (amax) of the paths after it."""
-        return messages(emissions.flip(1), is_word.flip(1), self.end, self.transitions.T, reduce).flip(1)
+    Their argmax is the best path (as found by the Viterbi algorithm)."""
+    before = messages(emissions, is_word, start, transitions, torch.amax)
+    return before + emissions + backward_messages(emissions, is_word, transitions, end, torch.amax)
+
+
+def backward_messages(emissions: Tensor, is_word: Tensor, transitions: Tensor, end: Tensor, reduce: Reduce) -> Tensor:
+    """For each tag of a word, all (logsumexp) or the best (amax) of the paths after it."""
+    return messages(emissions.flip(1), is_word.flip(1), end, transitions.T, reduce).flip(1)
 
 
 def messages(emissions: Tensor, is_word: Tensor, first: Tensor, transitions: Tensor, reduce: Reduce) -> Tensor:

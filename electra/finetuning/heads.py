@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from electra.errors import ConfigError
 from electra.finetuning.choice import MAX_CHOICES
-from electra.finetuning.crf import CRF
+from electra.finetuning.crf import CRF, best_path_logits
 from electra.finetuning.features import IGNORED, NO_LOGIT
 from electra.finetuning.frozen import FrozenEncoder
 from electra.finetuning.question_answering import MAX_ANSWER, N_BEST
 from electra.finetuning.tasks import Task
+from electra.kernels.reference import gather_positions
 from electra.model.config import EmbeddingPooling, EncoderConfig, Pooling
 from electra.model.encoder import Encoder, create_linear, create_norm
 from electra.runfolder import join_first_names
@@ -58,7 +59,8 @@ HEADS = {"classic": ClassicHead, "modern": ModernHead}
 class TaskModel(nn.Module):
     """An encoder with a task head on the first token's state or, in the modern style, on the mean of all states."""
 
-    exported_axes: tuple[str, ...] = ("batch", "length")  # of the inputs of `huggingface_outputs`
+    in_transformers = True  # whether `transformers` has a class with this head
+    exported_axes: tuple[str, ...] = ("batch", "length")  # of the inputs of `exported_outputs`
 
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__()
@@ -80,16 +82,18 @@ class TaskModel(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
     ) -> Tensor:
         """Logits [B, num_labels]; the targets are for models whose output depends on them."""
-        outputs = self.huggingface_outputs(input_ids, attention_mask, segment_ids)
-        return self.logits_of_outputs(outputs, attention_mask, segment_ids)
+        outputs = self.exported_outputs(input_ids, attention_mask, segment_ids)
+        return self.logits_of_outputs(outputs, attention_mask, segment_ids, targets)
 
-    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-        """Outputs by name of the class in `transformers` that this model is exported as; texts have one window."""
+    def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Outputs by name of the exported model, as of its class in `transformers`; texts have one window."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
         return {"logits": self.head(POOL[self.pooling](hidden, attention_mask))}
 
     @staticmethod
-    def logits_of_outputs(outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+    def logits_of_outputs(
+        outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
         """What `forward` returns, from these outputs, which may come from an exported model."""
         return outputs["logits"]
 
@@ -112,7 +116,7 @@ class WindowModel(TaskModel):
 class TagModel(TaskModel):
     """Logits of every token, from the same head for all of them."""
 
-    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+    def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Logits [B, L, num_labels]."""
         return {"logits": self.head(self.encoder(input_ids, attention_mask, segment_ids))}
 
@@ -123,6 +127,8 @@ class TagModel(TaskModel):
 class CrfTagModel(TagModel):
     """A CRF over the words, which are the tokens with a target, known or not."""
 
+    in_transformers = False
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, num_labels, pooling)
         self.head.crf = CRF(num_labels)
@@ -131,15 +137,33 @@ class CrfTagModel(TagModel):
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
     ) -> Tensor:
         """Logits [B, L, num_labels]: given the targets in training, of the best path in evaluation."""
-        emissions = super().forward(input_ids, attention_mask, segment_ids).float()
+        outputs = self.exported_outputs(input_ids, attention_mask, segment_ids)
+        with torch.autocast(input_ids.device.type, enabled=False):
+            if not self.training:
+                return self.logits_of_outputs(outputs, attention_mask, segment_ids, targets)
+            crf, emissions = self.head.crf, outputs["logits"].float()
+            assert isinstance(crf, CRF)
+            assert targets is not None
+            tags = targets[:, : emissions.shape[1]].long()
+            return crf.conditional_logits(emissions, tags, tags != IGNORED)
+
+    def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Emissions [B, L, num_labels], and the scores of the CRF, with which a best path is found."""
         crf = self.head.crf
         assert isinstance(crf, CRF)
+        scores = {"start_transitions": crf.start, "transitions": crf.transitions, "end_transitions": crf.end}
+        detached = {name: score.detach() for name, score in scores.items()}
+        return super().exported_outputs(input_ids, attention_mask, segment_ids) | detached
+
+    @staticmethod
+    def logits_of_outputs(
+        outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """Scores of best paths, whose words are the tokens with a target."""
         assert targets is not None
-        tags = targets[:, : emissions.shape[1]].long()
-        with torch.autocast(emissions.device.type, enabled=False):
-            if self.training:
-                return crf.conditional_logits(emissions, tags, tags != IGNORED)
-            return crf.best_path_logits(emissions, tags != IGNORED)
+        emissions = outputs["logits"].float()
+        scores = (outputs[name].float() for name in ("start_transitions", "transitions", "end_transitions"))
+        return best_path_logits(emissions, targets[:, : emissions.shape[1]] != IGNORED, *scores)
 
     def describe_head_input(self) -> str:
         return "every token, with a CRF"
@@ -150,13 +174,15 @@ class ChoiceModel(TaskModel):
 
     exported_axes = ("batch", "choices", "length")
 
-    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+    def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Logits [B, choices]; rows have equally many."""
         inputs = (tensor.flatten(0, 1) for tensor in (input_ids, attention_mask, segment_ids))
-        return {"logits": super().huggingface_outputs(*inputs)["logits"].view(input_ids.shape[:2])}
+        return {"logits": super().exported_outputs(*inputs)["logits"].view(input_ids.shape[:2])}
 
     @staticmethod
-    def logits_of_outputs(outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+    def logits_of_outputs(
+        outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
         """Logits [B, MAX_CHOICES] of choices [B, slots, L]; `NO_LOGIT` where a row has fewer."""
         is_missing = ~attention_mask[..., 1]  # [CLS] alone
         logits = outputs["logits"].float().masked_fill(is_missing, NO_LOGIT)  # [B, slots]
@@ -169,13 +195,15 @@ class SpanModel(TaskModel):
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, 2, pooling)
 
-    def huggingface_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+    def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
         """Scores [B, L] of all tokens, also of those that are not in the context."""
         logits = self.head(self.encoder(input_ids, attention_mask, segment_ids))
         return dict(zip(("start_logits", "end_logits"), logits.unbind(-1), strict=True))
 
     @staticmethod
-    def logits_of_outputs(outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor) -> Tensor:
+    def logits_of_outputs(
+        outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
         """Logits [B, L, 2]; `NO_LOGIT` for tokens that are neither in the context nor [CLS]."""
         logits = torch.stack([outputs["start_logits"], outputs["end_logits"]], -1).float()
         return logits.masked_fill(~is_context_or_cls(attention_mask, segment_ids)[..., None], NO_LOGIT)
@@ -212,13 +240,17 @@ class JointSpanHead(nn.Module):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)
 
+    def start_logits(self, hidden: Tensor) -> Tensor:
+        """Scores [B, L] of each token as the first one of an answer."""
+        return self.start(hidden)[..., 0].float()
+
     def project(self, hidden: Tensor) -> Tensor:
         """States [B, L, D] times their half of the dense layer [B, L, 512]: the same for all first tokens."""
         return functional.linear(hidden, self.end_dense.weight[:, : hidden.shape[-1]])
 
     def end_logits(self, hidden: Tensor, projected: Tensor, start: Tensor) -> Tensor:
         """Scores [B, L] of each token as the last one of an answer that starts at `start` [B]."""
-        first = hidden[torch.arange(len(hidden), device=hidden.device), start]  # [B, D]
+        first = gather_positions(hidden, start[:, None])[:, 0]  # [B, D]
         other_half = self.end_dense.weight[:, hidden.shape[-1] :]
         dense = projected + functional.linear(first, other_half, self.end_dense.bias)[:, None]
         return self.end(functional.gelu(dense))[..., 0].float()
@@ -233,6 +265,9 @@ class JointSpanHead(nn.Module):
 class JointSpanModel(TaskModel):
     """An encoder with the paper's head for question answering."""
 
+    head: JointSpanHead
+    in_transformers = False
+
     def __init__(self, encoder: Encoder, num_labels: int, pooling: Pooling = "cls") -> None:
         super().__init__(encoder, 1, pooling)
         width = encoder.output_width if isinstance(encoder, FrozenEncoder) else encoder.config.width
@@ -241,53 +276,83 @@ class JointSpanModel(TaskModel):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
     ) -> Tensor:
-        """In training the losses [B, 1]. Otherwise the best spans: first and last tokens with their log-probabilities,
-        [B, 4 · N_BEST]; then the logit of having no answer and, with targets, the loss: [B, 4 · N_BEST + 2]."""
-        head = self.head
-        assert isinstance(head, JointSpanHead)
-        is_allowed = is_context_or_cls(attention_mask, segment_ids)  # [B, L]
+        """In training the losses [B, 1]. Otherwise the best spans and the logit of having no answer (see
+        `logits_of_outputs`), and with targets the loss: [B, 4 · N_BEST + 2]."""
         hidden = self.encoder(input_ids, attention_mask, segment_ids)  # [B, L, D]
-        starts = head.start(hidden)[..., 0].float().masked_fill(~is_allowed, NO_LOGIT)
-        null, projected = head.null_logit(hidden, starts), head.project(hidden)
-
-        def score_ends(start: Tensor) -> Tensor:
-            return head.end_logits(hidden, projected, start).masked_fill(~is_allowed, NO_LOGIT)
-
-        losses = torch.zeros_like(null)
+        is_allowed = is_context_or_cls(attention_mask, segment_ids)  # [B, L]
+        losses = hidden.new_zeros(len(hidden), dtype=torch.float32)
         if targets is not None:
-            start, end = targets.T
-            losses = (cross_entropy(starts, start) + cross_entropy(score_ends(start), end)) / 2
-            is_null = (start == 0).float()
-            losses = losses + functional.binary_cross_entropy_with_logits(null, is_null, reduction="none") / 2
+            losses = self.compute_losses(hidden, is_allowed, targets)
         if self.training:
             return losses[:, None]
-        return torch.cat([*search_spans(starts, score_ends), null[:, None], losses[:, None]], 1)
+        logits = self.logits_of_outputs(self.head_outputs(hidden, is_allowed), attention_mask, segment_ids)
+        return torch.cat([logits, losses[:, None]], 1)
+
+    def compute_losses(self, hidden: Tensor, is_allowed: Tensor, targets: Tensor) -> Tensor:
+        """The losses [B] of first token, last token given the first, and answerability."""
+        start, end = targets.T
+        starts = self.head.start_logits(hidden).masked_fill(~is_allowed, NO_LOGIT)
+        ends = self.head.end_logits(hidden, self.head.project(hidden), start).masked_fill(~is_allowed, NO_LOGIT)
+        losses = (cross_entropy(starts, start) + cross_entropy(ends, end)) / 2
+        null, is_null = self.head.null_logit(hidden, starts), (start == 0).float()
+        return losses + functional.binary_cross_entropy_with_logits(null, is_null, reduction="none") / 2
+
+    def exported_outputs(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """Scores of all tokens as the first one of an answer [B, L]; as the last one, for each first token of the beam
+        [B, L, N_BEST]; and the logit of having no answer [B]."""
+        hidden = self.encoder(input_ids, attention_mask, segment_ids)
+        return self.head_outputs(hidden, is_context_or_cls(attention_mask, segment_ids))
+
+    def head_outputs(self, hidden: Tensor, is_allowed: Tensor) -> dict[str, Tensor]:
+        starts, projected = self.head.start_logits(hidden), self.head.project(hidden)
+        beam = choose_beam(starts, is_allowed).unbind(1)
+        return {
+            "start_logits": starts,
+            "end_logits": torch.stack([self.head.end_logits(hidden, projected, start) for start in beam], -1),
+            "null_logit": self.head.null_logit(hidden, starts.masked_fill(~is_allowed, NO_LOGIT)),
+        }
+
+    @staticmethod
+    def logits_of_outputs(
+        outputs: dict[str, Tensor], attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        """The best spans, first and last tokens with their log-probabilities, and the logit of having no answer:
+        [B, 4 · N_BEST + 1]."""
+        is_allowed = is_context_or_cls(attention_mask, segment_ids)
+        starts = outputs["start_logits"].masked_fill(~is_allowed, NO_LOGIT)
+        ends = outputs["end_logits"].masked_fill(~is_allowed[..., None], NO_LOGIT)
+        spans = search_spans(starts, choose_beam(outputs["start_logits"], is_allowed), ends)
+        return torch.cat([*spans, outputs["null_logit"][:, None]], 1)
 
     def describe_head_input(self) -> str:
         return "every token"
 
 
-def search_spans(start_logits: Tensor, score_ends: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+def choose_beam(start_logits: Tensor, is_allowed: Tensor) -> Tensor:
+    """The `N_BEST` most likely first tokens [B, N_BEST] without [CLS], in the order of the text.
+
+    Of a row with fewer tokens that are allowed, others complete the beam: the first of them, in any runtime."""
+    positions = torch.arange(1, start_logits.shape[1] + N_BEST, device=start_logits.device)
+    logits = functional.pad(start_logits[:, 1:], (0, N_BEST))
+    ranked = logits.where(functional.pad(is_allowed[:, 1:], (0, N_BEST)), NO_LOGIT * positions)
+    return (ranked.topk(N_BEST, dim=1).indices + 1).clamp(max=start_logits.shape[1] - 1).sort(1).values
+
+
+def search_spans(start_logits: Tensor, beam: Tensor, end_logits: Tensor) -> tuple[Tensor, ...]:
     """Beam search: first and last tokens of spans and their log-probabilities, each [B, N_BEST], the best span first.
 
-    The beam holds the `N_BEST` most likely first tokens, for each of which all last tokens are scored."""
-    start_scores = start_logits.log_softmax(1)
-    top_scores, top_starts = start_scores[:, 1:].topk(min(N_BEST, start_scores.shape[1] - 1), dim=1)  # without [CLS]
-    top_starts = top_starts + 1
-    positions = torch.arange(start_scores.shape[1], device=start_scores.device)
-    end_scores = []
-    for start in top_starts.unbind(1):
-        more = positions - start[:, None]
-        is_span = (more >= 0) & (more < MAX_ANSWER)
-        end_scores.append(score_ends(start).log_softmax(1).masked_fill(~is_span, NO_LOGIT))
-    scores = (top_scores[..., None] + torch.stack(end_scores, 1)).flatten(1)  # [B, beam · L]
-    scores = functional.pad(scores, (0, max(0, N_BEST - scores.shape[1])), value=NO_LOGIT)
-    best, indices = scores.topk(N_BEST, dim=1)
-    beam = (indices // len(positions)).clamp(max=top_starts.shape[1] - 1)  # of padding: any
-    start_log_probabilities = top_scores.gather(1, beam)
+    `end_logits` [B, L, N_BEST] are the scores of all last tokens for each first token of the `beam` [B, N_BEST]."""
+    start_scores = start_logits.log_softmax(1).gather(1, beam)
+    length = start_logits.shape[1]
+    more = torch.arange(length, device=beam.device)[:, None] - beam[:, None]  # [B, L, N_BEST]
+    is_span = (more >= 0) & (more < MAX_ANSWER) & (beam[:, None] > 0)
+    end_scores = end_logits.log_softmax(1).masked_fill(~is_span, NO_LOGIT)
+    best, indices = (start_scores[:, None] + end_scores).flatten(1).topk(N_BEST, dim=1)
+    chosen = indices % beam.shape[1]
+    start_log_probabilities = start_scores.gather(1, chosen)
     return (
-        top_starts.gather(1, beam).float(),
-        (indices % len(positions)).float(),
+        beam.gather(1, chosen).float(),
+        (indices // beam.shape[1]).float(),
         start_log_probabilities,
         best - start_log_probabilities,
     )

@@ -145,12 +145,6 @@ def to_modernbert_classification_head(head: Tensors) -> Tensors:
     }
 
 
-def to_token_classification_head(head: Tensors, convert: Callable[[Tensors], Tensors]) -> Tensors:
-    if any(name.startswith("crf.") for name in head):
-        raise ConfigError("the model has a CRF, which transformers lacks; fine-tune without --crf to export it")
-    return convert(head)
-
-
 def to_linear_classifier(head: Tensors) -> Tensors:
     return {f"classifier.{name}": tensor for name, tensor in head.items()}
 
@@ -162,10 +156,8 @@ TASK_HEADS: dict[str, Callable[[Tensors], Tensors]] = {  # tensors of our task h
     "ModernBertForMultipleChoice": to_modernbert_classification_head,
     "ElectraForQuestionAnswering": lambda head: {f"qa_outputs.{name}": tensor for name, tensor in head.items()},
     "ModernBertForQuestionAnswering": to_modernbert_classification_head,
-    "ElectraForTokenClassification": lambda head: to_token_classification_head(head, to_linear_classifier),
-    "ModernBertForTokenClassification": lambda head: to_token_classification_head(
-        head, to_modernbert_classification_head
-    ),
+    "ElectraForTokenClassification": to_linear_classifier,
+    "ModernBertForTokenClassification": to_modernbert_classification_head,
 }
 
 

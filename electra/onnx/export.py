@@ -18,6 +18,7 @@ from electra.errors import ConfigError
 from electra.finetuning.tasks import Task
 from electra.model.encoder import Encoder
 from electra.model.storage import copy_tokenizer_files
+from electra.onnx.graph import keep_fast_layer_norms, remove_stack_traces, split_qkv_products
 from electra.runfolder import write_file, write_stored
 
 FOLDER, FP32, INT8 = "onnx", "model.onnx", "model_quantized.onnx"  # the names that transformers.js reads
@@ -41,10 +42,12 @@ class ExportableModel(nn.Module):
         compute_outputs: OutputFunction,  # of input_ids, attention_mask and segment_ids
         axes: tuple[str, ...] = ("batch", "length"),  # of these inputs
         int8_head: bool = False,  # whether an int8 file has all that follows the hidden states in int8, too
+        has_segments: bool | None = None,  # whether segment ids are an input; by default of the classic style
     ) -> None:
         super().__init__()
         self.module, self.encoder, self.compute_outputs = module, encoder, compute_outputs
         self.axes, self.int8_head = axes, int8_head
+        self.has_segments = not encoder.config.is_modern() if has_segments is None else has_segments
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
@@ -60,7 +63,7 @@ class ExportableModel(nn.Module):
         return outputs | {HIDDEN: hidden[0]}
 
     def sample_inputs(self, rows: int, length: int, is_padded: bool = True) -> dict[str, Tensor]:
-        """Pairs of random texts of different lengths, padded at the end; the modern style has no segments."""
+        """Pairs of random texts of different lengths, padded at the end."""
         config, generator = self.encoder.config, torch.Generator().manual_seed(length)
         shape = (rows, *[2] * (len(self.axes) - 2), length)
         lengths = (length * torch.rand(shape[:-1], generator=generator)).long().clamp(min=min(2, length))
@@ -69,7 +72,7 @@ class ExportableModel(nn.Module):
         input_ids = torch.randint(config.vocab_size, shape, generator=generator)
         segment_ids = (2 * torch.arange(length) >= length).long().clamp(max=config.segments - 1).expand(shape)
         inputs = (input_ids.where(attention_mask, config.pad_id), attention_mask.long(), segment_ids)
-        return dict(zip(INPUTS[: 2 if config.is_modern() else 3], inputs, strict=False))
+        return dict(zip(INPUTS[: 2 + self.has_segments], inputs, strict=False))
 
 
 def check_libraries() -> None:
@@ -115,6 +118,7 @@ def write_onnx(model: ExportableModel, path: Path) -> None:
     outputs = {output.name: output for output in traced.graph.output}
     del traced.graph.output[:]
     traced.graph.output.extend(outputs[name] for name in output_names(outputs))
+    split_qkv_products(traced, model.encoder.config.heads)
     keep_fast_layer_norms(traced)
     remove_stack_traces(traced)
     onnx.save(traced, path)
@@ -159,23 +163,6 @@ def attention_nodes(query: Any, key: Any, value: Any, attn_mask: Any) -> Any:
     kept: Any = op.Constant(value_float=0.0)
     bias = op.Where(attn_mask, kept, op.Constant(value_float=MASKED))
     return op.MatMul(op.Softmax(op.Add(logits, bias), axis=-1), value)
-
-
-def keep_fast_layer_norms(model: Any) -> None:
-    """Write the sum before a LayerNorm as `Sum` instead of `Add`.
-
-    ONNX Runtime would fuse Add and LayerNorm to one operation, which seemed slower on a CPU (no times recorded)."""
-    producers = {name: node for node in model.graph.node for name in node.output}
-    for node in model.graph.node:
-        before = producers.get(node.input[0]) if node.op_type == "LayerNormalization" else None
-        if before is not None and before.op_type == "Add":
-            before.op_type = "Sum"
-
-
-def remove_stack_traces(model: Any) -> None:
-    """Remove what torch.onnx notes about the origin of each node: source lines, with paths of this computer."""
-    for each in (*model.graph.node, *model.graph.value_info, *model.graph.input, *model.graph.output):
-        del each.metadata_props[:]
 
 
 def open_session(path: Path, outputs: Iterable[str] = ()) -> Any:

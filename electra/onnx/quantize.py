@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.onnx.export import HIDDEN, ExportableModel, open_session, quiet
+from electra.onnx.graph import remove_unused
 
 OUTLIER = 3.0  # a channel is scaled down to this multiple of the median of all channels
 CALIBRATION_ROWS, CALIBRATION_LENGTH = 16, 128
@@ -78,30 +79,29 @@ def scale_outlier_channels(model: Any, largest: dict[str, NDArray]) -> None:
     from onnx import helper, numpy_helper
 
     weights = {each.name: each for each in model.graph.initializer}
+    scaled: dict[str, tuple[str, NDArray]] = {}  # name of the scaled input and its factors, by the name of the input
     nodes = []
     for node in model.graph.node:
         if node.op_type == "MatMul" and node.input[0] in largest and node.input[1] in weights:
-            channels = largest[node.input[0]]
-            factors = np.maximum(1, channels / (OUTLIER * np.median(channels))).astype(np.float32)
-            if factors.max() > 1 and np.isfinite(factors).all():
-                weight = numpy_helper.to_array(weights[node.input[1]])
-                names = [f"{node.name}.{suffix}" for suffix in ("weight", "factors", "input")]
-                model.graph.initializer.extend(
-                    [
-                        numpy_helper.from_array(weight * factors[:, None], names[0]),
-                        numpy_helper.from_array(1 / factors, names[1]),
-                    ]
-                )
-                nodes.append(helper.make_node("Mul", [node.input[0], names[1]], [names[2]], names[2]))
-                node.input[:] = [names[2], names[0]]
+            source, weight = node.input
+            if source not in scaled:
+                channels = largest[source]
+                factors = np.maximum(1, channels / (OUTLIER * np.median(channels))).astype(np.float32)
+                scaled[source] = f"{source}.scaled", factors
+                if has_outliers(factors):
+                    model.graph.initializer.append(numpy_helper.from_array(1 / factors, f"{source}.factors"))
+                    inputs = [source, f"{source}.factors"]
+                    nodes.append(helper.make_node("Mul", inputs, [f"{source}.scaled"], f"{source}.scaled"))
+            name, factors = scaled[source]
+            if has_outliers(factors):
+                rows = numpy_helper.to_array(weights[weight]) * factors[:, None]
+                model.graph.initializer.append(numpy_helper.from_array(rows, f"{node.name}.weight"))
+                node.input[:] = [name, f"{node.name}.weight"]
         nodes.append(node)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    remove_unused_weights(model)
+    remove_unused(model)
 
 
-def remove_unused_weights(model: Any) -> None:
-    used = {name for node in model.graph.node for name in node.input}
-    kept = [each for each in model.graph.initializer if each.name in used]
-    del model.graph.initializer[:]
-    model.graph.initializer.extend(kept)
+def has_outliers(factors: NDArray) -> bool:
+    return bool(factors.max() > 1 and np.isfinite(factors).all())

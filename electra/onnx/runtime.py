@@ -127,7 +127,9 @@ class OnnxPredictor(Predictor):
         self.batch_size, self.max_tokens = 64, None
         self.rows = self.truncated = 0
 
-    def compute_logits(self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Any) -> Tensor:
+    def compute_logits(
+        self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None
+    ) -> Tensor:
         names = [name for name in self.session.outputs if name != HIDDEN]
         outputs = self.session.run(names, input_ids, attention_mask, segment_ids)
-        return self.model_class.logits_of_outputs(outputs, attention_mask, segment_ids)
+        return self.model_class.logits_of_outputs(outputs, attention_mask, segment_ids, targets)
