@@ -9,8 +9,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # and its licences in the model card.
 PACKAGED ?= electra/packaged
 PACKAGED_WORK ?= build/packaged
-PACKAGED_SETTINGS ?= --size small --layers 6 --positions 128 --generator-layers 4 --generator-width 128 --packing examples \
-	--corrective-lm-weight 1 --bag-of-words-weight 1 --minutes 15 --phases fraction=0.85 fraction=0.15,temperature=2
+PACKAGED_SETTINGS ?= --size small --layers 7 --positions 128 --generator-layers 4 --generator-width 128 --packing examples \
+	--corrective-lm-weight 1 --bag-of-words-weight 1 --minutes 15 --phases fraction=0.7 fraction=0.3,temperature=2
 
 .PHONY: install format check test test-slow site page-packages demo packaged-model clean
 
@@ -61,7 +61,7 @@ demo: $(VENV)/demo-installed
 # Makes the packaged model, on a GPU. Interrupted, it continues.
 packaged-model: $(VENV)/demo-installed
 	@test -n "$(CORPUS)" && test -n "$(TRAINING_DATA)" || { echo 'name a folder of text, and say what it is and its licences: make packaged-model CORPUS=texts/ TRAINING_DATA="reports of 2025 (CC BY 4.0)"'; exit 2; }
-	test -d $(PACKAGED_WORK)/vocab || $(BIN)/electra tokenizer --corpus $(CORPUS) --vocab-size 8192 --lowercase --output $(PACKAGED_WORK)/vocab
+	test -d $(PACKAGED_WORK)/vocab || $(BIN)/electra tokenizer --corpus $(CORPUS) --vocab-size 24576 --lowercase --output $(PACKAGED_WORK)/vocab
 	$(BIN)/electra shard --corpus $(CORPUS) --tokenizer $(PACKAGED_WORK)/vocab --output $(PACKAGED_WORK)/shards
 	$(BIN)/electra pretrain --data $(PACKAGED_WORK)/shards --output $(PACKAGED_WORK)/run --resume $(PACKAGED_SETTINGS)
 	rm -rf $(PACKAGED_WORK)/packaged

@@ -162,7 +162,8 @@ def small_run(data: Path, output: Path, **settings) -> PretrainConfig:
     size |= {} if settings.get("objective") == "mlm" else {"generator_width": 32}
     rows = {"length": 16, "batch_size": 8, "evaluation_rows": 64, "steps": 20}
     intervals = {"log_every": 5, "evaluate_every": 20, "save_every": 10}
-    base = {"data": data, "output": output, "size": "tiny", "device": "cpu", "unigram_output_bias": False}
+    base = {"data": data, "output": output, "size": "tiny", "device": "cpu"}
+    base |= {"learning_rate": 3e-3, "unigram_output_bias": False, "cooccurrence_embeddings": False}
     check_setting_names(PretrainConfig, settings)
     return config_from_flat_values(
         PretrainConfig, recipe_settings("fast", "tiny") | base | size | rows | intervals | settings

@@ -402,7 +402,12 @@ def difference(one, other) -> float:
 @COMPILED
 @pytest.mark.parametrize(("precision", "auxiliary"), [("bf16", False), ("bf16", True), ("fp16", False)])
 @pytest.mark.parametrize("style", ["classic", "modern"])
-def test_compiled_half_precision_training_follows_eager_fp32_training(run_config, style, precision, auxiliary):
+def test_compiled_half_precision_training_follows_eager_fp32_training(
+    run_config, style, precision, auxiliary, monkeypatch
+):
+    monkeypatch.setattr(
+        "electra.training.optimizer.INITIAL_LOSS_SCALE", 16.0
+    )  # a step that overflows in fp16 would be skipped
     positions = {} if style == "classic" else {"sinusoidal_positions": False}
     weights = dict.fromkeys(("corrective_lm_weight", "bag_of_words_weight"), float(auxiliary))
     names = ["generator", "discriminator"] + (["corrective_lm", "bag_of_words"] if auxiliary else [])
@@ -496,7 +501,7 @@ def test_finetuning_with_cuda_graphs_equals_eager_finetuning(encoder_folder, tmp
         )
         finetune(config)
         weights.append(load_file(output / "seed-1" / "model" / "model.safetensors"))
-    assert max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]) < 1e-5
+    assert max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]) < 1e-4
 
 
 def test_captured_step_with_nonfinite_loss_changes_no_weights(encoder_folder, tmp_path):

@@ -452,9 +452,9 @@ def test_cooccurrence_embeddings_have_the_scale_of_the_default_initialisation(ru
 
 @pytest.mark.parametrize("recipe", ["fast", "faithful"])
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
-def test_no_recipe_has_cooccurrence_embeddings(recipe, size):
+def test_cooccurrence_embeddings_are_for_short_runs_on_a_cpu(recipe, size):
     config = build_config(PretrainConfig, data="shards", output="run", recipe=recipe, size=size)
-    assert not config.init.cooccurrence_embeddings
+    assert config.init.cooccurrence_embeddings == ((recipe, size) == ("fast", "tiny"))
 
 
 def test_unigram_frequencies_are_sampled_from_all_shards(tmp_path, monkeypatch):

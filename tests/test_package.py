@@ -152,7 +152,7 @@ def test_without_a_packaged_model_one_has_to_be_named(command, tmp_path, monkeyp
 
 @needs_packaged_model
 def test_the_packaged_model_finds_replaced_words():
-    assert find_replaced_words(electra.load(device="cpu")).found >= 70  # 72 when it was trained (docs/log.md)
+    assert find_replaced_words(electra.load(device="cpu")).found >= 85  # 93 when it was trained (docs/log.md)
 
 
 @needs_packaged_model

@@ -388,8 +388,8 @@ class PredictorConfig:
     """Use the ensemble of all seeds in --model, by the mean of their logits."""
     length: int | None = None
     """Maximum length in tokens; longer texts are truncated; default as in fine-tuning."""
-    batch_size: int = 64
-    """Rows per forward pass."""
+    batch_size: int | None = None
+    """Rows per forward pass; default 64, on a GPU 512."""
     device: Device = "auto"
     """auto: the GPU if there is one, else the CPU."""
     precision: Precision = "auto"

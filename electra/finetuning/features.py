@@ -293,6 +293,11 @@ def padded_length(longest: int, max_length: int, multiple: int = PAD_TO_MULTIPLE
     return min(-(-longest // multiple) * multiple, max_length)
 
 
+def default_batch_size(device: torch.device) -> int:
+    """Rows per forward pass of predictions: a GPU is slow on small batches, because each starts as many kernels."""
+    return 512 if device.type == "cuda" else 64
+
+
 def group_by_tokens(lengths: NDArray, max_tokens: int) -> Iterator[NDArray]:
     """Indices of rows of similar length, in groups that have up to `max_tokens` with padding, or one row."""
     rows = np.argsort(lengths, kind="stable")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite, format_count
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits, default_batch_size
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import (
@@ -114,7 +114,8 @@ class Predictor:
         self.length = config.length or first.length
         first.encoder.check_length(self.length)
         warn_untrained_length(self.folders[0], self.length)
-        self.batch_size, self.pad_id = config.batch_size, first.encoder.pad_id
+        self.batch_size = config.batch_size or default_batch_size(self.device)
+        self.pad_id = first.encoder.pad_id
         self.tokenizer = load_model_tokenizer(self.folders[0], first.encoder.vocab_size)
         self.max_tokens: int | None = None  # of a batch, instead of `batch_size`
         self.rows = self.truncated = 0  # so far

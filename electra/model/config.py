@@ -177,7 +177,7 @@ class ElectraConfig:
 HEAD_WIDTH = 64  # in every size of the paper, generators included
 
 SMALL = EncoderConfig()
-TINY = replace(SMALL, layers=4, width=128, heads=2, feedforward=512, embedding_width=64)  # not in the paper
+TINY = replace(SMALL, layers=2, width=128, heads=4, feedforward=512, embedding_width=64)  # not in the paper: for CPUs
 BASE = replace(SMALL, width=768, heads=12, feedforward=3072, embedding_width=768)
 LARGE = replace(SMALL, layers=24, width=1024, heads=16, feedforward=4096, embedding_width=1024)
 

@@ -68,7 +68,14 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "steps": 400_000},
     },
     "fast": {
-        "tiny": {"learning_rate": 3e-3, "batch_size": 64, "length": 64, "steps": 10_000, "mask_fraction": 0.3},
+        "tiny": {
+            "learning_rate": 6e-3,
+            "batch_size": 128,
+            "length": 32,
+            "steps": 10_000,
+            "mask_fraction": 0.3,
+            "cooccurrence_embeddings": True,  # a CPU reads too few tokens to learn them from noise
+        },
         "small": {"learning_rate": 1.5e-3, "batch_size": 256, "length": 128, "steps": 50_000},
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
         "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},

@@ -76,8 +76,8 @@ class EmbedConfig:
     """mean: mean over all tokens; cls: the [CLS] token; max: maximum over all tokens."""
     length: int | None = None
     """Maximum length in tokens; longer texts are truncated; default the length that the model was trained on."""
-    batch_size: int = 64
-    """Texts per forward pass; texts of similar length are batched together."""
+    batch_size: int | None = None
+    """Texts per forward pass; default 64, on a GPU 512. Texts of similar length are batched together."""
     precision: Precision = "auto"
     """auto: bf16 on a GPU that supports it, else fp32."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, check_finite
-from electra.finetuning.features import PAD_TO_MULTIPLE_OF, compute_logits, make_features
+from electra.finetuning.features import PAD_TO_MULTIPLE_OF, compute_logits, default_batch_size, make_features
 from electra.finetuning.heads import POOL
 from electra.finetuning.tasks import Examples
 from electra.model.config import EmbeddingPooling
@@ -26,7 +26,7 @@ class Embedder:
         *,
         layers: tuple[int, ...] = (-1,),
         pooling: EmbeddingPooling = "mean",
-        batch_size: int = 64,
+        batch_size: int | None = None,  # of texts; default 64, on a GPU 512
         max_tokens: int | None = None,  # of a batch, instead of `batch_size`
         precision: torch.dtype = torch.float32,
     ) -> None:
@@ -38,7 +38,7 @@ class Embedder:
         self.tokenizer = tokenizer
         self.device, self.length, self.precision = device, length, precision
         self.pooling: EmbeddingPooling = pooling
-        self.batch_size, self.max_tokens = batch_size, max_tokens
+        self.batch_size, self.max_tokens = batch_size or default_batch_size(device), max_tokens
         self.truncated = 0  # texts so far
 
     @property

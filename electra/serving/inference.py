@@ -188,7 +188,7 @@ class Model:
         texts: str | Sequence[str],
         pooling: EmbeddingPooling = "mean",
         layers: Sequence[int] = (-1,),
-        batch_size: int = 64,
+        batch_size: int | None = None,
     ) -> Tensor:
         """The embedding of each text [N, D · layers]: the mean or maximum of its hidden states, or that of [CLS].
 
