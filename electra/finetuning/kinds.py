@@ -300,6 +300,8 @@ def define_custom_task(config: TaskConfig) -> Task:
     )
     rows = read_split_rows(task, "train", kind.read_rows)
     first = next(rows)
+    if given_kind is None:
+        readers.check_columns_of_texts(str(config.train), first.values)
     return with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
 
 
