@@ -263,7 +263,7 @@ def test_scores_of_a_classifier_equal_pytorch(tuned_site, finetuned, open_page):
 def make_tuned_page(encoder_folder, tmp_path_factory):
     """Write an untrained model of a kind of task and its page; returns both folders."""
 
-    def make(kind: str, write, piece: str | None = None) -> tuple[Path, Path]:
+    def make(kind: str, write, piece: str | None = None, **settings) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
         encoder = shutil.copytree(encoder_folder, folder / "encoder")
         (encoder / CHECKSUMS).unlink(missing_ok=True)
@@ -271,7 +271,7 @@ def make_tuned_page(encoder_folder, tmp_path_factory):
             file.write_text(file.read_text().replace("flew", piece))
         rows = folder / f"rows.{'conll' if kind == 'tags' else 'jsonl'}"
         write(rows, 20, seed=0)
-        task = define_task(TaskConfig(train=rows, kind=kind))
+        task = define_task(TaskConfig(train=rows, kind=kind, **settings))
         pretrained = load_pretrained(encoder)
         torch.manual_seed(0)
         model = add_noise(KINDS[kind].model(task)(pretrained.encoder, task.num_labels))
@@ -325,15 +325,30 @@ def test_answers_equal_pytorch(make_tuned_page, open_page):
         assert values[0] == pytest.approx(predicted["probability"], abs=1e-3)
 
 
-def test_choices_have_no_page(encoder_folder, tmp_path):
-    write_choices(tmp_path / "rows.jsonl", 20, seed=0)
-    task = define_task(TaskConfig(train=tmp_path / "rows.jsonl", kind="choice"))
-    model = KINDS["choice"].model(task)(load_pretrained(encoder_folder).encoder, task.num_labels)
-    (tmp_path / "model").mkdir()
-    save_finetuned_model(model, task, 32, tmp_path / "model", encoder_folder)
-    with pytest.raises(ConfigError, match="no page"):
-        write_page(tmp_path / "model", tmp_path / "site")
-    assert not (tmp_path / "site").exists()
+@needs_browser
+@pytest.mark.slow
+def test_choices_equal_pytorch(make_tuned_page, open_page):
+    """Also where the context is truncated."""
+    model, site = make_tuned_page("choice", write_choices, text="context", text_b="question")
+    predictor, page = electra.load(model, device="cpu"), open_page(site)
+    choices = ["the big cat sat .", "the small dog ran .", "the bird"]
+    for context in ("the red bird sat on the mat .", "the small dog ran over the tree . " * 6):
+        page.fill("#text-0", context)
+        page.fill("#text-1", "in the house")
+        page.fill("#text-2", "\n".join(["", *choices]))
+        row = {"context": context, "question": "in the house", "choices": choices}
+        [predicted] = predictor.predict([row])
+        is_long = len(context) > 100
+        page.wait_for_function(
+            "isLong => document.querySelector('#class-summary').textContent.includes('Only the first') === isLong "
+            "&& document.querySelectorAll('#scores .bar').length === 3",
+            arg=is_long,
+            timeout=9000,
+        )
+        values = json.loads(page.get_attribute("#scores", "data-values"))
+        assert values == pytest.approx(predicted["probabilities"], abs=1e-3)
+        assert max(values) - min(values) > 0.01
+        assert page.inner_text("#scores .marked .name") == choices[predicted["prediction"]]
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -364,9 +379,10 @@ def test_the_map_keeps_clusters_together():
     assert len(mapped.to_bytes()) == 300 * (2 * 2 + 10 * 4 + 10)
 
 
-def test_examples_are_lines_of_one_or_two_texts(tmp_path):
-    (tmp_path / "lines.txt").write_text("a text\n\na question\tand its context\n")
-    assert read_examples(tmp_path / "lines.txt") == [["a text"], ["a question", "and its context"]]
+def test_examples_are_lines_of_texts_between_tabs(tmp_path):
+    (tmp_path / "lines.txt").write_text("a text\n\na question\tand its context\nwhich\tone\tanother\ta third\n")
+    choices = ["which", "one", "another", "a third"]
+    assert read_examples(tmp_path / "lines.txt") == [["a text"], ["a question", "and its context"], choices]
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(DataError, match="has no text"):
         read_examples(tmp_path / "empty.txt")

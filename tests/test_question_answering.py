@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from electra.finetuning.features import NO_LOGIT, RowBatch, compute_logits
 from electra.finetuning.heads import JointSpanModel, SpanModel, choose_beam, search_spans
 from electra.finetuning.kinds import KINDS, define_task, read_examples
 from electra.finetuning.metrics import answer_scores, normalize_answer
-from electra.finetuning.model import load_pretrained
+from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor
 from electra.finetuning.question_answering import (
     MAX_ANSWER,
@@ -501,6 +502,33 @@ def test_seeds_are_averaged_and_a_long_context_is_read_to_its_end(encoder_folder
         capsys,
     )
     assert "dog" in (tmp_path / "long.csv").read_text().splitlines()[-1].split(",")[2]
+
+
+def test_training_rows_that_cannot_be_trained_on_are_one_sentence(tmp_path):
+    """The only row with an answer in its context is held out."""
+    rows = [GOOD, GOOD | {"context": "another text", "answers": ["nowhere"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = define_task(TaskConfig(train=tmp_path / "rows.jsonl", kind=KIND))
+    assert read_examples(task, "dev").texts_b == [GOOD["context"]]
+    with pytest.raises(DataError, match="no row is left whose answer is in its context"):
+        read_examples(task, "train")
+
+
+def test_an_ensemble_answers_above_the_mean_of_the_thresholds_of_its_models(encoder_folder, tmp_path):
+    write_questions(tmp_path / "rows.jsonl", 8, seed=0)
+    task, pretrained = (
+        define_task(TaskConfig(train=tmp_path / "rows.jsonl", kind=KIND)),
+        load_pretrained(encoder_folder),
+    )
+    model = SpanModel(pretrained.encoder, task.num_labels)
+    for seed, threshold in ((1, 0.5), (2, 2.0)):
+        folder = tmp_path / "out" / f"seed-{seed}" / "model"
+        folder.mkdir(parents=True)
+        save_finetuned_model(model, replace(task, null_threshold=threshold), 32, folder, pretrained.folder)
+        (folder.parent / "result.json").touch()
+    config = PredictorConfig(model=tmp_path / "out", input=tmp_path / "rows.jsonl", ensemble=True, device="cpu")
+    assert Predictor(config).task.null_threshold == 1.25
+    assert Predictor(replace(config, model=folder, ensemble=False)).task.null_threshold == 2.0
 
 
 def test_equal_ids_are_one_sentence(encoder_folder, tmp_path, capsys):

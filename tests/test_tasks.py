@@ -322,6 +322,21 @@ def test_errors_in_training_labels_name_file_and_line(make_task, content, settin
 
 
 @pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"context": "a", "choices": ["b", "c"], "label": 1}, "choice"),
+        ({"context": "a", "question": "b", "answers": {"text": ["a"], "answer_start": [0]}}, "question-answering"),
+        ({"tokens": ["a", "b"], "tags": ["O", "B-X"]}, "tags"),
+    ],
+)
+def test_rows_of_choices_answers_and_tags_are_not_taken_for_texts(tmp_path, row, kind):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(row)] * 3))
+    with pytest.raises(ConfigError, match=f"add --kind {kind}, or"):
+        define_task(TaskConfig(train=path, text="context", label="answers"))
+
+
+@pytest.mark.parametrize(
     ("labels", "kind", "message"),
     [
         ([0.0, 1.0, math.nan], None, "line 3: the label is empty"),

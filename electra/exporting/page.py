@@ -13,10 +13,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from electra.data.tokenizer import SETTINGS, TOKENIZER_JSON, load_tokenizer
-from electra.errors import ConfigError, DataError
+from electra.errors import DataError
 from electra.exporting.config import ExportConfig
 from electra.exporting.node_packages import FILES, VENDOR, require_node_packages
 from electra.exporting.source import ExportSource, load_export_source
+from electra.finetuning.choice import MAX_CHOICES
 from electra.finetuning.predict import is_finetuned
 from electra.model.storage import check_tokenizer, load_model
 from electra.model.vocabulary_map import EPOCHS, compute_map
@@ -32,6 +33,7 @@ DESCRIPTION = "model.json"
 EXAMPLES = "examples.txt"
 STATIC_IGNORED = shutil.ignore_patterns(EXAMPLES, VENDOR.name, f"*{PARTIAL}")  # partial: of npm packages
 MAX_EXAMPLES, MAX_EXAMPLE_CHARACTERS = 30, 2000
+MAX_EXAMPLE_TEXTS = 2 + MAX_CHOICES
 MAX_MAP_TOKENS = 65_536  # the neighbours of more would take minutes
 
 
@@ -105,10 +107,7 @@ def load_sources(model: Path, output: Path) -> dict[str, ExportSource]:
     """The models of a page by name: a discriminator and, if there is one, its generator; or a fine-tuned model."""
     config = ExportConfig(model=model, output=output, to="page")
     if is_finetuned(model):
-        source = load_export_source(config)
-        if source.purpose == "MultipleChoice":
-            raise ConfigError(f"{model} chooses among texts, for which there is no page; use electra predict")
-        return {"classifier": source}
+        return {"classifier": load_export_source(config)}
     sources = {"discriminator": load_export_source(config)}
     if load_model(find_model_folder(model)).generator is not None:
         sources["generator"] = load_export_source(replace(config, part="generator"))
@@ -143,7 +142,7 @@ def describe(main: ExportSource, model: Path, sources: dict[str, ExportSource]) 
     if task is not None:
         description |= {
             "labels": list(task.labels),
-            "columns": [task.text, task.text_b] if task.text_b else [task.text],
+            "columns": [column for column in (task.text, task.text_b) if column is not None],
             "has_entities": task.scheme is not None,
             "has_unanswerable": task.has_unanswerable,
             "null_threshold": task.null_threshold,
@@ -152,12 +151,12 @@ def describe(main: ExportSource, model: Path, sources: dict[str, ExportSource]) 
 
 
 def read_examples(file: Path) -> list[list[str]]:
-    """The examples of a file, each a list of its text or of the texts of a pair."""
+    """The examples of a file, each a list of its text, or of the texts of a pair and choices."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise DataError(f"{file} is not valid UTF-8; convert it, e.g. with iconv") from None
-    texts = [[text.strip() for text in line.split("\t")][:2] for line in lines if line.strip()]
+    texts = [[text.strip() for text in line.split("\t")][:MAX_EXAMPLE_TEXTS] for line in lines if line.strip()]
     if not texts:
         raise DataError(f"{file} has no text; each line is an example")
     return [[text[:MAX_EXAMPLE_CHARACTERS] for text in pair] for pair in texts[:MAX_EXAMPLES]]

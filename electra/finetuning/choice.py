@@ -1,10 +1,11 @@
-"""Multiple choice: the choices of a row, and the forms in which a label names one of them."""
+"""Multiple choice: the choices of a row, the forms in which a label names one of them, and predictions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from string import ascii_lowercase, ascii_uppercase
 from typing import Any
 
 from electra.errors import DataError
+from electra.finetuning.features import Outputs, softmax
 from electra.finetuning.readers import ChoiceLabel, Row, class_name_from_cell
 from electra.finetuning.tasks import Task, check_text, get_cell, get_text
 
@@ -82,3 +83,15 @@ def encode_choice(parsed: tuple[str, list[str]], task: Task) -> int:
             f"{known}"
         )
     return names.index(name)
+
+
+def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
+    """The right choice in the form of the labels, and the probabilities of all choices."""
+    assert task.choice_label is not None
+    assert outputs.examples is not None
+    assert outputs.examples.rows is not None
+    logits, rows = outputs.logits, outputs.examples.rows
+    for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
+        choices = read_choices(task, row)
+        probabilities = [round(value, 4) for value in values[: len(choices)]]
+        yield {"prediction": CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}

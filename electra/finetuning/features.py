@@ -145,6 +145,11 @@ class Outputs:
         return torch.cat(losses)
 
 
+def softmax(logits: NDArray) -> NDArray:
+    """Probabilities [N, outputs]."""
+    return torch.from_numpy(logits).softmax(1).numpy()
+
+
 def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int) -> Features:
     """Tokenise examples as [CLS] text [SEP] or [CLS] text [SEP] second text [SEP], truncated to `max_length` or, if
     they may have several windows, as windows of that length."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
 from electra.finetuning import readers
-from electra.finetuning.features import Features, Outputs, make_features
+from electra.finetuning.features import Features, Outputs, make_features, softmax
 from electra.finetuning.heads import TaskModel, WindowModel
 from electra.finetuning.metrics import Metrics, Mistake, most_frequent_label
 from electra.finetuning.readers import Row
@@ -41,7 +41,7 @@ def no_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArra
 def class_mistakes(task: Task, outputs: Outputs, predicted: NDArray, labels: NDArray) -> Iterator[Mistake]:
     """Rows of which another class was predicted, with its probability."""
     assert outputs.examples is not None
-    probabilities = torch.from_numpy(outputs.logits).softmax(1).numpy()
+    probabilities = softmax(outputs.logits)
     for row in np.flatnonzero(predicted != labels):
         texts = [texts[row] for texts in (outputs.examples.texts, outputs.examples.texts_b) if texts is not None]
         confidence = float(probabilities[row, predicted[row]])

@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning import choice, readers, tags
 from electra.finetuning import question_answering as qa
 from electra.finetuning.config import TaskConfig
-from electra.finetuning.features import Features, Outputs, load_or_make_features
+from electra.finetuning.features import Features, Outputs, load_or_make_features, softmax
 from electra.finetuning.heads import (
     BALANCED,
     ChoiceModel,
@@ -63,22 +63,6 @@ def class_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
         probabilities = {f"p({name})": round(value, 4) for name, value in zip(task.labels, values, strict=False)}
         rounded = float(f"{prediction:.6g}") if isinstance(prediction, float) else prediction
         yield {"prediction": rounded} | probabilities
-
-
-def choice_columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
-    """The right choice in the form of the labels, and the probabilities of all choices."""
-    assert task.choice_label is not None
-    assert outputs.examples is not None
-    assert outputs.examples.rows is not None
-    logits, rows = outputs.logits, outputs.examples.rows
-    for row, index, values in zip(rows, logits.argmax(1), softmax(logits).tolist(), strict=True):
-        choices = choice.read_choices(task, row)
-        probabilities = [round(value, 4) for value in values[: len(choices)]]
-        yield {"prediction": choice.CHOICE_NAMES[task.choice_label](choices)[index], "probabilities": probabilities}
-
-
-def softmax(logits: NDArray) -> NDArray:
-    return torch.from_numpy(logits).softmax(1).numpy()
 
 
 KINDS: dict[TaskKind, Kind] = {
@@ -153,7 +137,7 @@ KINDS: dict[TaskKind, Kind] = {
         baseline=lambda task, train_labels, dev_labels, dev: {"accuracy": float(np.mean(1 / dev.row_sizes()[1]))},
         baseline_name="choosing at random",
         decode=lambda indices, task: indices.tolist(),
-        columns=choice_columns,
+        columns=choice.choice_columns,
         huggingface_task="MultipleChoice",
         huggingface_settings=choice_settings,
     ),
@@ -316,6 +300,8 @@ def define_custom_task(config: TaskConfig) -> Task:
     )
     rows = read_split_rows(task, "train", kind.read_rows)
     first = next(rows)
+    if given_kind is None:
+        readers.check_columns_of_texts(str(config.train), first.values)
     return with_inferred_labels(kind.find_columns(task, first), given_kind, config.strict, chain([first], rows))
 
 
@@ -394,6 +380,9 @@ def read_examples(task: Task, split: str) -> Examples:
     if split == "train":
         assert examples.labels is not None
         has_target = np.array([KINDS[task.kind].has_target(label) for label in examples.labels])
+        if not has_target.any():
+            source = task.splits[split]
+            raise DataError(f"{source}: without the dev rows, no row is left whose answer is in its context; add rows")
         return examples if has_target.all() else examples.select(np.flatnonzero(has_target))
     return examples
 

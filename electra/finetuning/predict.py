@@ -108,7 +108,8 @@ class Predictor:
         self.precision = choose_dtype(config.precision, self.device)
         self.models: Sequence[Callable[..., Tensor]] = [model.to(self.device) for model, _ in loaded]
         _, first = loaded[0]
-        self.task = first.task
+        thresholds = [stored.task.null_threshold for _, stored in loaded]  # each tuned for its own model
+        self.task = replace(first.task, null_threshold=sum(thresholds) / len(thresholds))
         if config.ensemble and self.task.head == "joint":
             raise ConfigError("--ensemble averages logits, which the joint head does not have; use --head simple")
         self.length = config.length or first.length

@@ -205,6 +205,20 @@ def kind_of_file(path: Path) -> TaskKind | None:
     return KINDS_BY_SUFFIX.get(format_and_compression(path)[0])
 
 
+def check_columns_of_texts(source: str, values: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if the first row of a table is one of choices, answers or tags, of which texts and labels
+    would be learnt in a wrong way; called unless the kind is set."""
+    columns: dict[TaskKind, tuple[str, ...]] = {
+        "choice": ("choices",),
+        "question-answering": ("answers",),
+        "tags": ("tags", "words" if "words" in values else "tokens"),
+    }
+    for kind, names in columns.items():
+        if all(isinstance(values.get(name), list | dict) for name in names):
+            message = f"{source} has lists in {' and '.join(map(repr, names))}, as tasks of kind {kind} have"
+            raise ConfigError(f"{message}: add --kind {kind}, or the kind that is meant")
+
+
 def parse_class(cell: Any) -> str:
     if isinstance(cell, list):
         raise DataError("the label is a list; a row has one class, unless the kind of task is multi-label")

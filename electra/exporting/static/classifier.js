@@ -1,4 +1,4 @@
-// Fine-tuned models: scores of classes, tags of words, answers to questions.
+// Fine-tuned models: scores of classes, tags of words, answers to questions, multiple choice.
 import { bar, debounce, element, find, fitToText, percent, prefersStillness } from "./elements.js";
 
 const HUES = 8; // colours of tags
@@ -9,20 +9,22 @@ const KINDS = {
   regression: { title: "How high is the score?", lede: "A fine-tuned model reads your text and predicts a score.", method: "classify", show: showScore },
   tags: { title: "Which tag has each word?", lede: "A fine-tuned model reads your text and tags every word.", method: "tag", show: showTags },
   "question-answering": { title: "What is the answer?", lede: "A fine-tuned model finds the answer to your question in a text.", method: "answer", show: showAnswers },
+  choice: { title: "Which choice is right?", lede: "A fine-tuned model reads your text with each choice and gives every choice a probability.", method: "choose", show: showChoices },
 };
 
 export async function startClassifier(model, about) {
   const kind = KINDS[about.kind];
   const isQuestion = about.kind === "question-answering";
-  const names = isQuestion ? ["question", "context"] : about.columns;
-  const examples = about.examples.filter((texts) => texts.length >= names.length);
+  const isChoice = about.kind === "choice"; // its last field has one choice per line
+  const names = isQuestion ? ["question", "context"] : [...about.columns, ...(isChoice ? ["choices, one per line"] : [])];
+  const examples = about.examples.filter((texts) => texts.length >= names.length + isChoice);
   find("title").textContent = kind.title;
   find("lede").textContent = kind.lede;
   find("about-method").textContent =
     "A pre-trained text encoder was trained further on labelled examples of one task: its head turns the hidden states " +
     "of a text into the scores that are shown here.";
   const areas = names.map((name, index) => {
-    const area = element("textarea", { id: `text-${index}`, rows: isQuestion && index === 1 ? 5 : 2, spellcheck: "false", maxlength: "5000" });
+    const area = element("textarea", { id: `text-${index}`, rows: isQuestion && index === 1 ? 5 : isChoice && index === names.length - 1 ? 4 : 2, spellcheck: "false", maxlength: "5000" });
     find("fields").append(element("label", { class: "caption", for: area.id }, name), area);
     return area;
   });
@@ -38,6 +40,7 @@ export async function startClassifier(model, about) {
   for (const area of areas) area.addEventListener("input", debounce(150, update));
   const load = (texts) => {
     areas.forEach((area, index) => (area.value = texts[index] ?? ""));
+    if (isChoice) areas.at(-1).value = texts.slice(names.length - 1).join("\n");
     return update();
   };
   find("classifier").hidden = false;
@@ -50,7 +53,7 @@ export async function startClassifier(model, about) {
         find("main").scrollIntoView({ behavior: prefersStillness() ? "auto" : "smooth" });
         areas[0].focus({ preventScroll: true });
       };
-      const parts = names.length > 1 ? texts.map((text) => element("p", {}, text)) : texts;
+      const parts = names.length > 1 || isChoice ? texts.map((text) => element("p", {}, text)) : texts.slice(0, 1);
       return element("li", {}, element("button", { type: "button", class: "card", onclick: open }, ...parts));
     }),
   );
@@ -74,6 +77,15 @@ function showScore({ values: [value], isTruncated }, texts, about) {
   find("scores").replaceChildren(bar("score", value.toPrecision(4), { share: 0 }));
   find("scores").dataset.values = JSON.stringify([value]);
   find("class-summary").textContent = `Score: ${value.toPrecision(4)}.${note(isTruncated, about.length)}`;
+}
+
+function showChoices({ choices, values, isTruncated }, texts, about) {
+  const best = values.indexOf(Math.max(...values));
+  find("scores-title").textContent = "Choices";
+  find("scores").replaceChildren(...choices.map((choice, index) => bar(choice, values[index], { isMarked: index === best })));
+  find("scores").dataset.values = JSON.stringify(values);
+  const verdict = choices.length > 1 ? `Choice: ${choices[best]} (${percent(values[best])}).` : "Write at least two choices.";
+  find("class-summary").textContent = verdict + note(isTruncated, about.length);
 }
 
 function showTags({ words, isTruncated }, texts, about) {

@@ -39,12 +39,12 @@ function session(name) {
   return sessions[name];
 }
 
-/** The outputs of a model for token ids, by name. */
-async function run(name, ids, segments = ids.map(() => 0)) {
+/** The outputs of a model for token ids, by name; `axes` are those before the length. */
+async function run(name, ids, segments = ids.map(() => 0), axes = [1]) {
   const values = { input_ids: ids, attention_mask: ids.map(() => 1), token_type_ids: segments };
   const feeds = {};
   for (const input of about.inputs) {
-    feeds[input] = new ort.Tensor("int64", BigInt64Array.from(values[input], BigInt), [1, ids.length]);
+    feeds[input] = new ort.Tensor("int64", BigInt64Array.from(values[input], BigInt), [...axes, ids.length]);
   }
   return (await session(name)).run(feeds);
 }
@@ -111,6 +111,16 @@ const methods = {
     const logits = Array.from((await run("classifier", ids, segments)).logits.data);
     const values = { classification: softmax, "multi-label": (each) => each.map(sigmoid) }[about.kind]?.(logits) ?? logits;
     return { values: Array.from(values), isTruncated };
+  },
+
+  /** Probabilities of choices, the lines of the last text: each is read after the second text, or as the second. */
+  async choose({ texts }) {
+    const choices = texts.at(-1).split("\n").map((line) => line.trim()).filter(Boolean);
+    const [first, middle] = [texts.slice(0, -1).slice(0, 1), texts.slice(1, -1)];
+    const rows = choices.map((choice) => joinTexts([...first, [...middle, choice].join(" ")]));
+    const logits = [];
+    for (const { ids, segments } of rows) logits.push((await run("classifier", ids, segments, [1, 1])).logits.data[0]);
+    return { choices, values: Array.from(softmax(logits)), isTruncated: rows.some((row) => row.isTruncated) };
   },
 
   /** The words of a text with their most likely tag; the first token of a word counts. */
