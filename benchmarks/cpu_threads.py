@@ -174,16 +174,16 @@ def main() -> None:
     for row in rows:
         default = next(each for each in rows if each["busy_processes"] == row["busy_processes"])
         row["ratio"] = row["steps_per_second"] / default["steps_per_second"]
-        row["is_electras"] = SETTINGS[row["setting"]] == OPENMP
+        row["is_set_by_electra"] = SETTINGS[row["setting"]] == OPENMP
     if arguments.json:
         print(json.dumps(rows))
         return
     for row in rows:
-        electras = ", set by electra" if row["is_electras"] else ""
+        note = ", set by electra" if row["is_set_by_electra"] else ""
         few = "" if row["turns"] >= ENOUGH_TURNS else f", NOT QUIET: others used {row['foreign_cores']:.2f} cores"
         print(
             f"{row['busy_processes']} busy processes  {row['setting']:<17} {row['steps_per_second']:7.2f} steps/s  "
-            f"{row['ratio']:5.2f}×  ({row['turns']} turns count{few}{electras})"
+            f"{row['ratio']:5.2f}×  ({row['turns']} turns count{few}{note})"
         )
 
 

@@ -96,9 +96,9 @@ async def measure(
     texts = [
         [" ".join(generator.choices(WORDS, k=generator.randint(*words))) for _ in range(20)] for _ in range(clients)
     ]
-    expected = [[tokenizer.library.encode(text).tokens for text in of_client] for of_client in texts]
+    expected = [[tokenizer.library.encode(text).tokens for text in client_texts] for client_texts in texts]
     start = time.perf_counter()
-    requests = [ask(port, *of_client, start + seconds, latencies) for of_client in zip(texts, expected, strict=True)]
+    requests = [ask(port, *pair, start + seconds, latencies) for pair in zip(texts, expected, strict=True)]
     wrong = sum(await asyncio.gather(*requests))
     elapsed = time.perf_counter() - start
     middle, *_, high = statistics.quantiles(latencies, n=20)[9:]

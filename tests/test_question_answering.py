@@ -504,6 +504,16 @@ def test_seeds_are_averaged_and_a_long_context_is_read_to_its_end(encoder_folder
     assert "dog" in (tmp_path / "long.csv").read_text().splitlines()[-1].split(",")[2]
 
 
+def test_training_rows_that_cannot_be_trained_on_are_one_sentence(tmp_path):
+    """The only row with an answer in its context is held out."""
+    rows = [GOOD, GOOD | {"context": "another text", "answers": ["nowhere"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = define_task(TaskConfig(train=tmp_path / "rows.jsonl", kind=KIND))
+    assert read_examples(task, "dev").texts_b == [GOOD["context"]]
+    with pytest.raises(DataError, match="no row is left whose answer is in its context"):
+        read_examples(task, "train")
+
+
 def test_an_ensemble_answers_above_the_mean_of_the_thresholds_of_its_models(encoder_folder, tmp_path):
     write_questions(tmp_path / "rows.jsonl", 8, seed=0)
     task, pretrained = (

@@ -147,11 +147,11 @@ def assess_finetuning(jobs: list[Job], results: list[JobResult], median: Metrics
     """Sentences about the finished jobs of a task by topic; some topics are there only if they apply."""
     assessment = {}
     is_better, assessment["baseline"] = compare_with_baseline(jobs[0], results[0], median)
-    of_seeds = f" (with {{}} of {len(jobs)} seeds)" if len(jobs) > 1 else ""
+    seeds_note = f" (with {{}} of {len(jobs)} seeds)" if len(jobs) > 1 else ""
     if single := [prediction for job in jobs if (prediction := find_single_prediction(job)) is not None]:
-        assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{of_seeds.format(len(single))}."
+        assessment["one_class"] = f"Every prediction on the dev rows is {single[0]!r}{seeds_note.format(len(single))}."
     if overfitting := [sentence for job in jobs if (sentence := describe_overfitting(job))]:
-        assessment["overfitting"] = overfitting[0] + of_seeds.format(len(overfitting)) + "."
+        assessment["overfitting"] = overfitting[0] + seeds_note.format(len(overfitting)) + "."
     suffix = KINDS[jobs[0].task.kind].output_formats[0]
     advice = f"electra predict --model {jobs[0].folder.parent} --input FILE --output predictions{suffix}"
     if single or not is_better:

@@ -75,8 +75,8 @@ class TaskConfig:
             )
         if self.task is not None and self.dev is not None:
             raise ConfigError("--dev cannot be combined with --task; evaluate the model on it with electra evaluate")
-        of_own_files = ("dev_fraction", "text", "text_b", "choices", "label", "kind")
-        if self.task is not None and (given := [name for name in of_own_files if getattr(self, name)]):
+        own_file_settings = ("dev_fraction", "text", "text_b", "choices", "label", "kind")
+        if self.task is not None and (given := [name for name in own_file_settings if getattr(self, name)]):
             raise ConfigError(f"--{given[0].replace('_', '-')} is for your own files (--train), not for --task")
         if self.dev is not None and self.dev_fraction is not None:
             raise ConfigError("--dev and --dev-fraction cannot be combined; set one of them")

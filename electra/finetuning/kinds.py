@@ -380,6 +380,9 @@ def read_examples(task: Task, split: str) -> Examples:
     if split == "train":
         assert examples.labels is not None
         has_target = np.array([KINDS[task.kind].has_target(label) for label in examples.labels])
+        if not has_target.any():
+            source = task.splits[split]
+            raise DataError(f"{source}: without the dev rows, no row is left whose answer is in its context; add rows")
         return examples if has_target.all() else examples.select(np.flatnonzero(has_target))
     return examples
 

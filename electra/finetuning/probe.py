@@ -79,7 +79,7 @@ class ProbeJob(Job):
         except Exception as error:
             self.folder.mkdir(parents=True, exist_ok=True)
             is_expected = isinstance(error, ConfigError | DataError | TrainingError)
-            self.error_file.write_text(str(error) if is_expected else traceback.format_exc())
+            self.error_file.write_text(str(error) if is_expected else traceback.format_exc(), encoding="utf-8")
         finally:
             gc.collect()  # CUDA graphs are in reference cycles; destroying one while another is captured is an error
         if multiprocessing.parent_process() is not None and not is_device_usable(self.hardware.device):
@@ -195,7 +195,7 @@ def run_probe_jobs(jobs: list[ProbeJob], workers: int | None, output: Path) -> d
         failed = [job for job in pending if job.error_file.exists()]
         for job in failed:
             attempts[job.key] += 1
-            errors[job.key] = job.error_file.read_text()
+            errors[job.key] = job.error_file.read_text(encoding="utf-8")
             job.error_file.unlink()
         unfinished = [job for job in pending if job.key not in finished and attempts[job.key] < ATTEMPTS]
         if broken and not failed and len(unfinished) == len(pending):  # not one job ended in this round

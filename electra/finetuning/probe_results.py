@@ -163,7 +163,7 @@ class ProbeScores:
         return f"{self.score}\n\n{markdown_table(cells)}"
 
 
-def of_task(results: list[ProbeResult], row: Row, task: str) -> list[ProbeResult]:
+def select_results(results: list[ProbeResult], row: Row, task: str) -> list[ProbeResult]:
     return [each for each in results if (each.model, each.setting, each.task) == (*row, task)]
 
 
@@ -175,7 +175,7 @@ def score_arrays(results: list[ProbeResult], score: ProbeScore) -> dict[Row, dic
     for row in sorted({(result.model, result.setting) for result in results}):
         arrays[row] = {}
         for task in tasks:
-            scores = collect_scores(of_task(results, row, task), score_name(task, score))
+            scores = collect_scores(select_results(results, row, task), score_name(task, score))
             if scores.keys() == expected[task]:
                 arrays[row][task] = as_array(scores)
     return arrays
@@ -194,7 +194,9 @@ def compare_rows(results: list[ProbeResult], score: ProbeScore, baseline: tuple[
         differences = [
             complete[row][task] - complete[reference][task] for task in tasks if has_difference and reference
         ]
-        found = {task: len(collect_scores(of_task(results, row, task), score_name(task, score))) for task in tasks}
+        found = {
+            task: len(collect_scores(select_results(results, row, task), score_name(task, score))) for task in tasks
+        }
         rows.append(
             ProbeRow(
                 *row,

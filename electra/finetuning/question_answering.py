@@ -122,7 +122,7 @@ def read_question_and_context(task: Task, row: Row) -> list[tuple[str, ...]]:
 
 
 def read_answers_cell(task: Task, row: Row) -> tuple[Any, str]:
-    """The answers as they are in the file, and the context they must be in."""
+    """The cell of the answers, not parsed, and the context they must be in."""
     assert task.text is not None
     return get_cell(task, task.label, row), get_text(task, task.text, row)
 

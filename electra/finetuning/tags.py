@@ -49,7 +49,7 @@ from electra.finetuning.tasks import DEV_FRACTION, TAGGING_COLUMNS, Examples, Ta
 from electra.runfolder import join_first_names
 
 ENTITY_METRICS, TAG_METRICS = ("entity_f1", "precision", "recall", "accuracy"), ("accuracy", "macro_f1")
-OF_ENTITIES = ENTITY_METRICS[:3]
+ENTITY_SCORES = ENTITY_METRICS[:3]
 TABLES = (".jsonl", ".parquet")  # with lists of words and tags; other files have CoNLL columns
 CONTEXT = 10  # words before and after a mistake in errors.md
 UNKNOWN = -1  # target of words whose tags are not known, or are those of no training row
@@ -414,9 +414,9 @@ def classes_of_words(sentences: NDArray) -> NDArray:
 
 
 def compute_tag_metrics(predicted: NDArray, labels: NDArray, task: Task) -> Metrics:
-    of_sentences = [join_sentences(tags) for tags in (predicted, labels)]
-    of_words = [classes_of_words(tags) for tags in (predicted, labels)]
-    return {name: METRICS[name](*(of_sentences if name in OF_ENTITIES else of_words)) for name in task.metrics}
+    by_sentence = [join_sentences(tags) for tags in (predicted, labels)]
+    by_word = [classes_of_words(tags) for tags in (predicted, labels)]
+    return {name: METRICS[name](*(by_sentence if name in ENTITY_SCORES else by_word)) for name in task.metrics}
 
 
 def constant_tag_baseline(task: Task, train_labels: NDArray, dev_labels: NDArray, dev: Features) -> Metrics:

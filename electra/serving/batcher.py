@@ -15,7 +15,7 @@ class QueueFullError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """The items of a request, and where their results go."""
 
     key: Hashable
@@ -34,7 +34,7 @@ class Batcher:
         self.compute = compute
         self.max_queue = max_queue  # items that may wait
         self.max_size = max_size  # of a batch, unless one request alone is larger
-        self.waiting: deque[Waiting] = deque()
+        self.waiting: deque[QueuedRequest] = deque()
         self.queued = 0  # items of `waiting`
         self.has_requests = asyncio.Event()
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="batcher")
@@ -44,7 +44,7 @@ class Batcher:
         """The results of the items of a request; raises what `compute` raises for these items alone."""
         if self.queued and self.queued + len(items) > self.max_queue:
             raise QueueFullError
-        request = Waiting(key, items, size, asyncio.get_running_loop().create_future())
+        request = QueuedRequest(key, items, size, asyncio.get_running_loop().create_future())
         self.waiting.append(request)
         self.queued += len(items)
         self.has_requests.set()
@@ -55,13 +55,13 @@ class Batcher:
                 self.remove(request)
             raise
 
-    def remove(self, request: Waiting) -> None:
+    def remove(self, request: QueuedRequest) -> None:
         self.waiting.remove(request)
         self.queued -= len(request.items)
 
-    def take_batch(self) -> list[Waiting]:
+    def take_batch(self) -> list[QueuedRequest]:
         """The oldest request and, as far as they fit, others with its key in the order of their arrival."""
-        batch: list[Waiting] = []
+        batch: list[QueuedRequest] = []
         size = 0
         for request in list(self.waiting):
             if batch and (request.key != batch[0].key or size + request.size > self.max_size):
@@ -82,7 +82,7 @@ class Batcher:
         finally:
             self.executor.shutdown(cancel_futures=True)
 
-    async def compute_batch(self, batch: list[Waiting]) -> None:
+    async def compute_batch(self, batch: list[QueuedRequest]) -> None:
         """Compute the items of a batch; if that fails, each request alone, so that only the one at fault fails."""
         items = [item for request in batch for item in request.items]
         try:

@@ -162,9 +162,9 @@ class Model:
             probabilities = generator(*inputs, positions=at.to(self.device)).logits.softmax(-1)  # [B, M, V]
             check_finite(probabilities, "the generator")
             best = probabilities.topk(min(count, probabilities.shape[-1]))
-            for index, *of_row in zip(group.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
-                of_masks = zip(positions[index], *of_row, strict=False)  # shorter than padded
-                masks[index] = [self.mask_prediction(*each) for each in of_masks]
+            for index, *predicted in zip(group.tolist(), best.values.tolist(), best.indices.tolist(), strict=True):
+                by_mask = zip(positions[index], *predicted, strict=False)  # shorter than padded
+                masks[index] = [self.mask_prediction(*each) for each in by_mask]
         return [MaskPredictions(row.tokens, masks[index], row.is_truncated) for index, row in enumerate(rows)]
 
     def mask_prediction(self, position: int, probabilities: list[float], ids: list[int]) -> MaskPrediction:

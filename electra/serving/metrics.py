@@ -67,7 +67,7 @@ def heading(name: str, kind: str, text: str) -> Iterator[str]:
 
 
 def resident_memory() -> int:
-    """Bytes of this process in memory; 0 where the system does not tell."""
+    """Bytes of this process in memory; 0 where the system does not report them."""
     try:
         return PAGE_SIZE * int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError):

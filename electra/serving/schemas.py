@@ -55,9 +55,9 @@ def create_request_classes(service: Service, limits: LimitsConfig) -> dict[Metho
         method: create_model(
             f"{method.capitalize()}Request",
             __config__=ConfigDict(extra="forbid", json_schema_extra={"examples": [service.example(method)]}),
-            **of_method,
+            **method_fields,
         )
-        for method, of_method in fields.items()
+        for method, method_fields in fields.items()
         if method in service.functions
     }
 
