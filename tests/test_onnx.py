@@ -220,13 +220,23 @@ def test_outlier_channels_are_scaled_without_changing_the_product():
     graph = onnx.helper.make_graph(nodes, "graph", [values[0]], [values[1]])
     graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
-    quantize.scale_outlier_channels(model, {"x": np.abs(x).max(0)})
+    assert quantize.scale_outlier_channels(model, {"x": x}) == []
     scale, product = model.graph.node
     stored = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
     assert stored.keys() == {scale.input[1], product.input[1]}
     scaled = x * stored[scale.input[1]]
     np.testing.assert_allclose(scaled @ stored[product.input[1]], x @ weight, rtol=1e-5, atol=1e-4)
-    assert np.abs(scaled[:, 3]).max() < 4 * np.median(np.abs(scaled).max(0)) < np.abs(x[:, 3]).max()
+    factors = 1 / stored[scale.input[1]]
+    assert np.flatnonzero(factors > 1).tolist() == [3]
+    without = quantize.quantisation_error(x, weight, np.ones_like(factors))
+    assert quantize.quantisation_error(x, weight, factors) < without / 5
+
+
+def test_products_that_are_inexact_in_int8_stay_in_fp32(pairs, exported, tmp_path, monkeypatch):
+    model = load_export_source(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path)).exportable_model()
+    monkeypatch.setattr(quantize, "MAX_ERROR", 0.0)
+    quantize.write_int8(model, exported[0] / "onnx/model.onnx", tmp_path / "int8.onnx")
+    assert "MatMulInteger" not in {node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node}
 
 
 def test_int8_that_is_too_coarse_is_an_error(exported, monkeypatch):
