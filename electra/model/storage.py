@@ -215,7 +215,7 @@ def read_tensor_names(path: Path) -> list[str]:
 def read_shapes(path: Path) -> list[list[int]]:
     """The shapes of the tensors in a safetensors file, from its header."""
     if is_compressed(path):
-        return [list(tensor.shape) for tensor in read_compressed(compressed_file(path)).values()]
+        return read_compressed_shapes(compressed_file(path))
     with open_safetensors(path) as file:
         return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (not a dict)
 
@@ -353,4 +353,16 @@ def read_compressed(path: Path) -> dict[str, Tensor]:
             raise DataError(f"{path} is cut, or larger than {MAX_BYTES:,} bytes when it is decompressed")
         return dequantize(load(content))
     except (zlib.error, SafetensorError, RuntimeError) as error:  # RuntimeError: a scale that does not fit its matrix
+        raise damaged_file_error(path, str(error)) from None
+
+
+def read_compressed_shapes(path: Path) -> list[list[int]]:
+    """The shapes of the weights in a compressed safetensors file, from its header: its length in 8 bytes, then JSON."""
+    decompressor = zlib.decompressobj(GZIP)
+    try:
+        length = int.from_bytes(decompressor.decompress(read_bounded(path), 8), "little")
+        header = json.loads(decompressor.decompress(decompressor.unconsumed_tail, min(length, MAX_BYTES) or 1))
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        return [tensor["shape"] for name, tensor in tensors.items() if not name.endswith(SCALE)]
+    except (zlib.error, ValueError, AttributeError, KeyError, TypeError) as error:
         raise damaged_file_error(path, str(error)) from None
