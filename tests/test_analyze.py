@@ -107,7 +107,7 @@ def test_the_few_shot_curve_is_resumed(analyze_config, tmp_path, capsys):
     capsys.readouterr()
     analysis = analyze(analyze_config(examples=(8, 16), **settings))
     assert [point.examples for point in analysis.few_shot] == [8, 16]
-    assert capsys.readouterr().err.count("steps in") == 2  # only those with 16 examples
+    assert capsys.readouterr().err.count("1 step in") == 2  # only those with 16 examples
     assert "few-shot.svg" in analysis.files
 
 

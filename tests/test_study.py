@@ -103,7 +103,7 @@ def test_a_finished_study_is_only_summarized(output, study_config, no_training):
     config = study_config("styles", output=output)
     study(replace(config, pretraining=(*SMALL, "keep_checkpoints=2")))  # does not change the weights
     assert study(replace(config, summarize=True)).missing == []
-    with pytest.raises(ConfigError, match=r"--learning-rate was 0\.003 and is now 0\.001"):
+    with pytest.raises(ConfigError, match=r"--learning-rate was 0\.006 and is now 0\.001"):
         study(replace(config, pretraining=(*SMALL, "learning_rate=1e-3")))
 
 
