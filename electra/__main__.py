@@ -1,6 +1,5 @@
 """The command `electra`, also `python -m electra`."""
 
-import gc
 import os
 import signal
 import sys
@@ -23,8 +22,6 @@ def main() -> None:
         if isinstance(error.code, int) and (error.code - 128 in STOP_SIGNALS or is_rank):
             exit_at_once(error.code)
         raise
-    finally:
-        gc.freeze()  # Python's last collection would visit all objects of torch, for a few tenths of a second
 
 
 def exit_at_once(code: int) -> None:
