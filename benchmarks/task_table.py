@@ -17,8 +17,8 @@ Each result is appended to results.jsonl in --output when its seed ends. A repea
 missing there, also if the other files of --output were lost, so that tasks and seeds can be run in pieces: --tasks
 and --seeds select some, and --minutes starts nothing that would probably not end in time. The table has all results of
 the same model, device and settings. Several processes, each with an --output of its own, may share a GPU; their
-results.jsonl can be joined. --peer-steps then measures the seconds with nothing else on the GPU: one seed of electra
-and so many steps of the transformers loop, which the table takes instead of those of the results.
+results.jsonl can be joined. --peer-steps N then measures the seconds with nothing else on the GPU: one seed of electra
+and N steps of the transformers loop, which the table takes instead of those of the results.
 """
 
 import argparse
@@ -313,7 +313,9 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="start nothing that takes longer (default: no limit)"
     )
-    parser.add_argument("--peer-steps", type=int, help="only measure seconds, with so many steps of transformers")
+    parser.add_argument(
+        "--peer-steps", type=int, help="measure only seconds: one seed of electra, and this many steps of transformers"
+    )
     parser.add_argument("--epochs", type=int, help="default: those of electra finetune")
     parser.add_argument("--train-rows", type=int, default=20_000, help="at most, of each task")
     parser.add_argument("--dev-rows", type=int, help="at most, of each task (default: all)")

@@ -363,6 +363,6 @@ def read_compressed_shapes(path: Path) -> list[list[int]]:
         length = int.from_bytes(decompressor.decompress(read_bounded(path), 8), "little")
         header = json.loads(decompressor.decompress(decompressor.unconsumed_tail, min(length, MAX_BYTES) or 1))
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        return [tensor["shape"] for name, tensor in tensors.items() if not name.endswith(SCALE)]
+        return [list(map(int, tensor["shape"])) for name, tensor in tensors.items() if not name.endswith(SCALE)]
     except (zlib.error, ValueError, AttributeError, KeyError, TypeError) as error:
         raise damaged_file_error(path, str(error)) from None
