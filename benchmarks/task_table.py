@@ -147,7 +147,7 @@ def write_data(options: argparse.Namespace, name: str, folder: Path) -> dict[str
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PeerComparison:
     """A task with the settings of both contenders."""
 
     name: str
@@ -197,7 +197,7 @@ def read_results(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-def measure_times(comparison: Comparison, peer_steps: int, file: Path) -> None:
+def measure_times(comparison: PeerComparison, peer_steps: int, file: Path) -> None:
     """Measure the seconds of both contenders for one seed and add them to a file."""
     config = replace(comparison.config, output=comparison.config.output.with_name(f"{comparison.name}-times"))
     speed = compare_speed(config, comparison.task, peer_steps)
@@ -235,7 +235,7 @@ def make_rows(results: list[dict[str, Any]], times: dict[str, Any], weights: str
     return rows
 
 
-def make_comparison(options: argparse.Namespace, name: str, model: Path, device: str) -> Comparison:
+def make_comparison(options: argparse.Namespace, name: str, model: Path, device: str) -> PeerComparison:
     data = write_data(options, name, options.output / "data" / name)
     config = build_config(FinetuneConfig, **data, epochs=options.epochs, device=device, model=model, output=Path())
     task = define_task(config.task)
@@ -249,14 +249,14 @@ def make_comparison(options: argparse.Namespace, name: str, model: Path, device:
     }
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]  # other settings need another folder
     config = replace(config, output=options.output / f"{name}-{digest}")
-    return Comparison(name, config, task, settings, options.output / "results.jsonl")
+    return PeerComparison(name, config, task, settings, options.output / "results.jsonl")
 
 
 def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else platform.machine()
 
 
-def run_missing(comparison: Comparison, seeds: list[int], deadline: float) -> bool:
+def run_missing(comparison: PeerComparison, seeds: list[int], deadline: float) -> bool:
     """Run the seeds without a result; returns False if there was not enough time for all of them."""
     contenders = (ELECTRA,) if comparison.name == "squad-all" else (ELECTRA, TRANSFORMERS)
     for seed in seeds:

@@ -29,7 +29,7 @@ from electra.plotting import plot_demo
 from electra.pretraining.bigrams import count_bigrams, evaluation_batches
 from electra.serving.comparison import (
     RANDOM_AUC,
-    Comparison,
+    BaselineComparison,
     compare_held_out,
     compare_replaced_words,
     describe_comparisons,
@@ -64,7 +64,7 @@ class DemoResult:
     steps: int
     tokens: int
     seconds: float
-    comparisons: list[Comparison]
+    comparisons: list[BaselineComparison]
     sentence: str
     marked_sentence: str
     marked_examples: list[str]
@@ -269,7 +269,7 @@ def mark_replaced_word(model: Model, text: str) -> str:
     return " ".join(f"[{word} {max(scores):.2f}]" if index == highest else word for index, word in enumerate(words))
 
 
-def draw_picture(path: Path, model: Model, run: Path, comparisons: list[Comparison], texts: list[str]) -> None:
+def draw_picture(path: Path, model: Model, run: Path, comparisons: list[BaselineComparison], texts: list[str]) -> None:
     """Draw held-out AUC and loss by step beside their baselines, and texts with the probability of each token."""
     lines = [line for line in read_metrics(run / METRICS) if line["kind"] == "validation"]
     curves = {}

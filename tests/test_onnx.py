@@ -240,16 +240,26 @@ def test_products_that_are_inexact_in_int8_stay_in_fp32(pairs, exported, tmp_pat
 
 
 def test_int8_that_is_too_coarse_is_an_error(exported, monkeypatch):
-    monkeypatch.setattr(verify, "compare", lambda *arguments: iter([verify.Comparison(1, 1.0, 1.0, np.array([0.5]))]))
+    monkeypatch.setattr(
+        verify, "compare", lambda *arguments: iter([verify.BatchDifference(1, 1.0, 1.0, np.array([0.5]))])
+    )
     with pytest.raises(DataError, match=r"only 0\.0% of the tokens"):
         verify.verify_int8(None, exported[0], print)
 
 
-def test_int8_needs_onnx(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--int8", "--int8 needs --to onnx"),
+        ("--to page --part generator", "--part is generator, but --to page writes the whole model; leave it out"),
+        ("--to package --part encoder", "--part is encoder, but --to package writes the whole model; leave it out"),
+    ],
+)
+def test_flags_that_a_format_does_not_have_are_refused(capsys, tmp_path, flags, message):
     with pytest.raises(SystemExit) as exit:
-        main(["export", "--model", str(tmp_path), "--output", str(tmp_path / "out"), "--int8"])
+        main(f"export --model {tmp_path} --output {tmp_path}/out {flags}".split())
     assert exit.value.code == 2
-    assert "--int8 needs --to onnx" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_all_missing_libraries_are_named_at_once(pairs, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model
 from electra.serving.config import LimitsConfig, ServeConfig
-from electra.serving.inference import load_onnx
+from electra.serving.inference import load_onnx, load_text_model
 from electra.serving.service import load_service
 
 TEXTS = ["the [MASK] cat sat on the mat .", "[MASK]", "the dog ran . the [MASK] [MASK] flew over the tree ."]
@@ -61,6 +61,10 @@ def test_detect_and_embed_equal_pytorch(pair, tmp_path):
     config = ServeConfig(model=tmp_path / "onnx", int8=True, limits=LimitsConfig(batch_tokens=64))
     results = load_service(config).compute(("detect", None), TEXTS)
     assert [each["tokens"] for each in results] == [each.tokens for each in model.detect_batch(TEXTS)]
+    with pytest.raises(DataError, match=r"no fine-tuned model in .*; it has ONNX files, for electra serve"):
+        electra.predict(model=tmp_path / "onnx", input=tmp_path / "rows.csv", output=tmp_path / "out.csv")
+    with pytest.raises(DataError, match=r"has no model.safetensors; it has ONNX files, for electra serve"):
+        load_text_model(tmp_path / "onnx", "cpu")
     with pytest.raises(ConfigError, match="--backend onnx"):
         load_service(replace(config, backend="torch"))
 

@@ -1,16 +1,21 @@
 """FSDP2: a model divided over ranks trains as one that is not; its checkpoints load anywhere. On the CPU with gloo."""
 
 import itertools
+import os
+import signal
+from typing import NoReturn
 
 import pytest
-from ranks import largest_difference, largest_loss_difference, run_ranks
+from ranks import finish_ranks, largest_difference, largest_loss_difference, run_ranks, start_ranks
 from safetensors.torch import load_file
 from test_distributed import LOSS_BOUND, WEIGHTS_BOUND, dataset_config, stop_after
 
 from electra.errors import ConfigError
 from electra.pretraining.command import pretrain
+from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import TRAINING
+from electra.training.distributed import LostRankError
 from electra.training.trainer import Trainer
 
 assert dataset_config  # a fixture
@@ -65,6 +70,35 @@ def test_ranks_keep_only_their_part(dataset_config):
     assert first["local"][0] + second["local"][0] == first["whole"]
     assert first["local"][1] + second["local"][1] == first["whole"]
     assert max(first["local"][0], second["local"][0]) < 0.6 * first["whole"]
+
+
+def fail(task: PretrainingTask, batch: object) -> NoReturn:
+    raise RuntimeError("out of memory")
+
+
+def end(task: PretrainingTask, batch: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("losses", [fail, end])
+def test_only_errors_of_communication_are_reported_as_a_lost_rank(dataset_config, monkeypatch, losses):
+    """Rank 1 ends while rank 0 gathers the weights of layers."""
+    config = dataset_config(**SHARDED)
+    monkeypatch.setattr("electra.training.distributed.REASON_SECONDS", 3 if losses is fail else 0.1)
+
+    def train(rank: int):
+        if rank == 1:
+            PretrainingTask.losses = losses  # in a forked process
+        return pretrain(config)
+
+    first, second = finish_ranks(start_ranks(2, train))
+    assert isinstance(first, LostRankError)
+    if losses is fail:
+        assert type(second) is RuntimeError
+        assert str(second) == "out of memory"
+        assert str(first) == "rank 1 ended: RuntimeError out of memory; all ranks stop"
+    else:
+        assert str(first).startswith("another rank ended or cannot be reached (")
 
 
 @pytest.mark.parametrize(("optimizer", "size"), [("muon", None), ("adam", None), ("adamw", 1)])

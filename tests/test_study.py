@@ -23,7 +23,14 @@ from electra.studies import runs as runs_module
 from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
 from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance
-from electra.studies.results import Comparison, check_own_folder, describe_orderings, judge, plot_study, summarize_study
+from electra.studies.results import (
+    SettingsComparison,
+    check_own_folder,
+    describe_orderings,
+    judge,
+    plot_study,
+    summarize_study,
+)
 from electra.studies.runs import plan_runs, train_on_gpus
 from electra.studies.studies import STUDIES, Study, StudySetting
 from electra.training.logging import TrainResult
@@ -333,7 +340,7 @@ def test_orderings_are_judged_by_the_probe(score, verdict):
 
 
 def test_only_common_seeds_are_compared():
-    comparison = Comparison(STUDY, [measured(A, 0, 0.5), measured(A, 1, 0.9), measured(B, 1, 0.6)])
+    comparison = SettingsComparison(STUDY, [measured(A, 0, 0.5), measured(A, 1, 0.9), measured(B, 1, 0.6)])
     assert comparison.difference("a", "b").mean == pytest.approx(30)
 
 

@@ -46,6 +46,8 @@ class ExportConfig:
             raise ConfigError("needs --to onnx or --to page; other formats have no int8 file", field="int8")
         if self.examples is not None and self.to != "page":
             raise ConfigError("needs --to page; other formats have no examples", field="examples")
+        if self.part != ExportConfig.part and self.to in ("page", "package"):
+            raise ConfigError(f"is {self.part}, but --to {self.to} writes the whole model; leave it out", field="part")
 
 
 @dataclass(frozen=True, kw_only=True)

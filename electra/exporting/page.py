@@ -110,7 +110,7 @@ def load_sources(model: Path, output: Path) -> dict[str, ExportSource]:
         return {"classifier": load_export_source(config)}
     sources = {"discriminator": load_export_source(config)}
     if load_model(find_model_folder(model)).generator is not None:
-        sources["generator"] = load_export_source(replace(config, part="generator"))
+        sources["generator"] = load_export_source(ExportConfig(model=model, output=output, part="generator"))
     return sources
 
 

@@ -335,21 +335,23 @@ def compute_logits(
     batch_size: int,
     max_length: int,
     pad_id: int,
-    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF,
+    precision: torch.dtype = torch.float32,
     max_tokens: int | None = None,
 ) -> NDArray:
     """The model's logits of all rows in their order: [N, outputs], or [tokens, outputs] from a model of tokens.
 
-    Batches have up to `batch_size` sequences or, if set, `max_tokens`."""
+    Batches have up to `batch_size` sequences or, if set, `max_tokens`. Matrix products are in `precision`."""
     device = features.starts.device
+    multiple = PAD_TO_MULTIPLE_OF if device.type == "cuda" else 1
     lengths, counts = features.row_sizes()
     order, logits = [], []
-    for rows, size in inference_batches(lengths, counts, batch_size, max_tokens):
-        batch = make_full_batch(rows, lengths, counts, size, max_length, pad_to_multiple_of).to(device)
-        order.append(rows)
-        inputs = (*features.collate(batch, pad_id), features.targets(batch))
-        output = call_without_large_kernels(partial(model, *inputs))
-        logits.append(output[: len(rows)].float().cpu().numpy())
+    with torch.autocast(device.type, precision, enabled=precision != torch.float32):  # casts weights once for all
+        for rows, size in inference_batches(lengths, counts, batch_size, max_tokens):
+            batch = make_full_batch(rows, lengths, counts, size, max_length, multiple).to(device)
+            order.append(rows)
+            inputs = (*features.collate(batch, pad_id), features.targets(batch))
+            output = call_without_large_kernels(partial(model, *inputs))
+            logits.append(output[: len(rows)].float().cpu().numpy())
     ranks = np.argsort(np.concatenate(order))
     if logits[0].ndim == 3:
         parts = zip(chain.from_iterable(logits), lengths[np.concatenate(order)], strict=True)

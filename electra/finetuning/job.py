@@ -286,8 +286,10 @@ class FinetuningTask:
         """The model's logits of a split, without dropout."""
         features = self.splits[split]
         self.model.eval()
-        with self.master_weights.autocast():
-            logits = compute_logits(self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder.pad_id)
+        precision = self.master_weights.dtype
+        logits = compute_logits(
+            self.model, features, EVALUATION_BATCH_SIZE, self.job.length, self.encoder.pad_id, precision
+        )
         self.model.train()
         return Outputs(logits, features, self.examples[split])
 

@@ -21,7 +21,14 @@ from electra.finetuning.model import is_finetuned_config
 from electra.finetuning.tasks import HUB, Task
 from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
 from electra.huggingface.names import get_architecture
-from electra.model.storage import WEIGHTS, is_huggingface_folder, load_model_tokenizer, warn_untrained_length
+from electra.model.storage import (
+    ONNX_ADVICE,
+    WEIGHTS,
+    is_huggingface_folder,
+    is_onnx_folder,
+    load_model_tokenizer,
+    warn_untrained_length,
+)
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
@@ -153,6 +160,8 @@ def explain_missing_model(output: Path, finished: list[Path]) -> str:
         return f"choose one of its tasks: {', '.join(tasks)}"
     if is_finetuning_output(output):
         return f"it is not finished; {CONTINUE}"
+    if is_onnx_folder(output):
+        return ONNX_ADVICE
     if (output / CONFIG).exists() and is_huggingface_folder(output):
         get_architecture(read_json(output / CONFIG), output)  # raises for an exported classifier
     return f"create one with: electra finetune --model {output} --train … --output … (or --task)"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from electra.errors import ConfigError, DataError, check_finite, format_count
 from electra.finetuning.config import EvaluateConfig, PredictConfig, PredictorConfig
-from electra.finetuning.features import PAD_TO_MULTIPLE_OF, Outputs, compute_logits, default_batch_size
+from electra.finetuning.features import Outputs, compute_logits, default_batch_size
 from electra.finetuning.job import RESULT
 from electra.finetuning.jobs import best_model_folder, seed_model_folders
 from electra.finetuning.kinds import (
@@ -162,16 +162,15 @@ class Predictor:
         """The logits of examples, averaged over the models."""
         features = self.kind.make_features(replace(examples, labels=None), self.tokenizer, self.length)
         self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
-        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            logits = compute_logits(
-                self.mean_logits,
-                features.to(self.device),
-                self.batch_size,
-                self.length,
-                self.pad_id,
-                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
-                self.max_tokens,
-            )
+        logits = compute_logits(
+            self.mean_logits,
+            features.to(self.device),
+            self.batch_size,
+            self.length,
+            self.pad_id,
+            self.precision,
+            self.max_tokens,
+        )
         check_finite(logits, self.folders[0])
         return Outputs(logits, features, examples)
 

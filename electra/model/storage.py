@@ -51,6 +51,11 @@ from electra.runfolder import (
 )
 
 WEIGHTS = "model.safetensors"
+ONNX_FILE = Path("onnx", "model.onnx")  # of electra export --to onnx; the names that transformers.js reads
+ONNX_ADVICE = (
+    "it has ONNX files, for electra serve, electra.load in Python and ONNX Runtime; other commands read the folder that "
+    "they were exported from"
+)
 DISCRIMINATOR_HEAD = "discriminator.head."
 
 # of compressed weights
@@ -145,6 +150,11 @@ def is_huggingface_folder(folder: Path) -> bool:
     return "model_type" in read_json(folder / CONFIG)
 
 
+def is_onnx_folder(folder: Path) -> bool:
+    """Whether electra export --to onnx wrote a folder."""
+    return (folder / ONNX_FILE).exists()
+
+
 def read_model_config(folder: Path) -> ElectraConfig:
     """The configuration of a model folder."""
     settings = read_json(folder / CONFIG)
@@ -229,7 +239,8 @@ def open_safetensors(path: Path) -> Iterator[safe_open]:
                 f"{path.parent} has its weights in {pickles[0]}, a pickle, which can run code and is not read; convert "
                 f"it to {WEIGHTS} if you trust it (transformers: save_pretrained)"
             )
-        advice = repair_advice(path) or f"a model folder has {CONFIG} and {WEIGHTS}"
+        expected = ONNX_ADVICE if is_onnx_folder(path.parent) else f"a model folder has {CONFIG} and {WEIGHTS}"
+        advice = repair_advice(path) or expected
         raise DataError(f"{path.parent} has no {path.name}; {advice}")
     try:
         with safe_open(path, framework="pt") as file:

@@ -17,11 +17,11 @@ from electra.data.tokenizer import TOKENIZER_FILES, TOKENIZER_JSON, load_tokeniz
 from electra.errors import ConfigError
 from electra.finetuning.tasks import Task
 from electra.model.encoder import Encoder
-from electra.model.storage import copy_tokenizer_files
+from electra.model.storage import ONNX_FILE, copy_tokenizer_files
 from electra.onnx.graph import keep_fast_layer_norms, remove_stack_traces, split_qkv_products
 from electra.runfolder import write_file, write_stored
 
-FOLDER, FP32, INT8 = "onnx", "model.onnx", "model_quantized.onnx"  # the names that transformers.js reads
+FOLDER, FP32, INT8 = *ONNX_FILE.parts, "model_quantized.onnx"
 TASK = "task.json"  # of a fine-tuned model
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 HIDDEN = "last_hidden_state"

@@ -22,10 +22,6 @@ from electra.onnx.export import FOLDER, FP32, HIDDEN, INT8, TASK, OnnxTask, chec
 from electra.runfolder import CONFIG, read_json, read_stored
 
 
-def is_onnx_folder(folder: Path) -> bool:
-    return (folder / FOLDER / FP32).exists()
-
-
 class OnnxSession:
     """An ONNX file with its inputs and outputs as tensors."""
 

@@ -36,7 +36,7 @@ class OnnxFile:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BatchDifference:
     """Outputs at the tokens, without padding, of one batch."""
 
     length: int
@@ -90,7 +90,7 @@ def verify_int8(model: ExportableModel, path: Path, advance: Callable[[], None])
     return describe(path, comparisons, model)
 
 
-def describe(path: Path, comparisons: list[Comparison], model: ExportableModel) -> OnnxFile:
+def describe(path: Path, comparisons: list[BatchDifference], model: ExportableModel) -> OnnxFile:
     session = open_session(path)
     inputs = model.sample_inputs(1, timed_length(model))
     arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
@@ -103,7 +103,7 @@ def describe(path: Path, comparisons: list[Comparison], model: ExportableModel) 
     )
 
 
-def compare(model: ExportableModel, path: Path, advance: Callable[[], None]) -> Iterator[Comparison]:
+def compare(model: ExportableModel, path: Path, advance: Callable[[], None]) -> Iterator[BatchDifference]:
     """Compare an ONNX file with PyTorch at all lengths; calls `advance` after each."""
     session = open_session(path, [HIDDEN])
     for length in verified_lengths(model):
@@ -116,7 +116,7 @@ def compare(model: ExportableModel, path: Path, advance: Callable[[], None]) -> 
         advance()
 
 
-def compare_batch(expected: dict[str, Tensor], actual: dict[str, Tensor], is_token: Tensor) -> Comparison:
+def compare_batch(expected: dict[str, Tensor], actual: dict[str, Tensor], is_token: Tensor) -> BatchDifference:
     """Compare the outputs, those of tokens without padding, and the hidden states."""
     differences, largest = [], [1.0]
     for name in output_names(expected):
@@ -127,7 +127,9 @@ def compare_batch(expected: dict[str, Tensor], actual: dict[str, Tensor], is_tok
         differences.append(float((pair[0] - pair[1]).abs().max()))
     mask = is_token.flatten(0, -2)  # [rows, L]: choices are rows of the encoder
     cosines = torch.cosine_similarity(expected[HIDDEN][mask].double(), actual[HIDDEN][mask].double(), dim=-1)
-    return Comparison(is_token.shape[-1], float(np.max(differences)), MAX_DIFFERENCE * max(largest), cosines.numpy())
+    return BatchDifference(
+        is_token.shape[-1], float(np.max(differences)), MAX_DIFFERENCE * max(largest), cosines.numpy()
+    )
 
 
 def verified_lengths(model: ExportableModel) -> list[int]:

@@ -32,7 +32,7 @@ BETTER = (
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     """A measure of a model beside those of its baselines."""
 
     name: str
@@ -54,7 +54,7 @@ class Comparison:
         return [self.name, *("–" if value is None else f"{value:.{self.digits}f}" for value in values)]
 
 
-def describe_comparisons(comparisons: list[Comparison], has_before: bool) -> list[str]:
+def describe_comparisons(comparisons: list[BaselineComparison], has_before: bool) -> list[str]:
     """A table of all measures, and below it in words what they show."""
     rows = [COLUMNS, *(each.cells() for each in comparisons)]
     rows = rows if has_before else [row[:-2] + row[-1:] for row in rows]
@@ -78,7 +78,7 @@ def compare_held_out(
     batches: Sequence[Batch],
     metrics: dict[str, float],
     before: dict[str, float],
-) -> list[Comparison]:
+) -> list[BaselineComparison]:
     """Held-out metrics of a run, and those before it, beside guessing, token frequencies and bigram counts."""
     vocabulary = shards.tokenizer.vocabulary
     samples, random_tokens = (evaluation_samples(shards, batches, pair) for pair in (model.electra, None))
@@ -88,19 +88,21 @@ def compare_held_out(
     mlm["bigram counts"] = bigram_mlm_loss(counts, samples, vocabulary.mask_id)
     # AUCs of the samples of different generators do not compare, so that the first has no value before training
     return [
-        Comparison("RTD AUC, generator's samples", 3, rtd, metrics["rtd_auc"], True),
-        Comparison("RTD AUC, random tokens", 3, random_rtd, metrics[RANDOM_AUC], True, before.get(RANDOM_AUC)),
-        Comparison("MLM loss (lower is better)", 2, mlm, metrics["mlm_loss"], False, before.get("mlm_loss")),
+        BaselineComparison("RTD AUC, generator's samples", 3, rtd, metrics["rtd_auc"], True),
+        BaselineComparison("RTD AUC, random tokens", 3, random_rtd, metrics[RANDOM_AUC], True, before.get(RANDOM_AUC)),
+        BaselineComparison("MLM loss (lower is better)", 2, mlm, metrics["mlm_loss"], False, before.get("mlm_loss")),
     ]
 
 
-def compare_replaced_words(model: Model, found_before: ReplacedWordsResult | None, counts: BigramCounts) -> Comparison:
+def compare_replaced_words(
+    model: Model, found_before: ReplacedWordsResult | None, counts: BigramCounts
+) -> BaselineComparison:
     """The replaced words that the trained model and the packaged one find, beside guessing and bigram counts."""
     found = find_replaced_words(model)
     by_bigrams = find_replaced_words_by_bigrams(model.tokenizer, counts)
     baselines = {"guessing": found.guessing, "bigram counts": by_bigrams}
     before = None if found_before is None else found_before.found
-    return Comparison("replaced words found, of 100", 0, baselines, found.found, True, before)
+    return BaselineComparison("replaced words found, of 100", 0, baselines, found.found, True, before)
 
 
 def find_replaced_words_by_bigrams(tokenizer: TextTokenizer, counts: BigramCounts) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from electra.data.tokenizer import TextTokenizer
 from electra.errors import ConfigError, check_finite
-from electra.finetuning.features import PAD_TO_MULTIPLE_OF, compute_logits, default_batch_size, make_features
+from electra.finetuning.features import compute_logits, default_batch_size, make_features
 from electra.finetuning.heads import POOL
 from electra.finetuning.tasks import Examples
 from electra.model.config import EmbeddingPooling
@@ -51,16 +51,15 @@ class Embedder:
             return np.empty((0, self.dimensions), np.float32)
         features = make_features(Examples(texts=texts), self.tokenizer, self.length)
         self.truncated += int(features.truncated)
-        with torch.autocast(self.device.type, self.precision, enabled=self.precision != torch.float32):
-            vectors = compute_logits(
-                self.pooled_states,
-                features.to(self.device),
-                self.batch_size,
-                self.length,
-                self.encoder.config.pad_id,
-                PAD_TO_MULTIPLE_OF if self.device.type == "cuda" else 1,
-                self.max_tokens,
-            )
+        vectors = compute_logits(
+            self.pooled_states,
+            features.to(self.device),
+            self.batch_size,
+            self.length,
+            self.encoder.config.pad_id,
+            self.precision,
+            self.max_tokens,
+        )
         check_finite(vectors, "the encoder")
         return vectors
 

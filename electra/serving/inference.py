@@ -23,8 +23,8 @@ from electra.finetuning.predict import Predictor, is_finetuned
 from electra.huggingface.folders import read_config_and_tensors
 from electra.model.config import EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
-from electra.model.storage import WEIGHTS, build_model, has_rtd_head, load_model_tokenizer
-from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor, is_onnx_folder
+from electra.model.storage import WEIGHTS, build_model, has_rtd_head, is_onnx_folder, load_model_tokenizer
+from electra.onnx.runtime import TASK, OnnxElectra, OnnxPredictor
 from electra.serving.config import DetectConfig, FillConfig, TextConfig
 from electra.serving.embedder import Embedder
 from electra.training.checkpoint import find_model_folder

@@ -9,9 +9,10 @@ from electra.errors import ConfigError
 from electra.finetuning.predict import Predictor
 from electra.finetuning.tasks import Task
 from electra.model.config import EmbeddingPooling
+from electra.model.storage import is_onnx_folder
 from electra.serving.config import ServeConfig
 from electra.serving.embedder import Embedder
-from electra.serving.inference import Method, Model, is_onnx_folder, load, load_onnx
+from electra.serving.inference import Method, Model, load, load_onnx
 
 Function = Callable[[list[Any], Any], list[Any]]  # of texts or rows, and of an option
 

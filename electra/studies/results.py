@@ -101,7 +101,7 @@ class StudyResult:
         return "\n\n".join([f"{self.question} ({self.source})", table, self.verdict, *missing, *failed, *written])
 
 
-class Comparison:
+class SettingsComparison:
     """Measures of the finished runs of a study, by setting and seed."""
 
     def __init__(self, study: Study, measured: list[MeasuredRun]) -> None:
@@ -218,7 +218,7 @@ def judge(difference: Estimate | None, has_learnt: bool = True) -> Verdict:
 def summarize_study(
     name: str, study: Study, measured: list[MeasuredRun], missing: list[str], failed: dict[str, str]
 ) -> StudyResult:
-    comparison = Comparison(study, measured)
+    comparison = SettingsComparison(study, measured)
     orderings = [comparison.ordering(*labels) for labels in study.orderings]
     settings = [comparison.setting_result(setting) for setting in study.settings]
     return StudyResult(

@@ -143,7 +143,9 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            self.raise_lost_rank(error)
+            if is_communication_error(error):
+                self.raise_lost_rank(error)
+            raise
 
     def raise_lost_rank(self, error: RuntimeError) -> NoReturn:
         try:
@@ -213,6 +215,11 @@ def store_reason(store: Any, launch: Launch, reason: str) -> None:
 
 def backend_is_gloo() -> bool:
     return distributed.get_backend() == "gloo"
+
+
+def is_communication_error(error: RuntimeError) -> bool:
+    """Whether an error comes from NCCL, the store or gloo; of gloo it is known by the source file in its message."""
+    return isinstance(error, distributed.DistError) or re.match(r"\[[^]]*\bgloo\b", str(error)) is not None
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
