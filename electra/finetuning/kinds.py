@@ -35,7 +35,7 @@ from electra.finetuning.heads import (
     parse_class_weights,
     span_loss,
 )
-from electra.finetuning.kind import Kind, class_mistakes, text_model
+from electra.finetuning.kind_fields import Kind, class_mistakes, text_model
 from electra.finetuning.metrics import Metrics, class_scores
 from electra.finetuning.readers import Row, TaskKind
 from electra.finetuning.tasks import (

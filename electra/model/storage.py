@@ -53,8 +53,8 @@ from electra.runfolder import (
 WEIGHTS = "model.safetensors"
 ONNX_FILE = Path("onnx", "model.onnx")  # of electra export --to onnx; the names that transformers.js reads
 ONNX_ADVICE = (
-    "it has ONNX files, for electra serve, electra.load in Python and ONNX Runtime; other commands read the folder that "
-    "they were exported from"
+    "it has ONNX files, for electra serve, electra.load in Python and ONNX Runtime; other commands read the folder "
+    "that they were exported from"
 )
 DISCRIMINATOR_HEAD = "discriminator.head."
 
