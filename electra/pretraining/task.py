@@ -197,7 +197,9 @@ class PretrainingTask:
         return self.loader.state_dict() | {"phase": self.phase.index, "objective": self.config.objective.name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["phase"] == self.phase.index:
+        rows = self.loader.row_order_settings()
+        has_other_rows = self.config.init.branch_from is not None and any(state[name] != rows[name] for name in rows)
+        if state["phase"] == self.phase.index and not has_other_rows:
             self.loader.load_state_dict(state)
         else:  # rows may have another length: start an epoch
             self.loader.position = LoaderPosition(step=state["step"], epoch=state["epoch"] + 1)
