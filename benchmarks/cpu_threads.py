@@ -1,13 +1,14 @@
 """Speed of pre-training on a CPU by how OpenMP threads wait, alone and beside other busy processes.
 
-    python benchmarks/cpu_threads.py [--data shards/] [--size tiny] [--busy 0 1] [--rounds 30] [--json]
+    python benchmarks/cpu_threads.py [--data shards/] [--size tiny] [--busy 0 1] [--rounds 10] [--json]
 
 Threads of torch that wait for others spin before they sleep; GOMP_SPINCOUNT is for how many iterations (torch's default
-is 300,000, several milliseconds), and OMP_WAIT_POLICY=PASSIVE is none. `electra` sets what electra/commands.py says.
---busy N runs N endless loops beside the training. Every setting has a process of its own; they train in turns, a
-fraction of a second each. A turn during which processes that this benchmark did not start used the cores does not
-count. --priority (Linux, as root) runs trainings and loops at the highest priority, which keeps such processes away on
-a shared machine; it takes the cores from them for about a third of a second × settings × rounds.
+is 300,000, several milliseconds), and OMP_WAIT_POLICY=PASSIVE is none. `electra` is what `electra pretrain` does: a
+short spin (electra/config.py), which is switched off beside busy programs (electra/training/threads.py). --busy N runs
+N endless loops beside the training. Every setting has a process of its own; they train in turns of about two seconds,
+of which the second half is measured. A turn during which processes that this benchmark did not start used the cores
+does not count. --priority (Linux, as root) runs trainings and loops at the highest priority, which keeps such processes
+away on a shared machine; it takes the cores from them for about two seconds × settings × rounds.
 """
 
 import argparse
@@ -20,27 +21,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from electra.commands import OPENMP
+from electra.config import OPENMP
+
+if TYPE_CHECKING:  # torch reads its variables when it is imported, which only the trainings do
+    from electra.training.trainer import Trainer
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 SETTINGS: dict[str, dict[str, str]] = {
     "default of torch": {},
+    "electra": OPENMP,
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     **{f"spin {count:,}": {"GOMP_SPINCOUNT": str(count)} for count in (100, 1_000, 3_000, 10_000, 30_000, 100_000)},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
 SHAPES = {"tiny": (32, 64), "small": (8, 128)}  # rows and tokens of a step
-TURN_SECONDS = 0.3
+TURN_SECONDS = 1.2  # before the measurement, more than the trainer needs to see other programs, and during it
 FOREIGN_CORES = 0.25  # used by other processes; a turn with more does not count
 ENOUGH_TURNS = 5
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-def train_in_turns(data: Path, size: str) -> None:
-    """Build a trainer, then train for as many steps as each line of standard input says."""
+def train_in_turns(setting: str, data: Path, size: str) -> None:
+    """Build a trainer, then train for a turn and print the steps per second after each line of standard input."""
     import torch
 
     from electra.config import build_config
@@ -56,11 +62,19 @@ def train_in_turns(data: Path, size: str) -> None:
     [phase] = plan_and_check_phases(config, shards)
     trainer = build_trainer(PretrainingTask(phase, shards, World(torch.device("cpu"))))
     trainer.run_step = trainer.build_step()
-    for line in sys.stdin:
-        start = time.perf_counter()
-        for _ in range(int(line)):
-            trainer.step()
-        print(time.perf_counter() - start, flush=True)
+    for _ in sys.stdin:
+        with trainer.wait_policy if setting == "electra" else nullcontext():
+            train_for_a_while(trainer)
+            print(train_for_a_while(trainer), flush=True)
+
+
+def train_for_a_while(trainer: "Trainer") -> float:
+    """Steps per second."""
+    start, steps = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - start) < TURN_SECONDS:
+        trainer.step()
+        steps += 1
+    return steps / seconds
 
 
 def python(priority: bool) -> list[str]:
@@ -72,20 +86,19 @@ def python(priority: bool) -> list[str]:
 class Contender:
     """A training process with its own OpenMP settings."""
 
-    def __init__(self, settings: dict[str, str], data: Path, size: str, priority: bool) -> None:
+    def __init__(self, setting: str, data: Path, size: str, priority: bool) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-        command = [*python(priority), __file__, "--data", str(data), "--size", size, "--train-in-turns"]
+        command = [*python(priority), __file__, "--data", str(data), "--size", size, "--train-in-turns", setting]
         self.process = subprocess.Popen(
-            command, env=environment | settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment | SETTINGS[setting], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.train(3)
-        self.steps = max(1, round(3 * TURN_SECONDS / self.train(3)))
+        self.train()
 
-    def train(self, steps: int) -> float:
-        """Train; returns the seconds."""
+    def train(self) -> float:
+        """Train for a turn; returns the steps per second."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(steps, file=self.process.stdin, flush=True)
+        print(file=self.process.stdin, flush=True)
         return float(self.process.stdout.readline())
 
     def close(self) -> None:
@@ -124,10 +137,10 @@ def measure(contenders: dict[str, Contender], busy: list[int], rounds: int) -> d
     for _ in range(rounds):
         for name, contender in random.sample(sorted(contenders.items()), len(contenders)):
             own = [*busy, contender.process.pid]
-            before = foreign_cpu_seconds(own)
-            seconds = contender.train(contender.steps)
-            foreign = (foreign_cpu_seconds(own) - before) / seconds
-            turns[name].append((foreign, contender.steps / seconds))
+            start, before = time.perf_counter(), foreign_cpu_seconds(own)
+            speed = contender.train()
+            foreign = (foreign_cpu_seconds(own) - before) / (time.perf_counter() - start)
+            turns[name].append((foreign, speed))
     result = {}
     for name, all_turns in turns.items():
         quiet = [turn for turn in all_turns if turn[0] <= FOREIGN_CORES]
@@ -145,14 +158,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of shards (default: synthetic text)")
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1], help="numbers of busy processes")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--priority", action="store_true", help="run at the highest priority")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--train-in-turns", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--train-in-turns", choices=SETTINGS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train_in_turns:
-        train_in_turns(arguments.data, arguments.size)
+        train_in_turns(arguments.train_in_turns, arguments.data, arguments.size)
         return
     with ExitStack() as stack:
         data = arguments.data
@@ -162,7 +175,7 @@ def main() -> None:
             data = write_synthetic_shards(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         contenders = {}
         for name in dict.fromkeys(["default of torch", *arguments.settings]):
-            contenders[name] = Contender(SETTINGS[name], data, arguments.size, arguments.priority)
+            contenders[name] = Contender(name, data, arguments.size, arguments.priority)
             stack.callback(contenders[name].close)
         rows = []
         for busy in arguments.busy:
@@ -174,16 +187,14 @@ def main() -> None:
     for row in rows:
         default = next(each for each in rows if each["busy_processes"] == row["busy_processes"])
         row["ratio"] = row["steps_per_second"] / default["steps_per_second"]
-        row["is_set_by_electra"] = SETTINGS[row["setting"]] == OPENMP
     if arguments.json:
         print(json.dumps(rows))
         return
     for row in rows:
-        note = ", set by electra" if row["is_set_by_electra"] else ""
         few = "" if row["turns"] >= ENOUGH_TURNS else f", NOT QUIET: others used {row['foreign_cores']:.2f} cores"
         print(
             f"{row['busy_processes']} busy processes  {row['setting']:<17} {row['steps_per_second']:7.2f} steps/s  "
-            f"{row['ratio']:5.2f}×  ({row['turns']} turns count{few}{note})"
+            f"{row['ratio']:5.2f}×  ({row['turns']} turns count{few})"
         )
 
 

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from electra.config import all_defaults, build_config, settings_by_name
-
-OPENMP = {"GOMP_SPINCOUNT": "10000"}
-"""How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
-between two operations. With torch's default, 300,000 iterations, steps beside one other busy process are several times
-slower; threads that sleep at once are slower on quiet cores (benchmarks/cpu_threads.py, docs/log.md)."""
-WAIT_VARIABLES = ("OMP_WAIT_POLICY", *OPENMP)
+from electra.config import OPENMP, all_defaults, build_config, settings_by_name, wait_settings
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class Command:
 
 def import_object(reference: str) -> Any:
     """The object that "module:name" refers to; its module may import torch, which reads OpenMP's variables."""
-    if not any(name in os.environ for name in WAIT_VARIABLES):
+    if not wait_settings():
         os.environ.update(OPENMP)
     module, name = reference.split(":")
     return getattr(importlib.import_module(f"electra.{module}"), name)

@@ -7,6 +7,7 @@ within a config: a field's own name, or the one its `Annotated[..., Parameter(na
 import ast
 import inspect
 import math
+import os
 import textwrap
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
@@ -26,10 +27,21 @@ Value = TypeVar("Value")
 
 PACKAGED_MODEL = Path(__file__).with_name("packaged")
 """The folder of the small English model that is part of the package; commands use it when no --model is given."""
+OPENMP = {"GOMP_SPINCOUNT": "10000"}
+"""How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
+between two operations. On quiet cores that is as fast as torch's default of 300,000 iterations, and threads that sleep
+at once are slower; beside other busy programs sleeping at once is faster, so the trainer then switches spinning off
+(training/threads.py; benchmarks/cpu_threads.py, docs/log.md)."""
+WAIT_VARIABLES = ("OMP_WAIT_POLICY", *OPENMP)
 MODEL_SETTINGS = ("model", "init", "tokenizer")  # whose value `packaged` is that folder
 POSITIONAL = "positional"
 Positional = Annotated[Value, POSITIONAL]
 """`shards: Positional[Path]` has no flag on the command line."""
+
+
+def wait_settings() -> dict[str, str]:
+    """The environment variables that say how OpenMP threads wait for each other."""
+    return {name: os.environ[name] for name in WAIT_VARIABLES if name in os.environ}
 
 
 @dataclass(frozen=True)

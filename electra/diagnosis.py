@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from electra.commands import OPENMP, WAIT_VARIABLES
-from electra.config import Positional
+from electra.config import OPENMP, Positional, wait_settings
 from electra.errors import check_choice
 from electra.exporting.node_packages import has_node_packages
 
@@ -173,13 +172,19 @@ def describe_uses() -> dict[str, str]:
         "precision": str(precision).removeprefix("torch."),
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
-        "threads": f"{torch.get_num_threads()}, waiting as {wait_settings()}",
+        "threads": f"{torch.get_num_threads()}, waiting as {describe_waiting()}",
         "packaged model": str(PACKAGED_MODEL) if has_packaged_model() else "none, so that commands need --model",
     }
 
 
-def wait_settings() -> str:
-    """The environment variables that say how threads wait for each other."""
-    settings = {name: os.environ[name] for name in WAIT_VARIABLES if name in os.environ}
-    chosen = "electra's choice: spin briefly, then sleep" if settings == OPENMP else "from the environment"
+def describe_waiting() -> str:
+    """How threads that wait for each other do so, and who chose it."""
+    from electra.training.threads import CPU_TIMES
+
+    settings = wait_settings()
+    chosen = "from the environment; electra changes nothing"
+    if settings == OPENMP:
+        chosen = "electra's choice: they spin briefly, then sleep"
+        if os.access(CPU_TIMES, os.R_OK):
+            chosen += "; during a training they sleep at once while other programs are busy on the same cores"
     return f"{', '.join(f'{name}={value}' for name, value in settings.items())} ({chosen})"

@@ -17,8 +17,8 @@ import pytest
 import electra
 import electra.__main__
 from electra.cli import main, name_flags_in_errors, parse_config
-from electra.commands import COMMANDS, WAIT_VARIABLES
-from electra.config import flat_values, settings_by_name
+from electra.commands import COMMANDS
+from electra.config import WAIT_VARIABLES, flat_values, settings_by_name
 from electra.data.train_tokenizer import TokenizerConfig
 from electra.errors import ConfigError
 from electra.exporting.command import export

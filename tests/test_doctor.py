@@ -11,6 +11,7 @@ import torch
 
 from electra import diagnosis
 from electra.cli import main
+from electra.config import OPENMP, WAIT_VARIABLES
 from electra.diagnosis import FEATURES, Feature, Missing, check_feature
 
 
@@ -85,3 +86,15 @@ def test_a_missing_compiler_is_installed_by_the_package_manager(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda program: program if program == "dnf" else None)
     missing = diagnosis.find_missing_compiler()
     assert missing == Missing("a C++ compiler (g++)", "sudo dnf install gcc-c++")
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "electra's choice"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "OMP_WAIT_POLICY=PASSIVE (from the environment")],
+)
+def test_doctor_says_how_threads_wait_and_who_chose_it(monkeypatch, environment, expected):
+    for name in WAIT_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (environment or OPENMP).items():
+        monkeypatch.setenv(name, value)
+    assert expected in diagnosis.describe_waiting()

@@ -31,6 +31,7 @@ from electra.training.distributed import DistributedStep, GradientBuffer, World,
 from electra.training.hardware import is_out_of_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
+from electra.training.threads import WaitPolicy
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
@@ -110,6 +111,7 @@ class Trainer:
         self.screen_averages = RunningAverages()  # since the last line on the screen
         self.screen_interval = math.inf if quiet else 0.0  # seconds of training before the next one
         self.bar = ProgressBar(quiet)
+        self.wait_policy = WaitPolicy(device)
         self.received: list[int] = []  # signals to this rank
         self.is_warm = False  # the first step compiles and fills caches; its time does not count
         self.nonfinite_run = torch.zeros(2, device=device)  # consecutive non-finite steps: current, longest so far
@@ -143,7 +145,7 @@ class Trainer:
         self.logger = self.open_logger() if self.world.is_main else None
         self.saved_at = self.state.seconds
         self.run_step = self.build_step()
-        with collect_stop_signals(self.quiet, self.world.is_distributed) as self.received, self.bar:
+        with collect_stop_signals(self.quiet, self.world.is_distributed) as self.received, self.bar, self.wait_policy:
             signals = self.signals = [] if self.world.is_distributed else self.received
             if not self.is_finished():
                 self.bar.print_line(f"training from step {self.state.step:,}")
@@ -208,6 +210,7 @@ class Trainer:
         for averages in (self.averages, self.screen_averages):
             averages.add_step(metrics, tokens, seconds)
         self.is_warm = True
+        self.wait_policy.update()
         if not self.cuda_graphs:  # with CUDA graphs, reading the device each step would stall it
             self.check_nonfinite_steps()
         if self.world.is_distributed:
