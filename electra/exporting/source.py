@@ -71,7 +71,11 @@ class ExportSource:
         """The model in fp32, with the inputs and outputs of its class."""
         int8_head = self.purpose == "generator"  # whose head is most of it
         model, axes = self.model.float(), self.input_axes
-        return ExportableModel(model, self.encoder, self.outputs, axes, int8_head, self.has_segments).eval()
+        vocabulary = read_vocabulary(self.folder)
+        special_ids = None if vocabulary is None else (vocabulary.cls_id, vocabulary.sep_id)
+        return ExportableModel(
+            model, self.encoder, self.outputs, axes, int8_head, self.has_segments, special_ids
+        ).eval()
 
 
 def check_finite_weights(tensors: Tensors, folder: Path) -> None:
@@ -201,7 +205,12 @@ def check_exported_as_onnx(has_crf: bool, folder: Path, config: ExportConfig) ->
         raise ConfigError(f"{folder} has {head}, and {where}; use --to onnx, or fine-tune {without}")
 
 
+def read_vocabulary(folder: Path) -> Vocabulary | None:
+    """The vocabulary of a model's tokenizer, if it has one."""
+    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
+    return load_tokenizer(folder).vocabulary if has_tokenizer else None
+
+
 def read_vocabulary_if_modern(folder: Path, encoder: Encoder) -> Vocabulary | None:
     """The vocabulary of a model's tokenizer, if it has one and the exported config.json lists special tokens."""
-    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
-    return load_tokenizer(folder).vocabulary if encoder.config.is_modern() and has_tokenizer else None
+    return read_vocabulary(folder) if encoder.config.is_modern() else None

@@ -43,10 +43,11 @@ class ExportableModel(nn.Module):
         axes: tuple[str, ...] = ("batch", "length"),  # of these inputs
         int8_head: bool = False,  # whether an int8 file has all that follows the hidden states in int8, too
         has_segments: bool | None = None,  # whether segment ids are an input; by default of the classic style
+        special_ids: tuple[int, int] | None = None,  # of [CLS] and [SEP], for the calibration of int8
     ) -> None:
         super().__init__()
         self.module, self.encoder, self.compute_outputs = module, encoder, compute_outputs
-        self.axes, self.int8_head = axes, int8_head
+        self.axes, self.int8_head, self.special_ids = axes, int8_head, special_ids
         self.has_segments = not encoder.config.is_modern() if has_segments is None else has_segments
 
     def forward(

@@ -1,51 +1,67 @@
-"""int8 weights for an ONNX file: dynamic quantisation, per channel, after outlier channels were scaled down where that
-makes the products more exact.
+"""int8 weights for an ONNX file: dynamic quantisation, weights per output channel, embeddings per token.
 
 ONNX Runtime quantises the input of a matrix product with one scale for the whole tensor. In trained models a few
-channels are many times as large as the others and make that scale coarse. Their inputs are divided, and the rows of the
-weights multiplied, by a constant (as in SmoothQuant, arXiv 2211.10438, but for outlier channels only), which leaves
-the product unchanged. It makes the quantised weights coarser, so that of several thresholds, one of them infinite, the
-one with the least error on random tokens is taken.
+channels, and a few tokens such as [SEP], are many times as large as the others and make that scale coarse. Outlier
+channels of the input are divided, and the rows of the weights multiplied, by a constant (as in SmoothQuant, arXiv
+2211.10438, but for outlier channels only); where it helps, each token is divided by its largest channel and the product
+multiplied by it. Both leave the product unchanged. The products with the largest effect on the hidden states stay in
+fp32.
 """
 
-from itertools import chain
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.onnx.export import HIDDEN, ExportableModel, open_session, quiet
+from electra.onnx.export import HIDDEN, ExportableModel, open_session
 from electra.onnx.graph import remove_unused
 
-OUTLIERS = (np.inf, 10.0, 7.0, 5.0, 4.0, 3.0, 2.0)  # channels are reduced to a multiple of the median of all channels
+OUTLIERS = (np.inf, 10.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5, 1.0)  # channels are reduced to a multiple of their median
+MIN_GAIN = 1.5  # by how much less the error must be if tokens are scaled, which takes time
+FP32_FRACTION = 0.1  # of the multiplications with weights of the encoder that stay in fp32
 CALIBRATION_ROWS, CALIBRATION_LENGTH = 16, 128
 CALIBRATION_TOKENS = 512  # on which errors are compared
-MAX_ERROR = 5e-4  # of a product, squared and relative to its size; products with a larger one stay in fp32
+EFFECT_ROWS = 4  # on which effects are compared
+MAX_WEIGHT = 127
+DAMPING = 0.01  # of the second moments of inputs, as a fraction of their mean
+BLOCK = 128  # rows that are compensated at once
+MAX_PAIR = 128  # of two weights with the same sign, see `quantise_weight`
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How the input of some products is scaled before it is quantised."""
+
+    factors: NDArray  # [channels] that the input is divided by; 1 for channels that are no outliers
+    by_token: bool  # whether each token is divided by its largest channel
+
+
+@dataclass(frozen=True)
+class QuantisedProducts:
+    """Products with the same input."""
+
+    scaling: Scaling
+    weights: list[tuple[NDArray, NDArray]]  # int8 [inputs, outputs] and steps [outputs], in the order of the graph
 
 
 def write_int8(model: ExportableModel, path: Path, output: Path) -> None:
     """Quantise the weights of an ONNX file, those of the head only with `int8_head`."""
     import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(path)
-    excluded = [] if model.int8_head else head_nodes(graph)
-    excluded += scale_outlier_channels(graph, calibration_inputs(model, path, excluded))
-    del graph.graph.value_info[:]  # ONNX Runtime transposes weights of 2D products (Gemm), whose shapes are there, too
-    scaled = output.with_suffix(".scaled")
-    onnx.save(graph, scaled)
-    with quiet():
-        # weights of 7 bits: with 8, sums of two products overflow in 16 bits on CPUs without VNNI (docs/log.md)
-        quantize_dynamic(
-            scaled,
-            output,
-            per_channel=True,
-            reduce_range=True,
-            weight_type=QuantType.QInt8,
-            nodes_to_exclude=excluded,
-        )
-    scaled.unlink()
+    products = group_products(graph, excluded=[] if model.int8_head else head_nodes(graph))
+    sample = calibration_sample(model)
+    quantised = quantise_weights(products, path, sample)
+    kept = choose_fp32(quantised, path, sample, output.with_suffix(".switched"))
+    quantise_products(graph, {source: each for source, each in quantised.items() if source not in kept})
+    quantise_embeddings(graph)
+    remove_unused(graph)
+    del graph.graph.value_info[:]
+    onnx.save(graph, output)
 
 
 def head_nodes(model: Any) -> list[str]:
@@ -58,76 +74,254 @@ def head_nodes(model: Any) -> list[str]:
     return names
 
 
-def weight_products(model: Any, excluded: list[str]) -> list[Any]:
-    """The matrix products with a weight."""
-    weights = {each.name for each in model.graph.initializer}
-    nodes = [node for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in weights]
-    return [node for node in nodes if node.name not in excluded]
+def find_weights(model: Any) -> dict[str, NDArray]:
+    """The matrices of a graph by name."""
+    from onnx import TensorProto, numpy_helper
+
+    stored = [each for each in model.graph.initializer if each.data_type == TensorProto.FLOAT and len(each.dims) == 2]
+    return {each.name: numpy_helper.to_array(each) for each in stored}
 
 
-def calibration_inputs(model: ExportableModel, path: Path, excluded: list[str]) -> dict[str, NDArray]:
-    """The inputs [tokens, channels] of matrix products, by name, on random tokens."""
-    import onnx
+def group_products(model: Any, excluded: Collection[str] = ()) -> dict[str, list[NDArray]]:
+    """The weights of matrix products by the name of their input."""
+    weights = find_weights(model)
+    products: dict[str, list[NDArray]] = {}
+    for node in model.graph.node:
+        if node.op_type == "MatMul" and node.input[1] in weights and node.name not in excluded:
+            products.setdefault(node.input[0], []).append(weights[node.input[1]])
+    return products
 
-    names = sorted({node.input[0] for node in weight_products(onnx.load(path), excluded)})
-    session = open_session(path, names)
+
+def calibration_sample(model: ExportableModel) -> dict[str, NDArray]:
+    """Inputs of an ONNX file: pairs of texts of random tokens, between [CLS] and [SEP] if their ids are known."""
     length = min(CALIBRATION_LENGTH, model.encoder.config.positions)
     inputs = model.sample_inputs(CALIBRATION_ROWS, length, is_padded=False)
-    arrays = session.run(names, {name: tensor.numpy() for name, tensor in inputs.items()})
-    return {name: array.reshape(-1, array.shape[-1]) for name, array in zip(names, arrays, strict=True)}
+    if model.special_ids is not None:
+        cls_id, sep_id = model.special_ids
+        inputs["input_ids"][..., [length // 2 - 1, length - 1]] = sep_id
+        inputs["input_ids"][..., 0] = cls_id
+    return {name: tensor.numpy() for name, tensor in inputs.items()}
 
 
-def choose_factors(inputs: NDArray, weights: list[NDArray]) -> NDArray | None:
-    """What to divide the channels of the inputs [tokens, channels] of some products by, 1 if it is no outlier; None if
-    the error is too large for int8 with any factors."""
+def quantise_weights(
+    products: dict[str, list[NDArray]], path: Path, sample: dict[str, NDArray]
+) -> dict[str, QuantisedProducts]:
+    """Scale and quantise the weights of products by their inputs in an ONNX file."""
+    names = list(products)
+    quantised = {}
+    for name, array in zip(names, open_session(path, names).run(names, sample), strict=True):
+        inputs = array.reshape(-1, array.shape[-1])
+        scaling = choose_scaling(inputs, products[name])
+        factors, scaled = scaling.factors[:, None], inputs / scaling.factors
+        weights = [quantise_calibrated(weight * factors, scaled) for weight in products[name]]
+        quantised[name] = QuantisedProducts(scaling, weights)
+    return quantised
+
+
+def choose_scaling(inputs: NDArray, weights: list[NDArray]) -> Scaling:
+    """The scaling of the inputs [tokens, channels] of some products with the least error."""
     channels = np.abs(inputs).max(0)
-    ratios = channels / np.median(channels)
-    if not np.isfinite(ratios).all():
-        return None
+    ratios = channels / max(np.median(channels), TINY)
     candidates = [np.maximum(1, ratios / outlier).astype(np.float32) for outlier in OUTLIERS]
     tokens = inputs[:: max(1, len(inputs) // CALIBRATION_TOKENS)]
-    errors = [max(quantisation_error(tokens, each, factors) for each in weights) for factors in candidates]
-    return candidates[int(np.argmin(errors))] if min(errors) <= MAX_ERROR else None
+    best = []
+    for by_token in (False, True):
+        scalings = [Scaling(factors, by_token) for factors in candidates]
+        errors = [max(quantisation_error(tokens, weight, each) for weight in weights) for each in scalings]
+        best.append((min(errors), scalings[int(np.argmin(errors))]))
+    (error, scaling), (error_by_token, by_token_scaling) = best
+    return by_token_scaling if MIN_GAIN * error_by_token < error else scaling
 
 
-def quantisation_error(inputs: NDArray, weight: NDArray, factors: NDArray) -> float:
-    """The error of a product in int8, relative to its size, if outlier channels are divided by factors."""
-    scaled, rows = inputs / factors, weight * factors[:, None]
-    low, high = min(0.0, scaled.min()), max(0.0, scaled.max())
-    step, steps = (high - low) / 255, np.maximum(np.abs(rows).max(0), 1e-30) / 63
+def quantisation_error(inputs: NDArray, weight: NDArray, scaling: Scaling) -> float:
+    """The squared error of a product in int8, relative to its size."""
+    scaled = inputs / scaling.factors
+    largest = np.maximum(np.abs(scaled).max(-1, keepdims=True), TINY) if scaling.by_token else np.float32(1)
+    scaled /= largest
+    step = max((max(0.0, scaled.max()) - min(0.0, scaled.min())) / 255, TINY)
+    rows, steps = quantise_weight(weight * scaling.factors[:, None])
     exact = inputs @ weight
-    product = np.round(scaled / step) * step @ (np.round(rows / steps) * steps)
-    return float(np.square(product - exact).sum() / np.square(exact).sum())
+    product = np.round(scaled / step) * step * largest @ (rows * steps)
+    return float(np.square(product - exact).sum() / max(np.square(exact).sum(), TINY))
 
 
-def scale_outlier_channels(model: Any, inputs: dict[str, NDArray]) -> list[str]:
-    """Divide outlier channels before the matrix products with weights, and multiply the rows of the weights; the names
-    of products that are to stay in fp32."""
-    from onnx import helper, numpy_helper
+def quantise_weight(weight: NDArray) -> tuple[NDArray, NDArray]:
+    """A weight [inputs, outputs] in int8, and its steps [outputs].
 
-    weights = {each.name: each for each in model.graph.initializer}
-    products: dict[str, list[Any]] = {}  # by their input
+    x86 processors without VNNI add two adjacent products in 16 bits. They do not saturate if two weights of the same
+    sign have a sum of at most 128, as inputs are at most 255."""
+    even = np.pad(weight, ((0, len(weight) % 2), (0, 0)))
+    pairs = [np.maximum(0, each[::2]) + np.maximum(0, each[1::2]) for each in (even, -even)]
+    largest_pair = np.maximum(*pairs).max(0)
+    steps = np.maximum(np.abs(weight).max(0) / MAX_WEIGHT, largest_pair / (MAX_PAIR - 1))  # both may be rounded up
+    steps = np.maximum(steps, TINY).astype(np.float32)
+    return np.round(weight / steps).astype(np.int8), steps
+
+
+def quantise_calibrated(weight: NDArray, inputs: NDArray) -> tuple[NDArray, NDArray]:
+    """A weight in int8 as `quantise_weight`, with the error of each row, for these inputs [tokens, channels],
+    compensated by the rows that follow (GPTQ, arXiv 2210.17323)."""
+    steps = quantise_weight(weight)[1]
+    moments = inputs.T.astype(np.float64) @ inputs
+    moments += DAMPING * max(np.trace(moments) / len(moments), TINY) * np.eye(len(moments))
+    upper = np.linalg.cholesky(np.linalg.inv(moments)).T
+    upper = (upper / np.diag(upper)[:, None]).astype(np.float32)
+    left, rows = weight / steps, np.zeros(weight.shape, np.int8)
+    for start in range(0, len(left), BLOCK):
+        block = slice(start, start + BLOCK)
+        errors = np.zeros_like(left[block])
+        for row in range(start, min(start + BLOCK, len(left))):
+            low, high = np.float32(-MAX_WEIGHT), np.float32(MAX_WEIGHT)
+            if row % 2:
+                before = rows[row - 1].astype(np.float32)
+                low, high = (
+                    np.maximum(low, -MAX_PAIR - np.minimum(before, 0)),
+                    np.minimum(high, MAX_PAIR - np.maximum(before, 0)),
+                )
+            rows[row] = np.clip(np.round(left[row]), low, high)
+            errors[row - start] = left[row] - rows[row]
+            left[row + 1 : start + BLOCK] -= np.outer(upper[row, row + 1 : start + BLOCK], errors[row - start])
+        left[start + BLOCK :] -= upper[block, start + BLOCK :].T @ errors
+    return rows, steps
+
+
+def choose_fp32(
+    quantised: dict[str, QuantisedProducts], path: Path, sample: dict[str, NDArray], switched: Path
+) -> set[str]:
+    """The inputs of the products that stay in fp32: those which, in int8, change the hidden states most for their size.
+
+    They are compared by a file `switched` in which each can be switched to int8."""
+    import onnx
+
+    graph = onnx.load(path)
+    switches = quantise_products(graph, quantised, has_switches=True)
+    onnx.save(graph, switched)
+    session = open_session(switched, [HIDDEN])
+    switched.unlink()
+    rows = {name: array[:EFFECT_ROWS] for name, array in sample.items()}
+    off = {name: np.array(False) for name in switches.values()}
+
+    def hidden_states(switches: dict[str, NDArray]) -> NDArray:
+        return session.run([HIDDEN], rows | off | switches)[0]
+
+    exact = hidden_states({})
+    sizes = {source: sum(weight.size for weight, _ in each.weights) for source, each in quantised.items()}
+    effects = {
+        source: np.square(hidden_states({switch: np.array(True)}) - exact).sum() / sizes[source]
+        for source, switch in switches.items()
+    }
+    kept: set[str] = set()
+    left = FP32_FRACTION * sum(size for source, size in sizes.items() if effects[source] > 0)  # 0 in heads
+    for source in sorted(effects, key=lambda name: -effects[name]):
+        if effects[source] > 0 and sizes[source] <= left:
+            left -= sizes[source]
+            kept.add(source)
+    return kept
+
+
+class GraphWriter:
+    """New nodes for a graph, in topological order."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.nodes: list[Any] = []
+
+    def add(self, operator: str, inputs: Sequence[str], *outputs: str, **attributes: Any) -> str:
+        """Add a node; the name of its first output."""
+        from onnx import helper
+
+        self.nodes.append(helper.make_node(operator, inputs, outputs, f"{outputs[0]}/{operator}", **attributes))
+        return outputs[0]
+
+    def store(self, array: NDArray, name: str) -> str:
+        from onnx import numpy_helper
+
+        self.model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def finish(self) -> None:
+        del self.model.graph.node[:]
+        self.model.graph.node.extend(self.nodes)
+
+
+def quantise_products(
+    model: Any, quantised: dict[str, QuantisedProducts], has_switches: bool = False
+) -> dict[str, str]:
+    """Replace products in the graph by those in int8; with switches, only where an input of the graph is true, whose
+    name is returned for the input of the products."""
+    from onnx import TensorProto, helper
+
+    weights, writer = find_weights(model), GraphWriter(model)
+    switches = {source: f"{source}.is_int8" for source in quantised} if has_switches else {}
+    model.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in switches.values())
+    weights_left: dict[str, Iterator[tuple[NDArray, NDArray]]] = {}
     for node in model.graph.node:
-        if node.op_type == "MatMul" and node.input[0] in inputs and node.input[1] in weights:
-            products.setdefault(node.input[0], []).append(node)
-    inexact: list[str] = []
-    scalings: dict[str, Any] = {}  # nodes by the name of the product that they precede
-    for source, nodes in products.items():
-        matrices = [numpy_helper.to_array(weights[node.input[1]]) for node in nodes]
-        factors = choose_factors(inputs[source], matrices)
-        if factors is None:
-            inexact += [node.name for node in nodes]
-        if factors is None or factors.max() <= 1:
+        source = node.input[0] if node.op_type == "MatMul" and node.input[1] in weights else ""
+        if source not in quantised:
+            writer.nodes.append(node)
             continue
-        scaled = f"{source}.scaled"
-        model.graph.initializer.append(numpy_helper.from_array(1 / factors, f"{source}.factors"))
-        scalings[nodes[0].name] = helper.make_node("Mul", [source, f"{source}.factors"], [scaled], scaled)
-        for node, matrix in zip(nodes, matrices, strict=True):
-            rows = numpy_helper.from_array(matrix * factors[:, None], f"{node.name}.weight")
-            model.graph.initializer.append(rows)
-            node.input[:] = [scaled, rows.name]
-    ordered = [[scalings[node.name], node] if node.name in scalings else [node] for node in model.graph.node]
-    del model.graph.node[:]
-    model.graph.node.extend(chain.from_iterable(ordered))
-    remove_unused(model)
-    return inexact
+        scaling = quantised[source].scaling
+        if source not in weights_left:
+            weights_left[source] = iter(quantised[source].weights)
+            add_quantised_input(writer, source, scaling)
+        output = node.output[0]
+        product = f"{output}.product" if has_switches else output
+        add_quantised_product(writer, source, scaling, *next(weights_left[source]), product)
+        if has_switches:
+            node.output[0] = f"{output}.fp32"
+            writer.nodes.append(node)
+            writer.add("Where", [switches[source], product, node.output[0]], output)
+    writer.finish()
+    return switches
+
+
+def add_quantised_input(writer: GraphWriter, source: str, scaling: Scaling) -> None:
+    """Add the int8 values of an input, their step and their zero point."""
+    last = source
+    if scaling.factors.max() > 1:
+        factors = writer.store(1 / scaling.factors, f"{source}.factors")
+        last = writer.add("Mul", [last, factors], f"{source}.scaled")
+    if scaling.by_token:  # without Abs, which would write the whole tensor once more
+        axis, tiny = writer.store(np.array([-1]), f"{source}.axis"), writer.store(np.float32([TINY]), f"{source}.tiny")
+        high = writer.add("ReduceMax", [last, axis], f"{source}.high")
+        low = writer.add("Neg", [writer.add("ReduceMin", [last, axis], f"{source}.low")], f"{source}.negative")
+        last = writer.add("Div", [last, writer.add("Max", [high, low, tiny], f"{source}.largest")], f"{source}.tokens")
+    writer.add("DynamicQuantizeLinear", [last], f"{source}.int8", f"{source}.step", f"{source}.zero")
+
+
+def add_quantised_product(
+    writer: GraphWriter, source: str, scaling: Scaling, weight: NDArray, steps: NDArray, output: str
+) -> None:
+    """Add the product of a quantised input with a weight, in nodes that ONNX Runtime fuses to one."""
+    from onnx import TensorProto
+
+    tensors = [f"{source}.int8", writer.store(weight, f"{output}.weight"), f"{source}.zero"]
+    zeros = writer.store(np.zeros(len(steps), np.int8), f"{output}.zeros")
+    sums = writer.add("MatMulInteger", [*tensors, zeros], f"{output}.sums")
+    values = writer.add("Cast", [sums], f"{output}.values", to=TensorProto.FLOAT)
+    scales = writer.add("Mul", [f"{source}.step", writer.store(steps, f"{output}.steps")], f"{output}.scales")
+    if scaling.by_token:
+        product = writer.add("Mul", [values, scales], f"{output}.unscaled")
+        writer.add("Mul", [product, f"{source}.largest"], output)
+    else:
+        writer.add("Mul", [values, scales], output)
+
+
+def quantise_embeddings(model: Any) -> None:
+    """Replace the rows that are looked up in matrices by int8 rows, with a step for each."""
+    from onnx import TensorProto
+
+    weights, writer = find_weights(model), GraphWriter(model)
+    for node in model.graph.node:
+        if node.op_type != "Gather" or node.input[0] not in weights:
+            writer.nodes.append(node)
+            continue
+        (table, ids), output = node.input, node.output[0]
+        steps = np.maximum(np.abs(weights[table]).max(-1, keepdims=True) / MAX_WEIGHT, TINY).astype(np.float32)
+        rows = writer.store(np.round(weights[table] / steps).astype(np.int8), f"{output}.weight")
+        values = writer.add(
+            "Cast", [writer.add("Gather", [rows, ids], f"{output}.int8")], f"{output}.values", to=TensorProto.FLOAT
+        )
+        scales = writer.add("Gather", [writer.store(steps, f"{output}.steps"), ids], f"{output}.scales")
+        writer.add("Mul", [values, scales], output)
+    writer.finish()
