@@ -210,33 +210,75 @@ def test_classifiers_are_quantised(finetuned, tmp_path):
     assert np.corrcoef(fp32.ravel(), int8.ravel())[0, 1] > 0.7  # coarse for a width of 24
 
 
-def test_outlier_channels_are_scaled_without_changing_the_product():
-    """x W with one channel of x a hundred times as large as the others."""
-    generator = np.random.default_rng(0)
-    x, weight = generator.normal(size=(64, 16)), generator.normal(size=(16, 8)).astype(np.float32)
-    x[:, 3] *= 100
+def product_graph(weight: np.ndarray) -> onnx.ModelProto:
+    """x W."""
     nodes = [onnx.helper.make_node("MatMul", ["x", "weight"], ["y"], "product")]
-    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in ("x", "y")]
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None]) for name in ("x", "y")]
     graph = onnx.helper.make_graph(nodes, "graph", [values[0]], [values[1]])
     graph.initializer.append(onnx.numpy_helper.from_array(weight, "weight"))
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
-    assert quantize.scale_outlier_channels(model, {"x": x}) == []
-    scale, product = model.graph.node
-    stored = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
-    assert stored.keys() == {scale.input[1], product.input[1]}
-    scaled = x * stored[scale.input[1]]
-    np.testing.assert_allclose(scaled @ stored[product.input[1]], x @ weight, rtol=1e-5, atol=1e-4)
-    factors = 1 / stored[scale.input[1]]
-    assert np.flatnonzero(factors > 1).tolist() == [3]
-    without = quantize.quantisation_error(x, weight, np.ones_like(factors))
-    assert quantize.quantisation_error(x, weight, factors) < without / 5
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
 
 
-def test_products_that_are_inexact_in_int8_stay_in_fp32(pairs, exported, tmp_path, monkeypatch):
+@pytest.mark.parametrize("index", [(slice(None), 3), 3])
+def test_outlier_channels_and_tokens_are_scaled(index):
+    """x W, with one channel or one token of x a hundred times as large as the others."""
+    generator = np.random.default_rng(0)
+    x, weight = (generator.normal(size=shape).astype(np.float32) for shape in ((64, 16), (16, 8)))
+    x[index] *= 100
+    scaling = quantize.choose_scaling(x, [weight])
+    assert scaling.by_token if index == 3 else scaling.factors.argmax() == 3
+    plain = quantize.Scaling(np.ones(16, np.float32), by_token=False)
+    errors = []
+    for each in (plain, scaling):
+        weights = [quantize.quantise_weight(weight * each.factors[:, None])]
+        model = product_graph(weight)
+        quantize.quantise_products(model, {"x": quantize.QuantisedProducts(each, weights)})
+        y = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x})[0]
+        errors.append(np.square((y - x @ weight)[np.arange(64) != 3]).mean())
+    assert errors[1] < errors[0] / 5
+
+
+@pytest.mark.parametrize("inputs", [15, 16])
+def test_pairs_of_products_do_not_saturate_in_16_bits(inputs):
+    """255 * 128 < 2**15: two adjacent weights of one sign have a sum of at most 128."""
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(inputs, 200)).astype(np.float32)
+    tokens = generator.normal(size=(50, inputs)).astype(np.float32)
+    for rows, steps in (quantize.quantise_weight(weight), quantize.quantise_calibrated(weight, tokens)):
+        pairs = np.pad(rows.astype(int), ((0, inputs % 2), (0, 0))).reshape(-1, 2, 200)
+        sums = np.maximum(pairs, 0).sum(1), np.maximum(-pairs, 0).sum(1)
+        assert 120 < np.max(sums) <= 128
+        assert np.abs(rows * steps - weight).max() < 0.1
+
+
+def test_rounding_errors_of_weights_are_compensated_for_their_inputs():
+    """Inputs of four directions in sixteen channels."""
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(16, 200)).astype(np.float32)
+    tokens = (generator.normal(size=(50, 4)) @ generator.normal(size=(4, 16))).astype(np.float32)
+    errors = []
+    for rows, steps in (quantize.quantise_weight(weight), quantize.quantise_calibrated(weight, tokens)):
+        errors.append(np.square(tokens @ (rows * steps - weight)).sum())
+    assert errors[1] < errors[0] / 3
+
+
+@pytest.mark.parametrize(("fraction", "products"), [(0.0, 7), (1.0, 0)])
+def test_a_fraction_of_the_products_stays_in_fp32(pairs, exported, tmp_path, monkeypatch, fraction, products):
     model = load_export_source(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path)).exportable_model()
-    monkeypatch.setattr(quantize, "MAX_ERROR", 0.0)
+    monkeypatch.setattr(quantize, "FP32_FRACTION", fraction)
     quantize.write_int8(model, exported[0] / "onnx/model.onnx", tmp_path / "int8.onnx")
-    assert "MatMulInteger" not in {node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node}
+    assert [path.name for path in tmp_path.iterdir()] == ["int8.onnx"]
+    operators = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
+    assert operators.count("MatMulInteger") == products
+
+
+def test_int8_is_calibrated_with_the_tokens_around_texts(pairs, tmp_path):
+    source = load_export_source(ExportConfig(model=pairs["classic"], to="onnx", output=tmp_path))
+    vocabulary = load_tokenizer(source.folder).vocabulary
+    ids = quantize.calibration_sample(source.exportable_model())["input_ids"]
+    assert ids.shape == (16, 128)
+    assert (ids[:, 0] == vocabulary.cls_id).all()
+    assert (ids[:, [63, 127]] == vocabulary.sep_id).all()
 
 
 def test_int8_that_is_too_coarse_is_an_error(exported, monkeypatch):

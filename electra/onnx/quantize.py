@@ -20,7 +20,7 @@ from electra.onnx.export import HIDDEN, ExportableModel, open_session
 from electra.onnx.graph import remove_unused
 
 OUTLIERS = (np.inf, 10.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5, 1.0)  # channels are reduced to a multiple of their median
-MIN_GAIN = 1.5  # by how much less the error must be if tokens are scaled, which takes time
+MIN_GAIN = 1.1  # by how much the error must be less for a scaling that takes more time
 FP32_FRACTION = 0.1  # of the multiplications with weights of the encoder that stay in fp32
 CALIBRATION_ROWS, CALIBRATION_LENGTH = 16, 128
 CALIBRATION_TOKENS = 512  # on which errors are compared
@@ -119,18 +119,18 @@ def quantise_weights(
 
 
 def choose_scaling(inputs: NDArray, weights: list[NDArray]) -> Scaling:
-    """The scaling of the inputs [tokens, channels] of some products with the least error."""
+    """The scaling of the inputs [tokens, channels] of some products with the least error; slower ones need a gain."""
     channels = np.abs(inputs).max(0)
     ratios = channels / max(np.median(channels), TINY)
-    candidates = [np.maximum(1, ratios / outlier).astype(np.float32) for outlier in OUTLIERS]
+    unscaled, *scaled = [np.maximum(1, ratios / outlier).astype(np.float32) for outlier in OUTLIERS]
     tokens = inputs[:: max(1, len(inputs) // CALIBRATION_TOKENS)]
-    best = []
-    for by_token in (False, True):
+    best, least = Scaling(unscaled, by_token=False), np.inf
+    for candidates, by_token in (([unscaled], False), (scaled, False), ([unscaled], True), (scaled, True)):
         scalings = [Scaling(factors, by_token) for factors in candidates]
         errors = [max(quantisation_error(tokens, weight, each) for weight in weights) for each in scalings]
-        best.append((min(errors), scalings[int(np.argmin(errors))]))
-    (error, scaling), (error_by_token, by_token_scaling) = best
-    return by_token_scaling if MIN_GAIN * error_by_token < error else scaling
+        if MIN_GAIN * min(errors) < least:
+            best, least = scalings[int(np.argmin(errors))], min(errors)
+    return best
 
 
 def quantisation_error(inputs: NDArray, weight: NDArray, scaling: Scaling) -> float:
@@ -282,7 +282,10 @@ def add_quantised_input(writer: GraphWriter, source: str, scaling: Scaling) -> N
         factors = writer.store(1 / scaling.factors, f"{source}.factors")
         last = writer.add("Mul", [last, factors], f"{source}.scaled")
     if scaling.by_token:  # without Abs, which would write the whole tensor once more
-        axis, tiny = writer.store(np.array([-1]), f"{source}.axis"), writer.store(np.float32([TINY]), f"{source}.tiny")
+        axis, tiny = (
+            writer.store(np.array([-1]), f"{source}.axis"),
+            writer.store(np.array([TINY], np.float32), f"{source}.tiny"),
+        )
         high = writer.add("ReduceMax", [last, axis], f"{source}.high")
         low = writer.add("Neg", [writer.add("ReduceMin", [last, axis], f"{source}.low")], f"{source}.negative")
         last = writer.add("Div", [last, writer.add("Max", [high, low, tiny], f"{source}.largest")], f"{source}.tokens")
