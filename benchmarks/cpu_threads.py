@@ -131,12 +131,23 @@ def foreign_cpu_seconds(own: list[int]) -> float:
     return (user + nice + system + sum(interrupts) - own_ticks) / TICK
 
 
-def measure(contenders: dict[str, Contender], busy: list[int], rounds: int) -> dict[str, dict[str, float]]:
+def wait_for_quiet_cores(own: list[int], seconds: float) -> None:
+    """Wait until processes other than `own` hardly use the cores, but not longer than `seconds`."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        before = foreign_cpu_seconds(own)
+        time.sleep(0.5)
+        if (foreign_cpu_seconds(own) - before) / 0.5 < FOREIGN_CORES:
+            return
+
+
+def measure(contenders: dict[str, Contender], busy: list[int], rounds: int, wait: float) -> dict[str, dict[str, float]]:
     """Steps per second of each setting, from its turns that count or, if these are few, the quietest ones."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, contender in random.sample(sorted(contenders.items()), len(contenders)):
             own = [*busy, contender.process.pid]
+            wait_for_quiet_cores(own, wait)
             start, before = time.perf_counter(), foreign_cpu_seconds(own)
             speed = contender.train()
             foreign = (foreign_cpu_seconds(own) - before) / (time.perf_counter() - start)
@@ -159,6 +170,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1], help="numbers of busy processes")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--wait", type=float, default=0, help="at most so many seconds before a turn, for quiet cores")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--priority", action="store_true", help="run at the highest priority")
     parser.add_argument("--json", action="store_true")
@@ -182,7 +194,7 @@ def main() -> None:
             with busy_processes(busy, arguments.priority) as processes:
                 rows += [
                     {"busy_processes": busy, "setting": name} | values
-                    for name, values in measure(contenders, processes, arguments.rounds).items()
+                    for name, values in measure(contenders, processes, arguments.rounds, arguments.wait).items()
                 ]
     for row in rows:
         default = next(each for each in rows if each["busy_processes"] == row["busy_processes"])
