@@ -311,20 +311,28 @@ def add_quantised_product(
 
 
 def quantise_embeddings(model: Any) -> None:
-    """Replace the rows that are looked up in matrices by int8 rows, with a step for each."""
+    """Store embeddings in int8, with a step for each row; a generator's head transposes them, too."""
     from onnx import TensorProto
 
     weights, writer = find_weights(model), GraphWriter(model)
+    tables = {node.input[0] for node in model.graph.node if node.op_type == "Gather"}.intersection(weights)
+    for table in sorted(tables):
+        steps = np.maximum(np.abs(weights[table]).max(-1, keepdims=True) / MAX_WEIGHT, TINY).astype(np.float32)
+        writer.store(np.round(weights[table] / steps).astype(np.int8), f"{table}.int8")
+        writer.store(steps, f"{table}.steps")
     for node in model.graph.node:
-        if node.op_type != "Gather" or node.input[0] not in weights:
+        if node.op_type not in ("Gather", "Transpose") or node.input[0] not in tables:
             writer.nodes.append(node)
             continue
-        (table, ids), output = node.input, node.output[0]
-        steps = np.maximum(np.abs(weights[table]).max(-1, keepdims=True) / MAX_WEIGHT, TINY).astype(np.float32)
-        rows = writer.store(np.round(weights[table] / steps).astype(np.int8), f"{output}.weight")
-        values = writer.add(
-            "Cast", [writer.add("Gather", [rows, ids], f"{output}.int8")], f"{output}.values", to=TensorProto.FLOAT
-        )
-        scales = writer.add("Gather", [writer.store(steps, f"{output}.steps"), ids], f"{output}.scales")
-        writer.add("Mul", [values, scales], output)
+        table, output = node.input[0], node.output[0]
+        rows, scales = f"{table}.int8", f"{table}.steps"
+        if node.op_type == "Gather":
+            rows = writer.add("Gather", [rows, node.input[1]], f"{output}.int8")
+            scales = writer.add("Gather", [scales, node.input[1]], f"{output}.scales")
+        values = writer.add("Cast", [rows], f"{output}.values", to=TensorProto.FLOAT)
+        if node.op_type == "Gather":
+            writer.add("Mul", [values, scales], output)
+        else:
+            node.input[0] = writer.add("Mul", [values, scales], f"{output}.rows")
+            writer.nodes.append(node)
     writer.finish()
