@@ -1,14 +1,14 @@
 """Speed of pre-training on a CPU by how OpenMP threads wait, alone and beside other busy processes.
 
-    python benchmarks/cpu_threads.py [--data shards/] [--size tiny] [--busy 0 1] [--rounds 10] [--json]
+    python benchmarks/cpu_threads.py [--data shards/] [--size tiny] [--busy 0 1] [--rounds 10] [--wait 20] [--json]
 
 Threads of torch that wait for others spin before they sleep; GOMP_SPINCOUNT is for how many iterations (torch's default
 is 300,000, several milliseconds), and OMP_WAIT_POLICY=PASSIVE is none. `electra` is what `electra pretrain` does: a
 short spin (electra/config.py), which is switched off beside busy programs (electra/training/threads.py). --busy N runs
-N endless loops beside the training. Every setting has a process of its own; they train in turns of about two seconds,
-of which the second half is measured. A turn during which processes that this benchmark did not start used the cores
-does not count. --priority (Linux, as root) runs trainings and loops at the highest priority, which keeps such processes
-away on a shared machine; it takes the cores from them for about two seconds × settings × rounds.
+N endless loops beside the training. Every setting has a process of its own; they train in turns of at least 2.4
+seconds, of which the second half is measured. A turn during which processes that this benchmark did not start used the
+cores does not count. --priority (Linux, as root) runs trainings and loops at the highest priority, which keeps such
+processes away on a shared machine; it takes the cores from them for 2.4 seconds × settings × rounds.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from electra.config import OPENMP
+from electra.config import OPENMP, WAIT_VARIABLES
 
 if TYPE_CHECKING:  # torch reads its variables when it is imported, which only the trainings do
     from electra.training.trainer import Trainer
 
-VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+VARIABLES = (*WAIT_VARIABLES, "OMP_NUM_THREADS")
 SETTINGS: dict[str, dict[str, str]] = {
     "default of torch": {},
     "electra": OPENMP,
@@ -170,7 +170,9 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, default="tiny")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1], help="numbers of busy processes")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--wait", type=float, default=0, help="at most so many seconds before a turn, for quiet cores")
+    parser.add_argument(
+        "--wait", type=float, default=0, help="maximum seconds to wait for quiet cores before each turn"
+    )
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--priority", action="store_true", help="run at the highest priority")
     parser.add_argument("--json", action="store_true")

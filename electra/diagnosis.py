@@ -1,14 +1,17 @@
 """`electra doctor`: the hardware and libraries of this machine, what a run would use, and what features need."""
 
-import os
 import platform
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from electra.config import OPENMP, Positional, wait_settings
 from electra.errors import check_choice
 from electra.exporting.node_packages import has_node_packages
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -172,19 +175,21 @@ def describe_uses() -> dict[str, str]:
         "precision": str(precision).removeprefix("torch."),
         "memory": f"{memory / 1e9:.0f} GB" if memory else "unknown",
         "speed": f"{hardware.measure_flops_per_second(device, precision) / 1e12:.2f} TFLOP/s in a matrix product",
-        "threads": f"{torch.get_num_threads()}, waiting as {describe_waiting()}",
+        "threads": f"{torch.get_num_threads()}, waiting as {describe_waiting(device)}",
         "packaged model": str(PACKAGED_MODEL) if has_packaged_model() else "none, so that commands need --model",
     }
 
 
-def describe_waiting() -> str:
+def describe_waiting(device: "torch.device") -> str:
     """How threads that wait for each other do so, and who chose it."""
-    from electra.training.threads import CPU_TIMES
+    import torch
+
+    from electra.training.threads import can_switch_spinning
 
     settings = wait_settings()
     chosen = "from the environment; electra changes nothing"
     if settings == OPENMP:
         chosen = "electra's choice: they spin briefly, then sleep"
-        if os.access(CPU_TIMES, os.R_OK):
-            chosen += "; during a training they sleep at once while other programs are busy on the same cores"
+        if can_switch_spinning(device, torch.get_num_threads()):
+            chosen += "; during training they sleep at once while other programs are busy on the same cores"
     return f"{', '.join(f'{name}={value}' for name, value in settings.items())} ({chosen})"

@@ -77,7 +77,7 @@ def test_a_branch_continues_the_trunk_and_decays_to_zero(shards, trunk, tmp_path
     assert rates == pytest.approx([1.0, 0.75, 0.25])  # the trunk logs its last step only
 
 
-@pytest.mark.parametrize("settings", [{"length": 8}, {"packing": "segment-pairs"}], ids=["length", "packing"])
+@pytest.mark.parametrize("settings", [{"length": 8}, {"packing": "segment-pairs"}, {"seed": 7}], ids=str)
 def test_a_branch_with_other_rows_starts_an_epoch_and_can_be_resumed(shards, trunk, tmp_path, settings):
     config = branch_config(shards, trunk, tmp_path / "branch", **settings)
     pretrain(config)

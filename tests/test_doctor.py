@@ -13,6 +13,7 @@ from electra import diagnosis
 from electra.cli import main
 from electra.config import OPENMP, WAIT_VARIABLES
 from electra.diagnosis import FEATURES, Feature, Missing, check_feature
+from electra.training import threads
 
 
 def test_doctor_shows_what_a_run_uses(capsys):
@@ -88,13 +89,25 @@ def test_a_missing_compiler_is_installed_by_the_package_manager(monkeypatch):
     assert missing == Missing("a C++ compiler (g++)", "sudo dnf install gcc-c++")
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [({}, "electra's choice"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "OMP_WAIT_POLICY=PASSIVE (from the environment")],
-)
-def test_doctor_says_how_threads_wait_and_who_chose_it(monkeypatch, environment, expected):
+def describe_waiting(monkeypatch, environment: dict[str, str], device: str = "cpu", num_threads: int = 2) -> str:
     for name in WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in (environment or OPENMP).items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert expected in diagnosis.describe_waiting()
+    monkeypatch.setattr(threads, "CPU_TIMES", Path(__file__))  # exists on any system
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    return diagnosis.describe_waiting(torch.device(device))
+
+
+def test_doctor_says_how_threads_wait_and_who_chose_it(monkeypatch):
+    assert "OMP_WAIT_POLICY=PASSIVE (from the environment" in describe_waiting(
+        monkeypatch, {"OMP_WAIT_POLICY": "PASSIVE"}
+    )
+    assert "electra's choice" in describe_waiting(monkeypatch, OPENMP)
+
+
+def test_doctor_says_that_threads_sleep_beside_busy_programs_where_they_do(monkeypatch):
+    sentence = "during training they sleep at once"
+    assert sentence in describe_waiting(monkeypatch, OPENMP)
+    assert sentence not in describe_waiting(monkeypatch, OPENMP, num_threads=1)
+    assert sentence not in describe_waiting(monkeypatch, OPENMP, device="cuda")

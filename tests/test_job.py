@@ -116,17 +116,21 @@ def weights_after_two_steps(job: Job) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(task.model.parameters()).detach()
 
 
-def test_embedding_noise_depends_on_the_seed_only_and_is_uniform(make_job):
+def test_embedding_noise_changes_training_and_is_repeatable(make_job):
     noisy, repeated = (weights_after_two_steps(make_job(rows=40, dropout=0.0, embedding_noise=5.0)) for _ in range(2))
     assert torch.equal(noisy, repeated)
     assert not torch.equal(noisy, weights_after_two_steps(make_job(rows=40, dropout=0.0)))
+
+
+def test_noise_is_uniform_between_its_bounds():
     noise, limit = add_noise(torch.zeros(64, 20, 10), alpha=5.0), 5.0 / 200**0.5
     assert noise.abs().max() <= limit
     assert noise.std().item() == pytest.approx(limit / 3**0.5, rel=0.02)
 
 
 def test_evaluation_has_no_embedding_noise(make_job):
-    encoder, ids = FinetuningTask(make_job(rows=40, embedding_noise=5.0)).model.encoder, torch.full((2, 8), 7)
+    task, ids = FinetuningTask(make_job(rows=40, dropout=0.0, embedding_noise=5.0)), torch.full((2, 8), 7)
+    encoder = task.model.encoder
     assert not torch.equal(encoder.train().embed(ids, None), encoder.embed(ids, None))
     assert torch.equal(encoder.eval().embed(ids, None), encoder.embed(ids, None))
 

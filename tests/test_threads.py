@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,11 @@ from electra.training import threads
 from electra.training.threads import WaitPolicy, num_idle_teams, other_cpu_seconds
 
 CPU = torch.device("cpu")
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
 
 
 @pytest.fixture(autouse=True)
-def electras_choice(monkeypatch):
+def electra_environment(monkeypatch):
     for name in WAIT_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in OPENMP.items():
@@ -30,15 +32,15 @@ def electras_choice(monkeypatch):
 @pytest.fixture
 def machine(monkeypatch):
     """Two CPUs and two threads; a test sets the time and what other programs have used until then."""
-    machine = SimpleNamespace(cpus={0, 1}, threads=2, seconds=0.0, other_seconds=0.0, looks=0)
+    machine = SimpleNamespace(cpus={0, 1}, threads=2, seconds=0.0, other_seconds=0.0, checks=0)
 
-    def look(cpus: set[int]) -> float:
-        machine.looks += 1
+    def check(cpus: set[int]) -> float:
+        machine.checks += 1
         return machine.other_seconds
 
     monkeypatch.setattr(threads, "CPU_TIMES", Path(__file__))  # exists on any system
     monkeypatch.setattr(threads, "monotonic", lambda: machine.seconds)
-    monkeypatch.setattr(threads, "other_cpu_seconds", look)
+    monkeypatch.setattr(threads, "other_cpu_seconds", check)
     monkeypatch.setattr(threads, "keep_idle_team", lambda is_ready, end: is_ready.set())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: machine.cpus, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: machine.threads)
@@ -46,14 +48,14 @@ def machine(monkeypatch):
 
 
 def sleeps_after_seconds(machine: SimpleNamespace, other_cores: list[float], policy: WaitPolicy) -> list[bool]:
-    """Whether threads sleep at once after each second, during which other programs used so many cores."""
+    """Whether threads sleep at once after each second, during which other programs used `other_cores`."""
     sleeps = []
     with policy:
         for cores in other_cores:
             machine.seconds += 1
             machine.other_seconds += cores
             policy.update()
-            sleeps.append(policy.idle_teams is not None)
+            sleeps.append(policy.stop_idle_teams is not None)
     return sleeps
 
 
@@ -71,12 +73,12 @@ def test_programs_on_cores_that_the_training_leaves_free_do_not_matter(machine):
 def test_cpu_times_are_read_at_most_once_per_second(machine):
     policy = WaitPolicy(CPU)
     policy.update()
-    assert machine.looks == 0  # no training yet
+    assert machine.checks == 0  # no training yet
     with policy:
         for _ in range(100):
             machine.seconds += 1 / 64
             policy.update()
-    assert machine.looks == 2
+    assert machine.checks == 2
 
 
 @pytest.mark.parametrize(("num_cpus", "num_threads", "teams"), [(2, 2, 1), (4, 4, 1), (16, 8, 2), (8, 2, 7), (2, 3, 0)])
@@ -101,7 +103,21 @@ def test_what_the_user_chose_stays_and_gpus_and_single_threads_need_nothing(
         monkeypatch.setenv(name, value)
     machine.threads = num_threads
     assert sleeps_after_seconds(machine, [2.0], WaitPolicy(torch.device(device))) == [False]
-    assert machine.looks == 0
+    assert machine.checks == 0
+
+
+def test_few_threads_on_many_cpus_start_no_teams(machine):
+    machine.cpus = set(range(64))
+    assert sleeps_after_seconds(machine, [64.0], WaitPolicy(CPU)) == [False]
+
+
+def test_a_training_goes_on_where_no_further_threads_are_allowed(machine, monkeypatch):
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert sleeps_after_seconds(machine, [2.0, 2.0], WaitPolicy(CPU)) == [False, False]
+    assert machine.checks == 2  # at the start, and before the attempt
 
 
 def test_systems_without_cpu_times_of_linux_change_nothing(machine, monkeypatch, tmp_path):
@@ -120,9 +136,8 @@ def test_cpu_times_count_the_cpus_of_this_process_without_its_own_time(monkeypat
     assert other_cpu_seconds({0, 10}) == 2.0 + 3.0 - 1.5
 
 
-@pytest.fixture
-def busy_programs(monkeypatch):
-    """Two threads, and other programs that use all cores at every look; the policies that were in use."""
+def make_cores_busy(monkeypatch) -> list[WaitPolicy]:
+    """Let other programs use both CPUs at every check; the policies that switch spinning off are added to the list."""
     policies = []
     start = WaitPolicy.start_idle_teams
 
@@ -131,9 +146,10 @@ def busy_programs(monkeypatch):
         policies.append(self)
 
     used = itertools.count(step=1_000_000)
-    monkeypatch.setattr(threads, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
     monkeypatch.setattr(threads, "other_cpu_seconds", lambda _: next(used))
     monkeypatch.setattr(WaitPolicy, "start_idle_teams", start_and_record)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     return policies
 
 
@@ -144,13 +160,14 @@ def two_threads():
     torch.set_num_threads(1)
 
 
-def test_a_training_beside_busy_programs_has_the_same_results_bit_for_bit(two_threads, run_config, request):
+@on_linux
+def test_a_training_beside_busy_programs_has_the_same_results_bit_for_bit(two_threads, run_config, monkeypatch):
     settings = {"length": 64, "batch_size": 32, "width": 128, "steps": 3, "evaluate_every": 3}
     alone = pretrain(run_config("alone", **settings))
-    policies = request.getfixturevalue("busy_programs")
+    policies = make_cores_busy(monkeypatch)
     beside = pretrain(run_config("beside", **settings))
     assert len(policies) == 1
-    assert policies[0].idle_teams is None  # ended with the training
+    assert policies[0].stop_idle_teams is None  # ended with the training
     first, second = ((Path(run.checkpoint) / WEIGHTS).read_bytes() for run in (alone, beside))
     assert first == second
 
@@ -166,8 +183,8 @@ def num_threads():
 torch.set_num_threads(3)
 torch.ones(1_000_000).neg_()
 before = num_threads()
+os.sched_getaffinity = lambda _: {0, 1, 2}
 policy = WaitPolicy(torch.device("cpu"))
-policy.cpus = {0, 1, 2}
 for _ in range(2):
     try:
         with policy:
@@ -192,10 +209,44 @@ print("the process ends with an idle team")
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+@on_linux
 def test_an_idle_team_ends_with_the_training_and_survives_forks():
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IDLE_TEAM]
     environment = os.environ | OPENMP | {"OPENBLAS_NUM_THREADS": "1"}  # whose threads end before a fork
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "")
     assert "the process ends" in result.stdout
+
+
+SPIN = """
+import time, torch
+from electra.training.threads import WaitPolicy
+
+def cpu_seconds():
+    start = time.process_time()
+    for _ in range(60):
+        numbers.neg_()  # by all threads; then one of them works and the others wait
+        sum(range(100_000))
+    return time.process_time() - start
+
+torch.set_num_threads(2)
+numbers = torch.ones(2 << 17, dtype=torch.int8)
+policy = WaitPolicy(torch.device("cpu"))
+cpu_seconds()
+spinning = cpu_seconds()
+policy.num_teams = torch.multiprocessing.cpu_count()  # a team adds one thread
+policy.start_idle_teams()
+sleeping = cpu_seconds()
+policy.end_idle_teams()
+time.sleep(0.5)
+print(spinning, sleeping, cpu_seconds())
+"""
+
+
+@on_linux
+def test_waiting_threads_use_no_cpu_time_while_there_are_idle_teams():
+    environment = os.environ | {"GOMP_SPINCOUNT": "100000000"}  # longer than they ever wait
+    result = subprocess.run([sys.executable, "-c", SPIN], env=environment, capture_output=True, text=True, check=True)
+    spinning, sleeping, spinning_again = map(float, result.stdout.split())
+    assert sleeping < 0.75 * spinning
+    assert sleeping < 0.75 * spinning_again

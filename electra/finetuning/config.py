@@ -149,8 +149,8 @@ class TuningConfig:
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128. Question
     answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less."""
     embedding_noise: float = 0.0
-    """Add uniform noise to the embeddings during training, between ± this value / √(length · width) (NEFTune), as a
-    regulariser of models without dropout: try 15. 0: none."""
+    """Add uniform noise to the embeddings during training (NEFTune), between ± this value / √(padded length of the
+    batch · embedding width), as a regulariser of models without dropout: try 15. 0: none."""
     frozen: bool = False
     """Feature-based: keep the weights of the encoder, and train a linear layer on the hidden states of --layers, pooled
     by their mean unless --pooling cls. The default learning rate is then 1e-3."""

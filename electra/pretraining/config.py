@@ -111,8 +111,8 @@ class InitConfig:
     With --phases that start with mlm, give the same masked language model to both."""
     branch_from: Path | None = None
     """Continue from a checkpoint of another run, including its optimizer state, with a new budget. Recipe, model,
-    objective, optimizer and rows are that run's; another --length or --packing starts a new epoch. --schedule decay
-    anneals a wsd run this way."""
+    objective, optimizer and rows are that run's; another --length, --packing or --seed starts a new epoch. --schedule
+    decay anneals a wsd run this way."""
     discriminator_from_generator: Annotated[bool, Parameter(name="--init-discriminator-from-generator")] = True
     """With --phases: a discriminator that the previous phase lacks is initialised from the generator, which must have
     the same size."""

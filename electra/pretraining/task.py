@@ -201,5 +201,5 @@ class PretrainingTask:
         has_other_rows = self.config.init.branch_from is not None and any(state[name] != rows[name] for name in rows)
         if state["phase"] == self.phase.index and not has_other_rows:
             self.loader.load_state_dict(state)
-        else:  # rows may have another length: start an epoch
+        else:  # the position refers to other rows: start an epoch
             self.loader.position = LoaderPosition(step=state["step"], epoch=state["epoch"] + 1)

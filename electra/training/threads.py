@@ -11,9 +11,16 @@ import torch
 from electra.config import OPENMP, wait_settings
 
 CPU_TIMES = Path("/proc/stat")  # Linux
-LOOK_SECONDS = 1.0  # between two readings of CPU times
-SPARE_CORES = 0.5  # that other programs may use beyond the free ones before threads stop to spin
-QUIET_LOOKS = 3  # in succession before threads spin again
+CHECK_SECONDS = 1.0  # between two readings of CPU times
+BUSY_MARGIN = 0.5  # cores by which demand may exceed the CPUs before threads stop spinning
+QUIET_CHECKS = 3  # in succession before threads spin again
+MAX_IDLE_TEAMS = 8  # more are needed for few threads on many CPUs, which hardly ever lack a core
+
+
+def can_switch_spinning(device: torch.device, num_threads: int) -> bool:
+    """Whether `WaitPolicy` does anything: on a CPU of Linux, with several threads that wait as electra chose."""
+    is_linux = os.access(CPU_TIMES, os.R_OK)
+    return device.type == "cpu" and num_threads > 1 and is_linux and wait_settings() == OPENMP
 
 
 class WaitPolicy:
@@ -24,50 +31,56 @@ class WaitPolicy:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.is_available = device.type == "cpu" and wait_settings() == OPENMP and os.access(CPU_TIMES, os.R_OK)
-        self.cpus = os.sched_getaffinity(0) if self.is_available else set()
-        self.looked_at = math.inf  # never, before it is entered
-        self.idle_teams: threading.Event | None = None  # ends them
+        self.device = device
+        self.checked_at = math.inf  # never, before it is entered
+        self.stop_idle_teams: threading.Event | None = None  # None: there are none
 
     def __enter__(self) -> None:
         self.num_threads = torch.get_num_threads()
-        if self.is_available and self.num_threads > 1:
-            self.looked_at, self.seconds = monotonic(), other_cpu_seconds(self.cpus)
-            self.quiet_looks = 0
+        if can_switch_spinning(self.device, self.num_threads):
+            self.cpus = os.sched_getaffinity(0)
+            self.num_teams = num_idle_teams(len(self.cpus), self.num_threads)
+            if self.num_teams <= MAX_IDLE_TEAMS:
+                self.checked_at, self.seconds = monotonic(), other_cpu_seconds(self.cpus)
+                self.quiet_checks = 0
 
     def __exit__(self, *_: object) -> None:
-        self.looked_at = math.inf
+        self.checked_at = math.inf
         self.end_idle_teams()
 
     def update(self) -> None:
-        """Look at what other programs use, at most once per second; called after each step."""
+        """Check what other programs use, at most once per second; called after each step."""
         now = monotonic()
-        if now - self.looked_at >= LOOK_SECONDS:
+        if now - self.checked_at >= CHECK_SECONDS:
             seconds = other_cpu_seconds(self.cpus)
-            cores = (seconds - self.seconds) / (now - self.looked_at)
-            self.looked_at, self.seconds = now, seconds
+            cores = (seconds - self.seconds) / (now - self.checked_at)
+            self.checked_at, self.seconds = now, seconds
             self.decide(cores)
 
     def decide(self, other_cores: float) -> None:
-        """Sleep at once if other programs use too many cores; spin again after several quiet looks."""
-        is_busy = other_cores + self.num_threads > len(self.cpus) + SPARE_CORES
-        self.quiet_looks = 0 if is_busy else self.quiet_looks + 1
-        if is_busy and self.idle_teams is None:
+        """Sleep at once if other programs use too many cores; spin again after several quiet checks."""
+        is_busy = other_cores + self.num_threads > len(self.cpus) + BUSY_MARGIN
+        self.quiet_checks = 0 if is_busy else self.quiet_checks + 1
+        if is_busy and self.stop_idle_teams is None:
             self.start_idle_teams()
-        elif self.quiet_looks >= QUIET_LOOKS:
+        elif self.quiet_checks >= QUIET_CHECKS:
             self.end_idle_teams()
 
     def start_idle_teams(self) -> None:
-        self.idle_teams = threading.Event()
-        for _ in range(num_idle_teams(len(self.cpus), self.num_threads)):
-            is_ready = threading.Event()
-            threading.Thread(target=keep_idle_team, args=(is_ready, self.idle_teams), daemon=True).start()
-            is_ready.wait()  # a process that exits while another thread is inside of torch may crash
+        self.stop_idle_teams = threading.Event()
+        try:
+            for _ in range(self.num_teams):
+                is_ready = threading.Event()
+                threading.Thread(target=keep_idle_team, args=(is_ready, self.stop_idle_teams), daemon=True).start()
+                is_ready.wait()  # a process that exits while another thread is inside of torch may crash
+        except RuntimeError:  # no further threads are allowed: go on as before
+            self.checked_at = math.inf
+            self.end_idle_teams()
 
     def end_idle_teams(self) -> None:
-        if self.idle_teams is not None:
-            self.idle_teams.set()
-            self.idle_teams = None
+        if self.stop_idle_teams is not None:
+            self.stop_idle_teams.set()
+            self.stop_idle_teams = None
 
 
 def num_idle_teams(num_cpus: int, num_threads: int) -> int:
