@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, format_count
 from electra.runfolder import (
     PARTIAL,
     describe_changed_settings,
@@ -67,6 +67,7 @@ class ResumableFile:
             self.digest, self.digested = hashlib.sha256(), 0
             return 0
         self.state = progress.state
+        print(f"{self.path} is continued after {format_count(self.state.get('rows', 0), 'row')}", file=sys.stderr)
         return progress.size
 
     def save_part(self, state: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from electra.finetuning.kinds import define_task
 from electra.finetuning.model import load_pretrained, save_finetuned_model
 from electra.finetuning.predict import Predictor, evaluate, predict
 from electra.finetuning.readers import Row
-from electra.finetuning.tasks import take_chunk
+from electra.finetuning.tasks import MAX_CHUNK_CHARACTERS, take_chunk
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import CHECKSUMS, lock_file
 
@@ -64,17 +64,17 @@ def test_predictions_do_not_depend_on_the_size_of_chunks(finetuned, tmp_path, mo
     monkeypatch.setattr("electra.finetuning.predict.CHUNK_SIZE", 7)
     predict_file(finetuned.output, finetuned.dev, parts)
     by_characters = tmp_path / "by_characters.jsonl"
-    monkeypatch.setattr("electra.finetuning.tasks.MAX_CHUNK_CHARACTERS", 200)
+    monkeypatch.setitem(MAX_CHUNK_CHARACTERS, "cpu", 200)
     predict_file(finetuned.output, finetuned.dev, by_characters)
     files = [list(map(json.loads, file.read_text().splitlines())) for file in (whole, parts, by_characters)]
     first, *others = [[row["prediction"] for row in rows] for rows in files]
     assert others == [first, first]
 
 
-def test_fewer_long_rows_are_in_memory_at_a_time(monkeypatch):
-    monkeypatch.setattr("electra.finetuning.tasks.MAX_CHUNK_CHARACTERS", 10)
+def test_fewer_long_rows_are_computed_at_a_time(monkeypatch):
+    monkeypatch.setitem(MAX_CHUNK_CHARACTERS, "cpu", 10)
     rows = iter([Row(number, {"text": "x" * size}) for number, size in enumerate((6, 6, 1, 20, 1))])
-    assert [len(take_chunk(rows, 4)) for _ in range(4)] == [2, 2, 1, 0]
+    assert [len(take_chunk(rows, 4, "cpu")) for _ in range(4)] == [2, 2, 1, 0]
 
 
 def test_prediction_needs_no_labels_but_evaluation_does(finetuned, tmp_path):

@@ -33,8 +33,8 @@ class ExportConfig:
     training_data: str | None = None
     """The text that the model was trained on and its licences, for the model card; --to package needs it."""
     int8: bool = False
-    """With --to onnx: also write a file with int8 weights, about a quarter of the size. With --to page: int8 weights
-    instead of fp32."""
+    """With --to onnx: also write a file with int8 weights, a quarter to a half of the size. With --to page: int8
+    weights instead of fp32."""
     examples: Path | None = None
     """With --to page: a text file with one example per line; the two texts of a pair are separated by a tab. Default:
     some English sentences."""

@@ -161,8 +161,8 @@ def load_finetuned_source(config: ExportConfig) -> ExportSource:
     model, finetuned = load_finetuned_model(folder)
     if finetuned.frozen is not None:
         raise ConfigError(
-            f"{folder} was fine-tuned with --frozen, and transformers has no class for its head; use electra predict, "
-            "or fine-tune without --frozen"
+            f"{folder} was fine-tuned with --frozen, which cannot be exported: its head reads several layers; use "
+            "electra predict, or fine-tune without --frozen"
         )
     encoder, task, kind = finetuned.encoder, finetuned.task, KINDS[finetuned.task.kind]
     state = {f"encoder.{name}": tensor for name, tensor in model.encoder.state_dict().items()}

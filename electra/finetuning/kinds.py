@@ -388,7 +388,7 @@ def read_examples(task: Task, split: str) -> Examples:
 
 
 def stream_examples(
-    task: Task, path: Path, chunk_size: int, *, with_labels: bool = True, skip_rows: int = 0
+    task: Task, path: Path, chunk_size: int, device_type: str, *, with_labels: bool = True, skip_rows: int = 0
 ) -> Iterator[Examples]:
     """The examples of a file in chunks, with their rows, after the first `skip_rows`; labels are read if the file has
     them and `with_labels`."""
@@ -396,7 +396,7 @@ def stream_examples(
     first = next(rows)
     has_labels = with_labels and task.find_column(task.label, first.values) is not None
     rows = islice(chain([first], rows), skip_rows, None)
-    while chunk := take_chunk(rows, chunk_size):
+    while chunk := take_chunk(rows, chunk_size, device_type):
         yield replace(parse_examples(task, str(path), chunk, has_labels), rows=chunk)
 
 

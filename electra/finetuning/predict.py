@@ -128,7 +128,9 @@ class Predictor:
     def stream_outputs(self, path: Path, with_labels: bool) -> Iterator[Outputs]:
         """The logits of the examples of a file after the first `self.rows`, in chunks."""
         with show_row_count(self.rows) as show:
-            for examples in stream_examples(self.task, path, CHUNK_SIZE, with_labels=with_labels, skip_rows=self.rows):
+            for examples in stream_examples(
+                self.task, path, CHUNK_SIZE, self.device.type, with_labels=with_labels, skip_rows=self.rows
+            ):
                 outputs = self.compute_outputs(examples)
                 show(self.rows)
                 yield outputs

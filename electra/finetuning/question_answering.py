@@ -164,7 +164,7 @@ def check_answers(answers: Answers) -> None:
     """Raise if an answer is not in its context."""
     for text, start in answers:
         if start < 0:
-            raise DataError(f"the answer {text[:100]!r} is not in the context at its answer_start")
+            raise DataError(f"the answer {text[:100]!r} is not in the context (at its answer_start, if it has one)")
 
 
 def has_target(answers: Answers) -> bool:
@@ -175,8 +175,8 @@ def has_target(answers: Answers) -> bool:
 def answer_warnings(rows: list[Answers]) -> Iterator[str]:
     if count := sum(not has_target(answers) for answers in rows):
         yield (
-            f"{count:,} of {len(rows):,} questions have no answer that is in the context at its answer_start; they are "
-            "not trained on (--strict refuses them)"
+            f"{count:,} of {len(rows):,} questions have no answer that is in the context (at its answer_start, if it "
+            "has one); they are not trained on (--strict refuses them)"
         )
 
 

@@ -20,7 +20,9 @@ from electra.runfolder import join_first_names
 
 HUB = "hub:"
 DEV_FRACTION = 0.1  # of the training rows that is held out if there is no dev file
-MAX_CHUNK_CHARACTERS = 16 << 20  # of the rows in memory at a time, besides the last one
+MAX_CHUNK_CHARACTERS = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Of the rows that are computed at a time, besides the last one, by device. On a CPU they take seconds, after which the
+output is saved."""
 SQUAD_VERSIONS = {"squad": "1.1", "squad2": "2.0"}  # by task
 TAGGING_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}  # of CoNLL files, by task
 TEST = "test"  # prefix of splits whose labels may be missing; their rows are never skipped
@@ -154,13 +156,13 @@ class Examples:
         return Examples(texts=self.texts + self.texts_b, texts_b=self.texts_b + self.texts, labels=labels)
 
 
-def take_chunk(rows: Iterator[Row], max_rows: int) -> list[Row]:
-    """The next rows, fewer if they are long."""
+def take_chunk(rows: Iterator[Row], max_rows: int, device_type: str) -> list[Row]:
+    """The next rows to compute on a device, fewer if they are long."""
     chunk, size = [], 0
     for row in islice(rows, max_rows):
         chunk.append(row)
         size += sum(len(str(cell)) for cell in row.values.values())
-        if size > MAX_CHUNK_CHARACTERS:
+        if size > MAX_CHUNK_CHARACTERS[device_type]:
             break
     return chunk
 

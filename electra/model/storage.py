@@ -159,6 +159,8 @@ def read_model_config(folder: Path) -> ElectraConfig:
     """The configuration of a model folder."""
     settings = read_json(folder / CONFIG)
     if "model_type" in settings:
+        if is_onnx_folder(folder):
+            raise DataError(f"{folder} is not a model folder; {ONNX_ADVICE}")
         raise DataError(f"{folder} is a Hugging Face folder; import it with: electra import --from {folder} --output …")
     if "task" in settings:
         raise DataError(f"{folder} is a fine-tuned model; use it with electra predict, evaluate, finetune or export")

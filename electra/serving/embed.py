@@ -114,7 +114,7 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
         if not rows:
             output.file.write(npy_header(0, embedder.dimensions))
         with show_row_count(rows) as show:
-            for texts in read_texts(path, config.column, skip_rows=rows):
+            for texts in read_texts(path, config.column, embedder.device.type, skip_rows=rows):
                 output.file.write(embedder.embed(texts).astype("<f4").tobytes())
                 rows += len(texts)
                 output.save_part({"rows": rows, "truncated": embedder.truncated})
@@ -125,10 +125,10 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
     return EmbedResult(str(output_path), rows, embedder.dimensions, embedder.truncated)
 
 
-def read_texts(path: Path, column: str, skip_rows: int = 0) -> Iterator[list[str]]:
-    """The texts of a file in chunks, after the first `skip_rows`: the lines of a .txt file, or a column of a table."""
+def read_texts(path: Path, column: str, device_type: str, skip_rows: int = 0) -> Iterator[list[str]]:
+    """The texts of a file in chunks for a device, after the first `skip_rows`: lines of a .txt file, or a column."""
     rows = islice(read_lines_as_rows(path, column) if is_lines(path) else read_rows(path), skip_rows, None)
-    while chunk := take_chunk(rows, CHUNK_SIZE):
+    while chunk := take_chunk(rows, CHUNK_SIZE, device_type):
         texts = []
         for row in chunk:
             with add_line_to_errors(str(path), row.line):
@@ -179,7 +179,7 @@ def write_parquet(output: ResumableFile, config: EmbedConfig, rows: int, dimensi
     output.file.seek(len(npy_header(rows, dimensions)))
     output.complete = output.table
     with pyarrow.parquet.ParquetWriter(output.complete, schema) as writer:
-        for texts in read_texts(config.input.input, config.column):
+        for texts in read_texts(config.input.input, config.column, "cpu"):
             values = np.frombuffer(output.file.read(4 * dimensions * len(texts)), "<f4")
             vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(values), type=vector_type)
             writer.write_table(pyarrow.table([pyarrow.array(texts), vectors], schema))
