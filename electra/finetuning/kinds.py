@@ -388,7 +388,7 @@ def read_examples(task: Task, split: str) -> Examples:
 
 
 def stream_examples(
-    task: Task, path: Path, chunk_size: int, device_type: str, *, with_labels: bool = True, skip_rows: int = 0
+    task: Task, path: Path, chunk_size: int, device_type: str = "cpu", *, with_labels: bool = True, skip_rows: int = 0
 ) -> Iterator[Examples]:
     """The examples of a file in chunks, with their rows, after the first `skip_rows`; labels are read if the file has
     them and `with_labels`."""

@@ -19,7 +19,7 @@ MAX_IDLE_TEAMS = 8  # more are needed for few threads on many CPUs, which hardly
 
 def can_switch_spinning(device: torch.device, num_threads: int) -> bool:
     """Whether `WaitPolicy` does anything: on a CPU of Linux, with several threads that wait as electra chose."""
-    is_linux = os.access(CPU_TIMES, os.R_OK)
+    is_linux = os.access(CPU_TIMES, os.R_OK) and hasattr(os, "sched_getaffinity")
     return device.type == "cpu" and num_threads > 1 and is_linux and wait_settings() == OPENMP
 
 
