@@ -20,8 +20,8 @@ from electra.runfolder import join_first_names
 
 HUB = "hub:"
 DEV_FRACTION = 0.1  # of the training rows that is held out if there is no dev file
-MAX_CHUNK_CHARACTERS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Of the rows that are computed at a time, besides the last one, by device. On a CPU they take seconds, after which the
+MAX_CHUNK_CHARACTERS = {"cpu": 1 << 19, "cuda": 1 << 24}
+"""Of the rows that are computed at a time, besides the last one, by device. On a CPU they take up to a minute, then the
 output is saved."""
 SQUAD_VERSIONS = {"squad": "1.1", "squad2": "2.0"}  # by task
 TAGGING_COLUMNS = {"ner": "4", "chunking": "3", "pos": "2"}  # of CoNLL files, by task
