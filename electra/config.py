@@ -29,8 +29,8 @@ PACKAGED_MODEL = Path(__file__).with_name("packaged")
 """The folder of the small English model that is part of the package; commands use it when no --model is given."""
 OPENMP = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
-between two operations. On quiet cores that is as fast as torch's default of 300,000 iterations, and threads that sleep
-at once are slower; beside other busy programs sleeping at once is faster, so the trainer then switches spinning off
+between two operations. On quiet cores that is as fast as torch's default of 300,000 iterations, and threads that never
+spin are slower; beside other busy programs they are faster, so the trainer then switches spinning off
 (training/threads.py; benchmarks/cpu_threads.py, docs/log.md)."""
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", *OPENMP)
 MODEL_SETTINGS = ("model", "init", "tokenizer")  # whose value `packaged` is that folder

@@ -191,5 +191,5 @@ def describe_waiting(device: "torch.device") -> str:
     if settings == OPENMP:
         chosen = "electra's choice: they spin briefly, then sleep"
         if can_switch_spinning(device, torch.get_num_threads()):
-            chosen += "; during training they sleep at once while other programs are busy on the same cores"
+            chosen += "; during training they sleep immediately while other programs are busy on the same cores"
     return f"{', '.join(f'{name}={value}' for name, value in settings.items())} ({chosen})"

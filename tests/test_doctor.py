@@ -107,7 +107,7 @@ def test_doctor_says_how_threads_wait_and_who_chose_it(monkeypatch):
 
 
 def test_doctor_says_that_threads_sleep_beside_busy_programs_where_they_do(monkeypatch):
-    sentence = "during training they sleep at once"
+    sentence = "during training they sleep immediately"
     assert sentence in describe_waiting(monkeypatch, OPENMP)
     assert sentence not in describe_waiting(monkeypatch, OPENMP, num_threads=1)
     assert sentence not in describe_waiting(monkeypatch, OPENMP, device="cuda")

@@ -48,7 +48,7 @@ def machine(monkeypatch):
 
 
 def sleeps_after_seconds(machine: SimpleNamespace, other_cores: list[float], policy: WaitPolicy) -> list[bool]:
-    """Whether threads sleep at once after each second, during which other programs used `other_cores`."""
+    """Whether threads sleep immediately after each second, during which other programs used `other_cores`."""
     sleeps = []
     with policy:
         for cores in other_cores:

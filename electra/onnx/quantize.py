@@ -27,7 +27,7 @@ CALIBRATION_TOKENS = 512  # on which errors are compared
 EFFECT_ROWS = 4  # on which effects are compared
 MAX_WEIGHT = 127
 DAMPING = 0.01  # of the second moments of inputs, as a fraction of their mean
-BLOCK = 128  # rows that are compensated at once
+BLOCK = 128  # rows that are compensated together
 MAX_PAIR = 128  # of two weights with the same sign, see `quantise_weight`
 TINY = 1e-30
 

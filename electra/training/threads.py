@@ -58,7 +58,7 @@ class WaitPolicy:
             self.decide(cores)
 
     def decide(self, other_cores: float) -> None:
-        """Sleep at once if other programs use too many cores; spin again after several quiet checks."""
+        """Sleep immediately if other programs use too many cores; spin again after several quiet checks."""
         is_busy = other_cores + self.num_threads > len(self.cpus) + BUSY_MARGIN
         self.quiet_checks = 0 if is_busy else self.quiet_checks + 1
         if is_busy and self.stop_idle_teams is None:
