@@ -48,6 +48,16 @@ def test_every_parameter_has_one_optimizer_and_vectors_have_no_weight_decay(make
     assert {decays[id(p)] for p in electra.parameters() if p.dim() == 2} == {0.5}
 
 
+def test_embeddings_and_heads_may_have_their_own_weight_decay(make_pair):
+    electra = make_pair("embeddings")
+    optimizers = build_optimizers(electra, OptimizerConfig(name="muon", weight_decay=0.5, embedding_weight_decay=0.25))
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    decays = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    by_name = {name: decays[id(parameter)] for name, parameter in electra.named_parameters() if parameter.dim() == 2}
+    assert {decay for name, decay in by_name.items() if ".layers." in name} == {0.5}
+    assert {decay for name, decay in by_name.items() if ".layers." not in name} == {0.25}
+
+
 def test_an_unknown_optimizer_is_an_error():
     with pytest.raises(KeyError, match="sgd"):
         build_optimizers(nn.Linear(1, 1), OptimizerConfig(name="sgd"))

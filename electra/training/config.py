@@ -36,6 +36,8 @@ class OptimizerConfig:
     """wsd: fraction of all steps over which the learning rate decays; 0: never."""
     weight_decay: float = 0.01
     """Decoupled weight decay; not applied to biases and normalization weights."""
+    embedding_weight_decay: float | None = None
+    """Weight decay of the matrices outside the layers, which are embeddings and heads; default as --weight-decay."""
     beta1: float = 0.9
     """Adam: decay rate of the mean of gradients."""
     beta2: float = 0.999
@@ -49,7 +51,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "learning_rate", "epsilon", above=0)
-        check_range(self, "warmup", "weight_decay", "max_grad_norm", at_least=0)
+        check_range(self, "warmup", "weight_decay", "embedding_weight_decay", "max_grad_norm", at_least=0)
         check_range(self, "beta1", "beta2", "momentum", at_least=0, below=1)
         check_range(self, "decay_fraction", at_least=0, at_most=1)
 

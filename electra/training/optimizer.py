@@ -41,11 +41,14 @@ def build_optimizers(
     """Build the optimizers of a model's parameters; `lr_scale` multiplies the learning rate of a parameter by name."""
     matrices, tables, vectors = split_matrices_tables_vectors(model)
     build_for_matrices, build_for_others = OPTIMIZERS[config.name]
+    table_decay = config.weight_decay if config.embedding_weight_decay is None else config.embedding_weight_decay
+    of_matrices = [(matrices, config.weight_decay)]
+    of_others = [(tables, table_decay), (vectors, 0.0)]
     if build_for_matrices is build_for_others:
-        return [build_for_others(build_parameter_groups(matrices + tables, vectors, config, lr_scale), config)]
+        return [build_for_others(build_parameter_groups(of_matrices + of_others, lr_scale), config)]
     return [
-        build_for_matrices(build_parameter_groups(matrices, [], config, lr_scale), config),
-        build_for_others(build_parameter_groups(tables, vectors, config, lr_scale), config),
+        build_for_matrices(build_parameter_groups(of_matrices, lr_scale), config),
+        build_for_others(build_parameter_groups(of_others, lr_scale), config),
     ]
 
 
@@ -69,14 +72,11 @@ def split_matrices_tables_vectors(
 
 
 def build_parameter_groups(
-    decayed: list[NamedParameter],
-    undecayed: list[NamedParameter],
-    config: OptimizerConfig,
-    lr_scale: Callable[[str], float],
+    parameters_and_decays: list[tuple[list[NamedParameter], float]], lr_scale: Callable[[str], float]
 ) -> list[dict[str, Any]]:
-    """Group parameters by learning-rate scale and weight decay."""
+    """Group parameters, given with their weight decay, by learning-rate scale and weight decay."""
     groups: dict[tuple[float, float], dict[str, Any]] = {}
-    for parameters, weight_decay in ((decayed, config.weight_decay), (undecayed, 0.0)):
+    for parameters, weight_decay in parameters_and_decays:
         for name, parameter in parameters:
             scale = lr_scale(name)
             group = groups.setdefault(
