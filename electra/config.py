@@ -9,7 +9,7 @@ import inspect
 import math
 import os
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -167,6 +167,22 @@ def convert_values(config_class: type, values: dict[str, Any]) -> dict[str, Any]
     check_setting_names(config_class, values)
     types = {name: setting.value_type for name, setting in settings_by_name(config_class).items()}
     return {name: convert_value(name, value, types[name]) for name, value in values.items()}
+
+
+def parse_named_settings(words: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Settings by name from words of a command line: each name is followed by KEY=VALUE for its settings."""
+    name, by_name = "", dict[str, dict[str, str]]()
+    for word in words:
+        key, sign, value = word.partition("=")
+        if sign and not by_name:
+            raise ConfigError(f"is {' '.join(words)}; write a name, then KEY=VALUE …", field="settings")
+        if sign:
+            by_name[name][key.replace("-", "_")] = value
+        elif word in by_name:
+            raise ConfigError(f"has {word} twice; give each a name of its own", field="settings")
+        else:
+            name, by_name[word] = word, {}
+    return by_name
 
 
 def convert_value(name: str, value: Any, value_type: Any) -> Any:

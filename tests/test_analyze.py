@@ -1,7 +1,11 @@
 """electra analyze: where replaced tokens are found, calibration, neighbours in the embeddings, few-shot curves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from conftest import MODERN, WIDE
 from synthetic import write_glue
 
 import electra
@@ -9,6 +13,7 @@ from electra.config import build_config
 from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.tasks import get_glue_task, read_split_rows
+from electra.model.encoder import Encoder
 from electra.runfolder import read_json
 from electra.studies.analyze import analyze
 from electra.studies.config import AnalyzeConfig
@@ -20,6 +25,7 @@ from electra.studies.detection import (
     expected_calibration_error,
 )
 from electra.studies.few_shot import few_shot_splits
+from electra.studies.residual import residual_ratios
 
 
 @pytest.fixture
@@ -127,3 +133,26 @@ def test_what_cannot_be_analyzed(analyze_config, tmp_path, run_config):
         analyze(analyze_config())
     with pytest.raises(ConfigError, match="must be at least 1"):
         analyze_config(examples=(0, 8))
+
+
+@pytest.mark.parametrize("style", ["classic", "modern"])
+def test_residual_ratios_are_the_norms_of_branches_over_those_of_the_residual(make_batch, style):
+    torch.manual_seed(0)
+    encoder = Encoder(replace(WIDE if style == "classic" else MODERN, layers=2)).eval()
+    batch = make_batch(rows=2, length=16, lengths=[16, 9])
+    hidden = encoder.embed(batch.input_ids, None)
+    bias = encoder.attention_biases(batch.input_ids, batch.attention_mask, None, None)[0]
+    expected = (encoder.layers[0].attention(hidden, bias).norm(dim=-1) / hidden.norm(dim=-1))[batch.attention_mask]
+    first, second = residual_ratios(encoder, [batch])
+    assert (first.layer, second.layer) == (1, 2)
+    assert first.attention == pytest.approx(expected.mean().item(), rel=1e-5)
+    with torch.no_grad():
+        for parameter in (
+            *encoder.layers[0].attention.output.parameters(),
+            *encoder.layers[1].feedforward.parameters(),
+        ):
+            parameter.mul_(3)
+    tripled, _ = residual_ratios(encoder, [batch])
+    assert tripled.attention == pytest.approx(3 * first.attention, rel=1e-5)
+    assert residual_ratios(encoder, [batch])[1].feedforward > 2 * second.feedforward
+    assert not encoder.layers[0].attention._forward_hooks

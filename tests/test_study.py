@@ -32,7 +32,7 @@ from electra.studies.results import (
     summarize_study,
 )
 from electra.studies.runs import plan_runs, train_on_gpus
-from electra.studies.studies import STUDIES, Study, StudySetting
+from electra.studies.studies import STUDIES, Study, StudySetting, find_study
 from electra.training.logging import TrainResult
 
 SMALL = ("size=tiny", "layers=1", "width=32", "heads=2", "feedforward=64", "embedding_width=16", "length=16")
@@ -64,7 +64,7 @@ def run_names(config: StudyConfig) -> list[str]:
 
 
 def test_the_tables_are_consistent():
-    assert tuple(STUDIES) == get_args(StudyName)
+    assert (*STUDIES, "compare") == get_args(StudyName)
     for name, table in STUDIES.items():
         labels = [setting.label for setting in table.settings]
         assert len(set(labels)) == len(labels), name
@@ -84,6 +84,42 @@ def test_studies_share_runs(study_config):
     assert others[-1] == "rtd_generator-width-256_steps-4_seed-0"
 
 
+def test_own_settings_are_compared_with_the_first(study_config, no_training):
+    words = ("default", "decay", "weight-decay=0.1", "same", "weight_decay=0.01")
+    config = study_config("compare", settings=words)
+    runs = plan_runs(find_study(config), config)
+    assert [run.setting.label for run in runs] == ["default", "decay", "same"]
+    assert [run.name for run in runs] == [
+        "rtd_steps-4_seed-0",  # that of the other studies
+        "rtd_weight-decay-0.1_steps-4_seed-0",
+        "rtd_steps-4_seed-0",  # the default of the recipe
+    ]
+    assert runs[1].config.optimizer.weight_decay == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("compare", (), "give both or neither"),
+        ("styles", ("x",), "give both or neither"),
+        ("compare", ("weight_decay=0.1",), "write a name, then KEY=VALUE"),
+        ("compare", ("x", "weight_decoy=0.1"), "did you mean weight_decay"),
+        ("compare", ("x", "weight_decay=much"), "it must be a number"),
+    ],
+)
+def test_unusable_settings_are_errors(study_config, name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        study(study_config(name, settings=settings))
+
+
+def test_a_study_of_own_settings(study_config):
+    result = study(study_config("compare", settings=("default", "more", "mask_fraction=0.3"), seeds=2))
+    assert [each.label for each in result.settings] == ["default", "more"]
+    assert "Measure: fixed RTD loss." in result.verdict
+    assert str(result).startswith("Which settings are best?\n")
+    assert all((study_config().output / "compare" / file).exists() for file in result.files)
+
+
 def test_budgets_and_seeds_of_runs(study_config):
     runs = plan_runs(STUDIES["compute"], study_config("compute", steps=None, minutes=3, seeds=2))
     assert len(runs) == 2 * 12
@@ -91,7 +127,7 @@ def test_budgets_and_seeds_of_runs(study_config):
     assert {run.config.budget.minutes for run in runs} == {3, 1.5, 0.75}
 
 
-@pytest.mark.parametrize("name", get_args(StudyName))
+@pytest.mark.parametrize("name", STUDIES)
 def test_a_tiny_study_of_each_kind(name, output, study_config):
     result = study(study_config(name, output=output))
     assert [each.label for each in result.settings] == [setting.label for setting in STUDIES[name].settings]
@@ -360,6 +396,11 @@ def test_the_paragraph_counts_the_verdicts():
     assert "2 orderings, 1 hold by the probe, 1 are reversed, 0 are within noise" in text
     assert "Hold here: a above b (+10.00 ± 0.85; paper: 85.0 and 82.0)." in text
     assert "Reversed here: a above b (-10.00 ± 0.85; paper: 85.0 and 82.0)." in text
+
+
+def test_without_an_ordering_in_the_paper_settings_are_compared_with_the_first():
+    result = summarize_study("x", replace(STUDY, orderings=[]), [measured(A, 0, 0.6), measured(B, 0, 0.7)], [], {})
+    assert "Measure: probe. Better than a: b (+10.00 ± 0.85)." in result.verdict
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

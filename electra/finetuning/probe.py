@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from electra.config import build_config
+from electra.config import build_config, parse_named_settings
 from electra.errors import ConfigError, DataError, TrainingError, format_count
 from electra.finetuning.config import ProbeConfig, TuningConfig
 from electra.finetuning.features import Outputs
@@ -220,18 +220,7 @@ def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
 
 def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:
     """Fine-tuning settings by name; a word without = starts the next one."""
-    name, pairs = "", dict[str, dict[str, str]]()
-    for word in words:
-        key, sign, value = word.partition("=")
-        if sign and not pairs:
-            raise ConfigError(f"is {' '.join(words)}; write a name, then KEY=VALUE …", field="settings")
-        if sign:
-            pairs[name][key.replace("-", "_")] = value
-        elif word in pairs:
-            raise ConfigError(f"has {word} twice; give each a name of its own", field="settings")
-        else:
-            name, pairs[word] = word, {}
-    return {name: build_config(TuningConfig, **values) for name, values in pairs.items()}
+    return {name: build_config(TuningConfig, **values) for name, values in parse_named_settings(words).items()}
 
 
 def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Path) -> list[ProbeJob]:

@@ -1,5 +1,6 @@
 """`electra analyze`: what a discriminator has learnt, in pictures: a map of its token embeddings, where it finds
-replaced tokens, how well its probabilities are calibrated, and how many examples fine-tuning needs."""
+replaced tokens, how well its probabilities are calibrated, what its layers add, and how many examples fine-tuning
+needs."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -26,13 +27,16 @@ from electra.studies.detection import (
     calibration_bins,
     detect_in_held_out_text,
     expected_calibration_error,
+    held_out_batches,
 )
 from electra.studies.few_shot import FewShotPoint, few_shot_curve
+from electra.studies.residual import LayerRatios, residual_ratios
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 
 ANALYSIS = "analysis.json"
 NEIGHBORS_SHOWN, LABELLED_TOKENS = 12, 250
+RESIDUAL_ROWS = 64
 SUFFIXES = (".png", ".svg")
 
 
@@ -48,6 +52,7 @@ class Analysis:
     by_position: list[DetectionBin]
     by_frequency: list[DetectionBin]
     calibration: list[CalibrationBin]
+    residual: list[LayerRatios]  # of the discriminator's layers
     neighbors: dict[str, list[str]]  # of some tokens, the nearest first
     few_shot: list[FewShotPoint]
     failed: dict[str, str]  # fine-tunings
@@ -65,6 +70,8 @@ class Analysis:
             "By position in the row:\n\n" + markdown_table(detection_cells("positions", self.by_position)),
             "By frequency of the token:\n\n" + markdown_table(detection_cells("ranks", self.by_frequency)),
             "Calibration:\n\n" + markdown_table(calibration_cells(self.calibration)),
+            "Norms of what layers add, relative to the residual that they add it to:\n\n"
+            + markdown_table(residual_cells(self.residual)),
             "Nearest tokens by their embeddings:\n\n"
             + "\n".join(f"- {token}: {' '.join(others)}" for token, others in self.neighbors.items()),
         ]
@@ -100,6 +107,9 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             by_position=bins_by_position(detections),
             by_frequency=bins_by_frequency(detections),
             calibration=calibration_bins(detections),
+            residual=residual_ratios(
+                electra.require_discriminator().encoder, held_out_batches(electra, shards, folder, RESIDUAL_ROWS)
+            ),
             neighbors=nearest_tokens(vocabulary_map, tokens),
             few_shot=points,
             failed=failed,
@@ -135,6 +145,11 @@ def detection_cells(title: str, bins: list[DetectionBin]) -> list[list[str]]:
 def calibration_cells(bins: list[CalibrationBin]) -> list[list[str]]:
     rows = [[f"{each.probability:.3f}", f"{each.replaced:.3f}", f"{each.tokens:,}"] for each in bins]
     return [["mean probability", "fraction replaced", "tokens"], *rows]
+
+
+def residual_cells(layers: list[LayerRatios]) -> list[list[str]]:
+    rows = [[str(each.layer), f"{each.attention:.2f}", f"{each.feedforward:.2f}"] for each in layers]
+    return [["layer", "attention", "feed-forward"], *rows]
 
 
 def few_shot_table(points: list[FewShotPoint]) -> str:

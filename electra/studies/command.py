@@ -9,12 +9,12 @@ from electra.studies.config import OutputRecord, StudyConfig
 from electra.studies.measures import check_probe, measure_runs, read_measures
 from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
-from electra.studies.studies import STUDIES
+from electra.studies.studies import find_study
 
 
 def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     """Train and measure what is not finished, and summarize the study; a dry run returns an estimate instead."""
-    shards, runs = open_shards(config.data), plan_runs(STUDIES[config.name], config)
+    shards, runs = open_shards(config.data), plan_runs(find_study(config), config)
     text = {"text in --data": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint}
     record = OutputRecord("study", text)
     record.check(config.output)
@@ -44,7 +44,7 @@ def summarize(config: StudyConfig, runs: list[StudyRun], shards: Shards, failed:
         )
     finished = {each.run.name for each in measured}
     missing = [run.name for run in runs if run.name not in finished]
-    study = STUDIES[config.name]
+    study = find_study(config)
     return write_study(
         summarize_study(config.name, study, measured, missing, failed), study, config.output / config.name
     )

@@ -12,27 +12,41 @@ from electra.runfolder import CONFIG, check_same_settings, is_missing_or_empty, 
 from electra.training.config import Device
 
 StudyName = Literal[
-    "objectives", "generator-size", "algorithms", "sharing", "compute", "mask-fraction", "sizes", "styles"
+    "objectives", "generator-size", "algorithms", "sharing", "compute", "mask-fraction", "sizes", "styles", "compare"
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
-    """Repeat one of the paper's studies: pre-train with each of its settings, measure all runs in the same way, and
-    write a table, a figure and a paragraph on which of the paper's orderings hold.
+    """Repeat one of the paper's studies, or compare settings of your own: pre-train with each setting, measure all runs
+    in the same way, and write a table, a figure and a paragraph on which differences, and which of the paper's
+    orderings, are larger than the noise.
 
     electra study objectives --data shards/ --glue glue/ --minutes 3 --seeds 2 --output study/
+    electra study compare --settings default decay weight_decay=0.1 --data shards/ --minutes 3 --output study/
 
     Runs are those of electra pretrain, in the folder runs of --output, named by their settings: several studies with
     one --output share them. An interrupted command continues when it is repeated; finished runs and fine-tunings are
     not repeated."""
 
-    ESSENTIALS: ClassVar = ("name", "data", "glue", "output", "minutes", "steps", "seeds", "dry_run", "parallel")
+    ESSENTIALS: ClassVar = (
+        "name",
+        "settings",
+        "data",
+        "glue",
+        "output",
+        "minutes",
+        "steps",
+        "seeds",
+        "dry_run",
+        "parallel",
+    )
 
     name: Positional[StudyName]
     """objectives: ELECTRA, All-Tokens MLM, Replace MLM, ELECTRA 15 % and BERT; generator-size; algorithms: joint,
     two-stage and adversarial training; sharing: of weights; compute: ELECTRA and BERT over budgets and sizes;
-    mask-fraction; sizes: tiny, small and base with equal budgets; styles: classic and modern encoders."""
+    mask-fraction; sizes: tiny, small and base with equal budgets; styles: classic and modern encoders; compare: those
+    of --settings."""
     data: Path
     """Folder of shards, written by electra shard."""
     output: Path
@@ -40,6 +54,10 @@ class StudyConfig:
     glue: str | None = None
     """The folder of GLUE's official download, or hub:glue: all encoders are compared by electra probe. Without it, only
     by losses on held-out text."""
+    settings: tuple[str, ...] = ()
+    """With compare: names of settings, each followed by KEY=VALUE for those of electra pretrain that differ from its
+    defaults: default decay weight_decay=0.1 both weight_decay=0.1 mask_fraction=0.25. The others are compared with the
+    first."""
     budget: BudgetConfig
     seeds: int = 1
     """Number of pre-training runs with each setting, with seeds 0, 1, …"""
@@ -70,6 +88,8 @@ class StudyConfig:
     def __post_init__(self) -> None:
         check_range(self, "seeds", "finetuning_seeds", at_least=1)
         check_range(self, "probe_rows", at_least=20)
+        if (self.name == "compare") != bool(self.settings):
+            raise ConfigError("--settings names the settings of electra study compare; give both or neither")
         for name in ("pretraining", "finetuning"):
             for word in getattr(self, name):
                 if "=" not in word:

@@ -1,5 +1,6 @@
 """Where a discriminator finds replaced tokens of held-out text, and how well its probabilities are calibrated."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from electra.data.loader import validation_batches
+from electra.data.loader import Batch, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.shards import Shards
 from electra.data.tokenizer import read_trained_length
@@ -59,6 +60,16 @@ class CalibrationBin:
     tokens: int
 
 
+def held_out_batches(electra: Electra, shards: Shards, folder: Path, rows: int) -> Iterator[Batch]:
+    """About `rows` held-out rows, of the length and packing that the model in `folder` was trained on."""
+    discriminator = electra.require_discriminator()
+    length = min(HELD_OUT_LENGTH, read_trained_length(folder) or discriminator.encoder.config.positions)
+    packing = read_run_settings(folder).get("packing", "packed")
+    loader = LoaderConfig(length=length, batch_size=min(ROWS_PER_BATCH, rows), packing=packing)
+    device = next(discriminator.parameters()).device
+    return validation_batches(shards, loader, max_batches=max(1, rows // loader.batch_size), device=device)
+
+
 @torch.no_grad()
 def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, config: AnalyzeConfig) -> Detections:
     """Corrupt held-out rows by the model's generator, or by token frequencies, and apply the discriminator."""
@@ -70,15 +81,10 @@ def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, conf
         seed=SEED,
         frequencies=frequencies if electra.generator is None else None,
     )
-    length = min(HELD_OUT_LENGTH, read_trained_length(folder) or discriminator.encoder.config.positions)
-    packing = read_run_settings(folder).get("packing", "packed")
-    loader = LoaderConfig(length=length, batch_size=min(ROWS_PER_BATCH, config.rows), packing=packing)
     ranks = torch.empty_like(frequencies, dtype=torch.long)
     ranks[frequencies.argsort(descending=True)] = torch.arange(1, len(ranks) + 1, device=device)
     columns: list[list[Tensor]] = []
-    for batch in validation_batches(
-        shards, loader, max_batches=max(1, config.rows // loader.batch_size), device=device
-    ):
+    for batch in held_out_batches(electra, shards, folder, config.rows):
         corrupted = mask_and_corrupt(electra, batch, context).corrupted
         probabilities = discriminator(corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
         positions = torch.arange(batch.input_ids.shape[1], device=device).expand_as(batch.input_ids)

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -98,7 +98,8 @@ class StudyResult:
         failed = [f"failed: {name}: {error}" for name, error in self.failed.items()]
         written = [f"written to {self.output}: {', '.join(self.files)}"] if self.files else []
         table = markdown_table(table_cells(self.settings, self.measure))
-        return "\n\n".join([f"{self.question} ({self.source})", table, self.verdict, *missing, *failed, *written])
+        question = self.question + f" ({self.source})" * bool(self.source)
+        return "\n\n".join([question, table, self.verdict, *missing, *failed, *written])
 
 
 class SettingsComparison:
@@ -220,15 +221,20 @@ def summarize_study(
 ) -> StudyResult:
     comparison = SettingsComparison(study, measured)
     orderings = [comparison.ordering(*labels) for labels in study.orderings]
-    settings = [comparison.setting_result(setting) for setting in study.settings]
+    results = [comparison.setting_result(setting) for setting in study.settings]
+    settings = [result for result in results if result is not None]
+    if study.orderings:
+        findings = describe_orderings(orderings, comparison.measure)
+    else:
+        findings = describe_differences(comparison, [setting.label for setting in settings])
     return StudyResult(
         name=name,
         question=study.question,
         source=study.source,
         measure=comparison.measure,
-        settings=[setting for setting in settings if setting is not None],
+        settings=settings,
         orderings=orderings,
-        verdict=f"{describe_orderings(orderings, comparison.measure)} {comparison.describe_errors()}",
+        verdict=f"{findings} {comparison.describe_errors()}",
         missing=missing,
         failed=failed,
     )
@@ -236,26 +242,42 @@ def summarize_study(
 
 def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
     """Which of the paper's orderings hold, which are reversed, and which differences are within noise."""
-    if not orderings:
-        return f"The paper reports no ordering of these settings. Measure: {measure}."
+    counts = {verdict: sum(each.verdict == verdict for each in orderings) for verdict in get_args(Verdict)}
+    others = len(orderings) - counts["holds"] - counts["reversed"] - counts["within noise"]
+    count = (
+        f"Of the paper's {len(orderings)} orderings, {counts['holds']} hold by the {measure}, {counts['reversed']} are "
+        f"reversed, {counts['within noise']} are within noise and {others} are not judged."
+    )
+    descriptions = [(each.verdict, each.describe(measure)) for each in orderings]
+    return " ".join([count, *sentences_by_verdict(descriptions, "Hold here", "Reversed here")])
+
+
+def describe_differences(comparison: SettingsComparison, labels: list[str]) -> str:
+    """Which settings are better or worse than the first, and which differences are within noise."""
+    first, measure = comparison.study.settings[0].label, comparison.measure
+    descriptions = []
+    for label in labels:
+        ordering = comparison.ordering(label, first)
+        difference = f" ({format_difference(ordering.difference, measure)})" if ordering.difference else ""
+        descriptions += [(ordering.verdict, label + difference)] if label != first else []
+    sentences = sentences_by_verdict(descriptions, f"Better than {first}", f"Worse than {first}")
+    return " ".join([f"Measure: {measure}.", *sentences])
+
+
+def sentences_by_verdict(descriptions: list[tuple[Verdict, str]], holds: str, reversed_: str) -> list[str]:
+    """A sentence for each verdict that occurs, with what it applies to."""
     titles: dict[Verdict, str] = {
-        "holds": "Hold here",
-        "reversed": "Reversed here",
+        "holds": holds,
+        "reversed": reversed_,
         "within noise": f"Within noise (less than {STANDARD_ERRORS:g} standard errors)",
         "not learnt": "Not judged, because an encoder has learnt little more than token frequencies or guessing",
         "not measured": "Not measured, or without a standard error (it needs --glue or --seeds 2)",
     }
     sentences = []
     for verdict, title in titles.items():
-        if matching := [ordering.describe(measure) for ordering in orderings if ordering.verdict == verdict]:
+        if matching := [text for each, text in descriptions if each == verdict]:
             sentences.append(f"{title}: {'; '.join(matching)}.")
-    counts = {verdict: sum(each.verdict == verdict for each in orderings) for verdict in titles}
-    others = len(orderings) - counts["holds"] - counts["reversed"] - counts["within noise"]
-    count = (
-        f"Of the paper's {len(orderings)} orderings, {counts['holds']} hold by the {measure}, {counts['reversed']} are "
-        f"reversed, {counts['within noise']} are within noise and {others} are not judged."
-    )
-    return " ".join([count, *sentences])
+    return sentences
 
 
 def table_cells(settings: list[SettingResult], measure: MeasureName) -> list[list[str]]:

@@ -1,5 +1,7 @@
 """The studies: settings of pre-training, the paper's numbers, and the orderings that the paper reports.
 
+The study `compare` is made from the settings that a user names.
+
 Sections, tables and figures are those of arXiv 2003.10555. Its scores are means of GLUE's dev sets, after far longer
 training than a study usually has: orderings compare, values do not.
 """
@@ -8,7 +10,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from electra.studies.config import StudyName
+from electra.config import convert_values, parse_named_settings
+from electra.pretraining.config import PretrainConfig
+from electra.studies.config import StudyConfig, StudyName
 
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
 EQUAL_GENERATOR = {"generator_width": Fraction(1)}
@@ -41,7 +45,7 @@ class Study:
     """A question, the settings that answer it, and the paper's answer."""
 
     question: str
-    source: str  # in the paper
+    source: str  # in the paper; empty for settings of the user's own
     settings: list[StudySetting]
     orderings: list[tuple[str, str]] = field(default_factory=list)  # labels: the first is better in the paper
     xlabel: str = ""  # of a figure with lines; empty: a figure with a row for each setting
@@ -163,3 +167,14 @@ STUDIES: dict[StudyName, Study] = {
         settings=[StudySetting("classic", {}), StudySetting("modern", {"style": "modern"})],
     ),
 }
+
+
+def find_study(config: StudyConfig) -> Study:
+    """The study that a config names, or that of its own settings."""
+    if config.name != "compare":
+        return STUDIES[config.name]
+    settings = [
+        StudySetting(label, convert_values(PretrainConfig, values))
+        for label, values in parse_named_settings(config.settings).items()
+    ]
+    return Study(question="Which settings are best?", source="", settings=settings)
