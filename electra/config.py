@@ -169,20 +169,31 @@ def convert_values(config_class: type, values: dict[str, Any]) -> dict[str, Any]
     return {name: convert_value(name, value, types[name]) for name, value in values.items()}
 
 
-def parse_named_settings(words: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Settings by name from words of a command line: each name is followed by KEY=VALUE for its settings."""
-    name, by_name = "", dict[str, dict[str, str]]()
+def parse_named_settings(config_class: type, words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Settings of a config by name, from words of a command line: each name is followed by KEY=VALUE for its settings;
+    lists have a word for each element."""
+    by_name: dict[str, dict[str, list[str]]] = {}
     for word in words:
         key, sign, value = word.partition("=")
         if sign and not by_name:
             raise ConfigError(f"is {' '.join(words)}; write a name, then KEY=VALUE …", field="settings")
         if sign:
-            by_name[name][key.replace("-", "_")] = value
+            by_name[list(by_name)[-1]].setdefault(key.replace("-", "_"), []).append(value)
         elif word in by_name:
             raise ConfigError(f"has {word} twice; give each a name of its own", field="settings")
         else:
-            name, by_name[word] = word, {}
-    return by_name
+            by_name[word] = {}
+    return {name: convert_values(config_class, unwrap_single(config_class, each)) for name, each in by_name.items()}
+
+
+def unwrap_single(config_class: type, values: dict[str, list[str]]) -> dict[str, Any]:
+    """The values of settings that are not lists, which must have one, instead of lists of one."""
+    check_setting_names(config_class, values)
+    is_list = {name: get_origin(each.value_type) is tuple for name, each in settings_by_name(config_class).items()}
+    for name, words in values.items():
+        if len(words) > 1 and not is_list[name]:
+            raise ConfigError(f"has {name} twice: {' and '.join(words)}; give one", field="settings")
+    return {name: words if is_list[name] else words[0] for name, words in values.items()}
 
 
 def convert_value(name: str, value: Any, value_type: Any) -> Any:

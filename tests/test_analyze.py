@@ -142,17 +142,15 @@ def test_residual_ratios_are_the_norms_of_branches_over_those_of_the_residual(ma
     batch = make_batch(rows=2, length=16, lengths=[16, 9])
     hidden = encoder.embed(batch.input_ids, None)
     bias = encoder.attention_biases(batch.input_ids, batch.attention_mask, None, None)[0]
-    expected = (encoder.layers[0].attention(hidden, bias).norm(dim=-1) / hidden.norm(dim=-1))[batch.attention_mask]
-    first, second = residual_ratios(encoder, [batch])
+    layer = encoder.layers[0]
+    attended = layer.attention(hidden, bias)  # the first attention norm of the modern style is the identity
+    between = layer.attention_norm(hidden + attended) if style == "classic" else hidden + attended
+    added = layer.feedforward(between if style == "classic" else layer.feedforward_norm(between))
+    expected = [
+        added.norm(dim=-1) / residual.norm(dim=-1) for added, residual in ((attended, hidden), (added, between))
+    ]
+    first, second = residual_ratios(encoder, [batch, batch])
     assert (first.layer, second.layer) == (1, 2)
-    assert first.attention == pytest.approx(expected.mean().item(), rel=1e-5)
-    with torch.no_grad():
-        for parameter in (
-            *encoder.layers[0].attention.output.parameters(),
-            *encoder.layers[1].feedforward.parameters(),
-        ):
-            parameter.mul_(3)
-    tripled, _ = residual_ratios(encoder, [batch])
-    assert tripled.attention == pytest.approx(3 * first.attention, rel=1e-5)
-    assert residual_ratios(encoder, [batch])[1].feedforward > 2 * second.feedforward
-    assert not encoder.layers[0].attention._forward_hooks
+    for ratio, each in zip((first.attention, first.feedforward), expected, strict=True):
+        assert ratio == pytest.approx(each[batch.attention_mask].mean().item(), rel=1e-5)
+    assert not layer.attention._forward_hooks

@@ -48,6 +48,7 @@ def read_settings(run: Path) -> dict:
         {"recipe": "faithful", "warmup": 1.0, "seed": 5, "sharing": "none", "positions": 64, "generator_layers": 2},
         {"objective": "all-tokens-mlm", "optimizer": "adam", "sharing": "all"},
         {"objective": "electra-15", "generator": "unigram"},
+        {"weight_decay": 0.4, "embedding_weight_decay": 0.3, "temperature": 2.0, "mask_fraction": 0.25, "dropout": 0.1},
         {"sharing": "none", "generator_width": 32, "phases": ("objective=mlm", "objective=frozen-rtd")},
     ],
     ids=lambda settings: next(iter(settings.values())),
@@ -58,7 +59,9 @@ def test_recipe_model_objective_optimizer_and_row_order_are_the_trunks(shards, t
     main(f"pretrain --data {shards} --output {tmp_path}/branch {flags}".split())
     assert "finished: 6 steps" in capsys.readouterr().out
     before, after = read_settings(trunk), read_settings(tmp_path / "branch")
-    for name in ("recipe", "size", "style", "optimizer", "generator", "seed", "length", "packing"):
+    inherited = ("recipe", "size", "style", "optimizer", "generator", "seed", "length", "packing", "learning_rate")
+    inherited += ("weight_decay", "embedding_weight_decay", "temperature", "mask_fraction", "dropout")
+    for name in inherited:
         assert after[name] == before[name], name
     assert after["objective"] == ("frozen-rtd" if "phases" in settings else before["objective"])
     shutil.rmtree(trunk)  # a branch with a checkpoint no longer needs its trunk

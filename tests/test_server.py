@@ -190,6 +190,7 @@ def test_concurrent_requests_are_batched_and_not_mixed_up(server, model):
         ("/other", {"texts": ["a"]}, 405, "does not take POST"),
         ("/other", None, 404, "there is no /other"),
         ("/detect", None, 405, "does not take GET; use POST"),
+        ("/predict", None, 404, "there is no /predict"),
     ],
 )
 def test_mistakes_are_answered_with_a_sentence(server, path, body, status, message):

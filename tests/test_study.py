@@ -31,7 +31,7 @@ from electra.studies.results import (
     plot_study,
     summarize_study,
 )
-from electra.studies.runs import plan_runs, train_on_gpus
+from electra.studies.runs import StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
 from electra.studies.studies import STUDIES, Study, StudySetting, find_study
 from electra.training.logging import TrainResult
 
@@ -84,10 +84,13 @@ def test_studies_share_runs(study_config):
     assert others[-1] == "rtd_generator-width-256_steps-4_seed-0"
 
 
-def test_own_settings_are_compared_with_the_first(study_config, no_training):
+def compared_runs(config: StudyConfig) -> list[StudyRun]:
+    return plan_runs(find_study(config), config)
+
+
+def test_runs_of_own_settings_are_named_by_what_differs(study_config):
     words = ("default", "decay", "weight-decay=0.1", "same", "weight_decay=0.01")
-    config = study_config("compare", settings=words)
-    runs = plan_runs(find_study(config), config)
+    runs = compared_runs(study_config("compare", settings=words))
     assert [run.setting.label for run in runs] == ["default", "decay", "same"]
     assert [run.name for run in runs] == [
         "rtd_steps-4_seed-0",  # that of the other studies
@@ -95,6 +98,35 @@ def test_own_settings_are_compared_with_the_first(study_config, no_training):
         "rtd_steps-4_seed-0",  # the default of the recipe
     ]
     assert runs[1].config.optimizer.weight_decay == 0.1
+
+
+def test_own_settings_may_depend_on_each_other(study_config):
+    """Muon and 1.5e-3 are defaults of fast and small, but not of faithful and base."""
+    words = ("a", "recipe=faithful", "b", "recipe=faithful", "optimizer=muon", "c", "size=base", "learning_rate=1.5e-3")
+    first, second, third = compared_runs(study_config("compare", settings=words, pretraining=("size=small",)))
+    assert (first.config.optimizer.name, second.config.optimizer.name) == ("adam", "muon")
+    assert third.config.optimizer.learning_rate == 1.5e-3
+    assert len({first.name, second.name, third.name}) == 3
+
+
+def test_own_settings_may_be_paths_and_phases(study_config, tmp_path):
+    long, longer = (f"phases=fraction=0.5,length={length}" for length in (32, 64))
+    words = ("a", "phases=fraction=0.5", long, "b", "phases=fraction=0.5", longer)
+    words += ("c", f"corrupted_rows={tmp_path / 'x' / 'rows'}", "d", f"corrupted_rows={tmp_path / 'y' / 'rows'}")
+    runs = compared_runs(study_config("compare", settings=words))
+    assert runs[0].config.phases == ("fraction=0.5", "fraction=0.5,length=32")
+    assert len({run.folder for run in runs}) == 4
+    assert {run.folder.parent.name for run in runs} == {"runs"}
+
+
+def test_equal_settings_are_one_run(study_config, shards, monkeypatch):
+    trained = []
+    monkeypatch.setattr(runs_module, "pretrain", lambda config: trained.append(config.output.name))
+    config = study_config("compare", settings=("a", "b"))
+    runs = compared_runs(config)
+    train_runs(runs, open_shards(shards), config)
+    assert trained == ["rtd_steps-4_seed-0"]
+    assert estimate_study(runs, open_shards(shards), 0).runs == 1
 
 
 @pytest.mark.parametrize(
@@ -105,6 +137,9 @@ def test_own_settings_are_compared_with_the_first(study_config, no_training):
         ("compare", ("weight_decay=0.1",), "write a name, then KEY=VALUE"),
         ("compare", ("x", "weight_decoy=0.1"), "did you mean weight_decay"),
         ("compare", ("x", "weight_decay=much"), "it must be a number"),
+        ("compare", ("x", "weight_decay=0.1", "weight_decay=0.2"), "has weight_decay twice"),
+        ("compare", ("x", "y", "seed=3"), "all runs of a study have in common"),
+        ("compare", ("x", "y", "steps=10"), "all runs of a study have in common"),
     ],
 )
 def test_unusable_settings_are_errors(study_config, name, settings, message):

@@ -220,7 +220,8 @@ def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
 
 def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:
     """Fine-tuning settings by name; a word without = starts the next one."""
-    return {name: build_config(TuningConfig, **values) for name, values in parse_named_settings(words).items()}
+    by_name = parse_named_settings(TuningConfig, words)
+    return {name: build_config(TuningConfig, **values) for name, values in by_name.items()}
 
 
 def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Path) -> list[ProbeJob]:

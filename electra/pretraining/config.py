@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from cyclopts import Parameter
 
-from electra.config import convert_values, flat_defaults
+from electra.config import convert_values, flat_defaults, settings_by_name
 from electra.data.packing import ROW_ORDER, LoaderConfig, Packing
 from electra.errors import ConfigError, DataError, check_choice, check_range
 from electra.model.config import (
@@ -110,9 +110,9 @@ class InitConfig:
     """With --init: folder of the generator, or fresh for new weights; by default the generator in --init if it has one.
     With --phases that start with mlm, give the same masked language model to both."""
     branch_from: Path | None = None
-    """Continue from a checkpoint of another run, including its optimizer state, with a new budget. Recipe, model,
-    objective, optimizer and rows are that run's; another --length, --packing or --seed starts a new epoch. --schedule
-    decay anneals a wsd run this way."""
+    """Continue from a checkpoint of another run, including its optimizer state, with a new budget and schedule. Other
+    settings of model, objective, masking, optimizer and rows are by default that run's; another --length, --packing or
+    --seed starts a new epoch. --schedule decay anneals a wsd run this way."""
     discriminator_from_generator: Annotated[bool, Parameter(name="--init-discriminator-from-generator")] = True
     """With --phases: a discriminator that the previous phase lacks is initialised from the generator, which must have
     the same size."""
@@ -306,6 +306,13 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def inherited_settings() -> list[str]:
+    """The settings that a branch takes from its trunk's config.json; its schedule is a new one."""
+    configs = (OptimizerConfig, MaskingConfig, ObjectiveConfig)
+    names = ["recipe", "dropout", "generator_dropout", *(name for each in configs for name in settings_by_name(each))]
+    return [name for name in names if name not in ("schedule", "warmup", "decay_fraction", "objective")]
+
+
 def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     """The settings that a branch takes from its trunk."""
     if not explicit_values.get("branch_from"):
@@ -317,8 +324,7 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     stored = read_run_settings(checkpoint)
     task_state = asdict(read_pretraining_state(checkpoint))
     pair = read_model_config(checkpoint)
-    inherited = ("recipe", "optimizer", "generator", "corrective_lm_weight", "bag_of_words_weight")
-    settings: dict[str, Any] = {name: stored[name] for name in inherited if name in stored}
+    settings: dict[str, Any] = {name: stored[name] for name in inherited_settings() if name in stored}
     settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
     has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide

@@ -178,8 +178,8 @@ def add_pages(app: FastAPI, service: Service, name: str) -> None:
     @app.get("/{path:path}", include_in_schema=False)
     async def read_page(request: Request, path: str) -> Response:
         """A file of the page or, until it is made, a link to the documentation."""
-        if path in SUMMARIES:
-            raise HTTPException(405, headers={"allow": "POST"})
+        if path in service.functions:
+            raise HTTPException(405, "use POST", {"allow": "POST"})
         if app.state.page is not None:
             return await app.state.page.get_response(path or "index.html", request.scope)
         if path:
@@ -221,7 +221,7 @@ def add_error_handlers(app: FastAPI) -> None:
         path = request.url.path
         messages = {
             404: f"there is no {path}; /docs lists what there is",
-            405: f"{path} does not take {request.method}" + "; use POST" * (path.strip("/") in SUMMARIES),
+            405: f"{path} does not take {request.method}" + "; use POST" * (error.detail == "use POST"),
         }
         return answer(error.status_code, messages.get(error.status_code, str(error.detail)), **(error.headers or {}))
 

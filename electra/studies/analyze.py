@@ -1,6 +1,6 @@
 """`electra analyze`: what a discriminator has learnt, in pictures: a map of its token embeddings, where it finds
-replaced tokens, how well its probabilities are calibrated, what its layers add, and how many examples fine-tuning
-needs."""
+replaced tokens, how well its probabilities are calibrated, whether its layers keep their input, and how many examples
+fine-tuning needs."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -70,7 +70,7 @@ class Analysis:
             "By position in the row:\n\n" + markdown_table(detection_cells("positions", self.by_position)),
             "By frequency of the token:\n\n" + markdown_table(detection_cells("ranks", self.by_frequency)),
             "Calibration:\n\n" + markdown_table(calibration_cells(self.calibration)),
-            "Norms of what layers add, relative to the residual that they add it to:\n\n"
+            "Norm of each sublayer's output divided by that of the residual that it is added to:\n\n"
             + markdown_table(residual_cells(self.residual)),
             "Nearest tokens by their embeddings:\n\n"
             + "\n".join(f"- {token}: {' '.join(others)}" for token, others in self.neighbors.items()),
@@ -93,6 +93,7 @@ def analyze(config: AnalyzeConfig) -> Analysis:
         raise ConfigError(
             f"{folder} is an encoder without a trained replaced token detection head; choose a model that has one"
         )
+    rows = min(config.rows, RESIDUAL_ROWS)
     with lock_folder(config.output):
         record.write(config.output)
         detections = detect_in_held_out_text(electra, shards, folder, config)
@@ -108,7 +109,7 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             by_frequency=bins_by_frequency(detections),
             calibration=calibration_bins(detections),
             residual=residual_ratios(
-                electra.require_discriminator().encoder, held_out_batches(electra, shards, folder, RESIDUAL_ROWS)
+                electra.require_discriminator().encoder, held_out_batches(electra, shards, folder, rows)
             ),
             neighbors=nearest_tokens(vocabulary_map, tokens),
             few_shot=points,

@@ -9,12 +9,13 @@ from electra.studies.config import OutputRecord, StudyConfig
 from electra.studies.measures import check_probe, measure_runs, read_measures
 from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
-from electra.studies.studies import find_study
+from electra.studies.studies import Study, find_study
 
 
 def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     """Train and measure what is not finished, and summarize the study; a dry run returns an estimate instead."""
-    shards, runs = open_shards(config.data), plan_runs(find_study(config), config)
+    shards, study = open_shards(config.data), find_study(config)
+    runs = plan_runs(study, config)
     text = {"text in --data": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint}
     record = OutputRecord("study", text)
     record.check(config.output)
@@ -23,7 +24,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
         folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
         return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)
     if config.summarize:
-        return summarize(config, runs, shards, {})
+        return summarize(config, study, runs, shards, {})
     check_probe(config)
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
         record.write(config.output)
@@ -31,10 +32,12 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
         finished = [run for run in runs if run.is_finished(shards)]
         if finished:
             failed |= measure_runs(finished, shards, config)
-        return summarize(config, runs, shards, failed)
+        return summarize(config, study, runs, shards, failed)
 
 
-def summarize(config: StudyConfig, runs: list[StudyRun], shards: Shards, failed: dict[str, str]) -> StudyResult:
+def summarize(
+    config: StudyConfig, study: Study, runs: list[StudyRun], shards: Shards, failed: dict[str, str]
+) -> StudyResult:
     """Write the tables and figures of the finished runs."""
     measured = read_measures(runs, shards, config)
     if not measured:
@@ -44,7 +47,6 @@ def summarize(config: StudyConfig, runs: list[StudyRun], shards: Shards, failed:
         )
     finished = {each.run.name for each in measured}
     missing = [run.name for run in runs if run.name not in finished]
-    study = find_study(config)
     return write_study(
         summarize_study(config.name, study, measured, missing, failed), study, config.output / config.name
     )

@@ -57,7 +57,7 @@ class StudyConfig:
     settings: tuple[str, ...] = ()
     """With compare: names of settings, each followed by KEY=VALUE for those of electra pretrain that differ from its
     defaults: default decay weight_decay=0.1 both weight_decay=0.1 mask_fraction=0.25. The others are compared with the
-    first."""
+    first. Of a list, each element is a word: phases=fraction=0.9 phases=fraction=0.1,length=256."""
     budget: BudgetConfig
     seeds: int = 1
     """Number of pre-training runs with each setting, with seeds 0, 1, …"""
@@ -99,7 +99,8 @@ class StudyConfig:
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeConfig:
     """Show what a discriminator has learnt: a map of its token embeddings, where it finds replaced tokens by position
-    and token frequency, the calibration of its probabilities, and with --glue the score of fine-tuning on few examples.
+    and token frequency, the calibration of its probabilities, the norms of its sublayers' outputs, and with --glue the
+    score of fine-tuning on few examples.
 
     electra analyze --model runs/x --data shards/ --glue glue/ --output analysis/
 

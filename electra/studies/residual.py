@@ -1,8 +1,6 @@
-"""How much each layer adds to the residual stream: the norms of its attention and feed-forward outputs.
+"""Whether layers add to the residual stream or replace it: norms of the outputs of attention and feed-forward.
 
-In BERT-type encoders both are about 0.3 to 0.8 times the residual that they are added to. Where they are several times
-as large, layers replace their input instead of adding to it: such models do not tolerate dropout. Weights that grew
-without enough weight decay are a usual reason (docs/log.md)."""
+docs/studies.md says how to read them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -17,7 +15,7 @@ from electra.model.encoder import ClassicLayer, Encoder
 
 @dataclass(frozen=True)
 class LayerRatios:
-    """The norms of a layer's outputs divided by those of the residuals which they are added to, means over tokens."""
+    """The norm of each sublayer's output divided by that of the residual that it is added to, means over tokens."""
 
     layer: int  # from 1
     attention: float
@@ -45,12 +43,14 @@ def residual_ratios(encoder: Encoder, batches: Iterable[Batch]) -> list[LayerRat
             reader = branch if isinstance(layer, ClassicLayer) else layer.get_submodule(f"{name}_norm")
             hooks.append(reader.register_forward_pre_hook(residual_hook(f"{number}.{name}")))
             hooks.append(branch.register_forward_hook(branch_hook(f"{number}.{name}")))
-    for batch in batches:
-        mask = batch.attention_mask
-        is_token = torch.ones_like(batch.input_ids, dtype=torch.bool) if mask is None else mask.bool()
-        encoder(batch.input_ids, **batch.encoder_inputs())
-    for hook in hooks:
-        hook.remove()
+    try:
+        for batch in batches:
+            mask = batch.attention_mask
+            is_token = torch.ones_like(batch.input_ids, dtype=torch.bool) if mask is None else mask.bool()
+            encoder(batch.input_ids, **batch.encoder_inputs())
+    finally:
+        for hook in hooks:
+            hook.remove()
     return [
         LayerRatios(
             number, *(torch.cat(ratios[f"{number}.{name}"]).mean().item() for name in ("attention", "feedforward"))

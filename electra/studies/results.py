@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from electra.errors import DataError
+from electra.errors import DataError, format_count
 from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate
 from electra.plotting import ErrorBars, plot_error_bars
@@ -192,7 +192,8 @@ class SettingsComparison:
         """What the standard errors include."""
         seeds = max((len(runs) for runs in self.runs.values()), default=0)
         if self.measure == "fixed RTD loss":
-            return f"Standard errors are those of {seeds} pre-training seeds, pooled over the settings."
+            count = format_count(seeds, "pre-training seed")
+            return f"Standard errors are those of {count}, pooled over the settings." if seeds > 1 else ""
         between = (
             f"an assumed standard deviation of {100 * PRETRAINING_SD:.1f} points between pre-training seeds, of which "
             "there is one"
@@ -234,7 +235,7 @@ def summarize_study(
         measure=comparison.measure,
         settings=settings,
         orderings=orderings,
-        verdict=f"{findings} {comparison.describe_errors()}",
+        verdict=f"{findings} {comparison.describe_errors()}".strip(),
         missing=missing,
         failed=failed,
     )
@@ -271,7 +272,7 @@ def sentences_by_verdict(descriptions: list[tuple[Verdict, str]], holds: str, re
         "reversed": reversed_,
         "within noise": f"Within noise (less than {STANDARD_ERRORS:g} standard errors)",
         "not learnt": "Not judged, because an encoder has learnt little more than token frequencies or guessing",
-        "not measured": "Not measured, or without a standard error (it needs --glue or --seeds 2)",
+        "not measured": "Not measured, or without a standard error (it needs --glue, or discriminators and --seeds 2)",
     }
     sentences = []
     for verdict, title in titles.items():

@@ -1,11 +1,13 @@
 """The runs of a study: those of `electra pretrain`, named by their settings, one after the other or one per GPU."""
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import IO, Any
 
 from electra.config import build_config, flat_values, replace_settings
 from electra.data.shards import Shards
-from electra.errors import TrainingError, format_count
+from electra.errors import ConfigError, TrainingError, format_count
 from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
@@ -77,11 +79,20 @@ def plan_run(setting: StudySetting, seed: int, common: dict[str, Any], config: S
     if isinstance(fraction := setting.settings.get("generator_width"), Fraction):
         width = max(1, int(pair.discriminator.width * fraction))
         values |= {"generator_width": width} if width != pair.generator.width else {}
-    defaults = flat_values(default)
-    values = {name: value for name, value in values.items() if value != defaults[name]}
+    values = drop_defaults(values, common | place)
     name = run_name(values, place, default.objective.name)
     run = build_config(PretrainConfig, **common | place | values | {"output": config.output / RUNS / name})
     return StudyRun(setting, seed, replace_settings(run, resume=True))
+
+
+def drop_defaults(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Those of the settings `values` that change the run, so that runs with equal settings have one name."""
+    run = build_config(PretrainConfig, **others | values)
+    for name in list(values):
+        fewer = {each: value for each, value in values.items() if each != name}
+        with suppress(ConfigError):  # some settings need others
+            values = fewer if build_config(PretrainConfig, **others | fewer) == run else values
+    return values
 
 
 def scale_budget(config: StudyConfig, fraction: Fraction) -> dict[str, Any]:
@@ -94,7 +105,10 @@ def run_name(values: dict[str, Any], place: dict[str, Any], objective: str) -> s
     """The folder of a run: its objectives, the settings that differ from those of all runs, budget and seed."""
     phases = parse_phases(values.get("phases", ()))
     objectives = [str(phase.settings.get("objective", values.get("objective", objective))) for phase in phases]
-    others = {name: value for name, value in values.items() if name not in ("objective", "phases")}
+    named = (
+        {"objective", "phases"} if all(phase.settings.keys() <= {"objective"} for phase in phases) else {"objective"}
+    )
+    others = {name: value for name, value in values.items() if name not in named}
     others |= {name: value for name, value in place.items() if name != "output"}
     return "_".join(
         ["+".join(objectives), *(f"{name.replace('_', '-')}-{format_value(others[name])}" for name in others)]
@@ -102,7 +116,9 @@ def run_name(values: dict[str, Any], place: dict[str, Any], objective: str) -> s
 
 
 def format_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    """A value as part of a folder's name; what a name cannot hold is replaced by a checksum."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if re.fullmatch(r"[\w.,+-]+", text) else hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -129,8 +145,14 @@ class StudyEstimate:
         return "\n".join([*lines, f"{self.finetunings} fine-tunings of the probe in all"])
 
 
+def without_repetition(runs: list[StudyRun]) -> list[StudyRun]:
+    """The runs, each once; settings of a study may be equal."""
+    return list({run.name: run for run in runs}.values())
+
+
 def estimate_study(runs: list[StudyRun], shards: Shards, finetunings_per_run: int) -> StudyEstimate:
     """Count runs, and estimate their minutes and tokens as `electra pretrain --dry-run` does."""
+    runs = without_repetition(runs)
     left = [run for run in runs if not run.is_finished(shards)]
     estimates = [
         estimate_run(
@@ -150,7 +172,7 @@ def estimate_study(runs: list[StudyRun], shards: Shards, finetunings_per_run: in
 
 def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
     """Train the runs that are not finished; returns the errors of those that failed, by name."""
-    pending = [run for run in runs if not run.is_finished(shards)]
+    pending = [run for run in without_repetition(runs) if not run.is_finished(shards)]
     for run in pending:
         plan_and_check_phases(run.config, shards)  # raises before anything is trained
     if choose_device(config.device).type == "cuda":

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from electra.config import convert_values, parse_named_settings
-from electra.pretraining.config import PretrainConfig
+from electra.config import parse_named_settings
+from electra.errors import ConfigError
+from electra.pretraining.config import BUDGETS, PretrainConfig
 from electra.studies.config import StudyConfig, StudyName
 
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
@@ -61,6 +62,7 @@ def compute_setting(name: str, settings: dict[str, Any], size: str, budget: Frac
     return StudySetting(f"{name}, {size}, {budget}", settings | {"size": size}, series=f"{name}, {size}", budget=budget)
 
 
+SET_BY_STUDY = ("data", "output", "seed", "device", "resume", "dry_run", "json", *BUDGETS)  # not by settings
 COMPUTE_SIZES, COMPUTE_BUDGETS = ("small", "tiny"), (Fraction(1), Fraction(1, 2), Fraction(1, 4))
 
 STUDIES: dict[StudyName, Study] = {
@@ -173,8 +175,8 @@ def find_study(config: StudyConfig) -> Study:
     """The study that a config names, or that of its own settings."""
     if config.name != "compare":
         return STUDIES[config.name]
-    settings = [
-        StudySetting(label, convert_values(PretrainConfig, values))
-        for label, values in parse_named_settings(config.settings).items()
-    ]
+    by_label = parse_named_settings(PretrainConfig, config.settings)
+    for name in {name for settings in by_label.values() for name in settings if name in SET_BY_STUDY}:
+        raise ConfigError(f"has {name}, which all runs of a study have in common; set it by a flag", field="settings")
+    settings = [StudySetting(label, settings) for label, settings in by_label.items()]
     return Study(question="Which settings are best?", source="", settings=settings)

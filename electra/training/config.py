@@ -37,7 +37,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Decoupled weight decay; not applied to biases and normalization weights."""
     embedding_weight_decay: float | None = None
-    """Weight decay of the matrices outside the layers, which are embeddings and heads; default as --weight-decay."""
+    """Weight decay of embeddings, their projection and heads; default as --weight-decay."""
     beta1: float = 0.9
     """Adam: decay rate of the mean of gradients."""
     beta2: float = 0.999
