@@ -117,6 +117,26 @@ def test_a_model_that_left_its_run_has_a_card_without_training(finished_run, tmp
     assert capsys.readouterr().err == ""
 
 
+def test_text_training_and_license_of_a_model_folder_with_a_card_are_carried_over(finished_run, tmp_path):
+    [*_, checkpoint] = sorted((finished_run / "checkpoints").iterdir())
+    shutil.copytree(checkpoint, tmp_path / "model")
+    sections = "# A model\n\nAbout.\n\n## Text\n\nOld books.\n\n## Pre-training\n\nTen steps.\n\n## Other\n\nElse.\n"
+    (tmp_path / "model/README.md").write_text(f"---\nlanguage: en\nlicense: cc0-1.0\ntags: [x]\n---\n\n{sections}")
+    electra.export(model=tmp_path / "model", output=tmp_path / "hf")
+    metadata, card = read_card(tmp_path / "hf")
+    assert (metadata["language"], metadata["license"]) == ("en", "cc0-1.0")
+    assert "## Text\n\nOld books.\n\n## Pre-training\n\nTen steps.\n\n## How to load it" in card
+    electra.export(model=tmp_path / "model", training_data="New books.", output=tmp_path / "other")
+    assert "## Text\n\nNew books.\n\n## Pre-training\n\nTen steps." in read_card(tmp_path / "other")[1]
+
+
+def test_the_code_in_the_card_of_an_onnx_folder_runs_for_long_texts(finished_run, tmp_path):
+    electra.export(model=finished_run, to="onnx", output=tmp_path / "onnx")
+    card = (tmp_path / "onnx/README.md").read_text()
+    [logits] = run_python_blocks(card.replace('"A text."', '"A text. " * 100'), tmp_path / "onnx")["outputs"]
+    assert logits.shape == (1, electra.load(finished_run, device="cpu").trained_length)
+
+
 def test_the_code_in_the_card_of_an_onnx_folder_runs(finished_run, tmp_path):
     electra.export(model=finished_run, to="onnx", output=tmp_path / "onnx")
     metadata, card = read_card(tmp_path / "onnx")

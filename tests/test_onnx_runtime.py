@@ -67,6 +67,8 @@ def test_detect_and_embed_equal_pytorch(pair, tmp_path):
         load_text_model(tmp_path / "onnx", "cpu")
     with pytest.raises(ConfigError, match="--backend onnx"):
         load_service(replace(config, backend="torch"))
+    with pytest.raises(ConfigError, match="computed on the CPU"):
+        load_service(replace(config, device="cuda"))
 
 
 def test_fill_equals_pytorch(pair, tmp_path):

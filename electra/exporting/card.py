@@ -17,7 +17,7 @@ from electra.finetuning.job import RESULT, read_job_result
 from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
 from electra.finetuning.metrics import format_metric
 from electra.finetuning.question_answering import N_BEST
-from electra.onnx.export import FOLDER, FP32
+from electra.onnx.export import FOLDER, FP32, INT8
 from electra.pretraining.config import read_run_record, read_run_settings
 from electra.reporting.runs import find_glue_tables
 from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
@@ -34,9 +34,14 @@ PIPELINES = {  # Hugging Face's name of what a model does, if it has one
     "MultipleChoice": "multiple-choice",
 }
 MEANINGS = {
-    "discriminator": "For every token it predicts whether the token was replaced (replaced token detection).",
+    "discriminator": "For every token it predicts whether the token was replaced (replaced token detection): the "
+    "sigmoid of `logits` is the probability.",
     "generator": "It predicts the tokens at [MASK].",
     "encoder": "It computes a hidden state for every token; their mean is the embedding of a text.",
+    "SequenceClassification": "`logits` has a score for each class, in the order of `id2label` in config.json, or the "
+    "predicted number if there is only one.",
+    "TokenClassification": "`logits` has a score for each token and tag, in the order of `id2label` in config.json; "
+    "the first token of a word counts.",
     "joint": "It finds the answer to a question in a context. `start_logits` are scores of each token as the first one "
     f"of the answer; `end_logits[..., i]` as the last one of an answer that starts at the i-th of the {N_BEST} best "
     "first tokens of the context, in the order of the text; `null_logit` is the log-odds that there is no answer. "
@@ -45,6 +50,7 @@ MEANINGS = {
     "and `end_transitions` those of a CRF over the words, whose first tokens count; the tags are the path with the "
     "highest sum. `electra serve` and `electra.load(…).predict` find it.",
 }
+CARRIED_SECTIONS = ("Text", "Pre-training")  # from the card of a model that is exported or was fine-tuned
 MAX_FILES = 5  # of a corpus that are named
 
 
@@ -58,10 +64,9 @@ def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None
         metadata(source, is_onnx),
         f"# {config.output.name}",
         f"{about} {meaning}".strip(),
-        *(["## Text", config.training_data] if config.training_data else []),
-        *describe_origin(source.folder),
+        *describe_origin(source.folder, config.training_data),
         "## How to load it",
-        onnx_usage(source) if is_onnx else transformers_usage(source),
+        onnx_usage(source, config.int8) if is_onnx else transformers_usage(source),
     ]
     (folder / CARD).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
@@ -76,11 +81,31 @@ def metadata(source: ExportSource, is_onnx: bool) -> str:
     if isinstance(corpus, str):
         values["datasets"] = [corpus.removeprefix("hub:")]
     lines = [f"{name}: {json.dumps(value)}" for name, value in values.items() if value]
-    return "\n".join(["---", *lines, "---"])
+    inherited = [line for line in read_card(source.folder)[0] if line.startswith(("language:", "license:"))]
+    return "\n".join(["---", *inherited, *lines, "---"])
 
 
-def describe_origin(folder: Path) -> list[str]:
-    """How a model was trained and what was measured, as far as the folders that it came from still exist."""
+def read_card(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The lines of metadata and the sections, by title, of a model card; empty without one."""
+    path = folder / CARD
+    if not path.is_file():
+        return [], {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    has_metadata = text.startswith("---\n") and "\n---\n" in text
+    metadata, _, body = text[4:].partition("\n---\n") if has_metadata else ("", "", text)
+    sections = [section.partition("\n") for section in body.split("\n## ")[1:]]
+    return metadata.splitlines(), {title.strip(): content.strip() for title, _, content in sections}
+
+
+def describe_origin(folder: Path, training_data: str | None) -> list[str]:
+    """What a model was trained on, how, and what was measured, as far as the folders that it came from still exist."""
+    origin = describe_training(folder)
+    if not training_data:
+        return origin
+    return ["## Text", training_data, *(part for part in origin if not part.startswith("## Text\n"))]
+
+
+def describe_training(folder: Path) -> list[str]:
     output = folder.parent.parent
     try:
         if (folder.parent / RESULT).exists() and is_finetuning_output(output):
@@ -98,7 +123,9 @@ def describe_origin(folder: Path) -> list[str]:
 def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str]:
     result = read_job_result(seed_folder / RESULT)
     rows = ", ".join(format_count(count, f"{split} row") for split, count in result.rows.items())
+    model = Path(record.settings["model"])
     facts = {
+        "pre-trained model": (model.parent.parent if model.parent.name == CHECKPOINTS else model).name,
         "task": f"{record.task['name']} ({record.task['kind']})",
         "rows": rows,
         "steps": f"{result.steps:,}, {result.seconds:.0f} seconds",
@@ -106,7 +133,7 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
         "seed": str(result.seed),
     }
     metrics = result.metrics["dev"]
-    cells = [["dev metric", "value", "without a text"]]
+    cells = [["dev metric", "value", "constant prediction"]]
     for name, value in metrics.items():
         baseline = format_metric(name, result.baseline[name]) if name in result.baseline else ""
         cells.append([name, format_metric(name, value), baseline])
@@ -114,12 +141,13 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
 
 
 def describe_pretraining(checkpoint: Path) -> list[str]:
-    """The pre-training of the run that a checkpoint is in; nothing if it was moved out of its run."""
+    """The pre-training of the run that a checkpoint is in, or what the card of a model folder says about it."""
     settings, run = read_run_settings(checkpoint), checkpoint.parent.parent
     if not settings and checkpoint.parent.name == CHECKPOINTS:
         raise DataError(f"{run} has no {CONFIG}")
     if not settings:
-        return []
+        sections = read_card(checkpoint)[1]
+        return [f"## {title}\n\n{sections[title]}" for title in CARRIED_SECTIONS if title in sections]
     state = read_training_state(checkpoint).trainer
     steps = format_count(state.step, "step")
     record = read_run_record(run)
@@ -194,14 +222,16 @@ def transformers_usage(source: ExportSource) -> str:
     return "\n\n".join(parts)
 
 
-def onnx_usage(source: ExportSource) -> str:
+def onnx_usage(source: ExportSource, has_int8: bool) -> str:
     file = f"{FOLDER}/{FP32}"
     code = [
         "import onnxruntime",
         "from tokenizers import Tokenizer",
         "import numpy as np",
         "",
-        'encoding = Tokenizer.from_file("path/to/this/folder/tokenizer.json").encode("A text.")',
+        'tokenizer = Tokenizer.from_file("path/to/this/folder/tokenizer.json")',
+        f"tokenizer.enable_truncation({source.length})",
+        'encoding = tokenizer.encode("A text.")',
         'inputs = {"input_ids": encoding.ids, "attention_mask": encoding.attention_mask}',
         *(['inputs["token_type_ids"] = encoding.type_ids'] if source.has_segments else []),
         f'session = onnxruntime.InferenceSession("path/to/this/folder/{file}")',
@@ -214,9 +244,13 @@ def onnx_usage(source: ExportSource) -> str:
         'const model = await AutoModel.from_pretrained("path/to/this/folder", { dtype: "fp32" });',
         'const outputs = await model(await tokenizer("A text."));',
     ]
-    return "\n\n".join(
-        ["With ONNX Runtime:", python_block(code), "With transformers.js:", "```js\n" + "\n".join(script) + "\n```"]
-    )
+    parts = ["With ONNX Runtime:", python_block(code)]
+    if has_int8:
+        parts.append(
+            f"`{FOLDER}/{INT8}` is the same model with int8 weights, smaller and on most CPUs faster. Its outputs "
+            "differ a little, also with the other texts of a batch, which share the scales of activations."
+        )
+    return "\n\n".join([*parts, "With transformers.js:", "```js\n" + "\n".join(script) + "\n```"])
 
 
 def python_block(lines: list[str]) -> str:

@@ -100,9 +100,7 @@ def format_card(electra: Electra, folder: Path, training_data: str, error: float
         "dequantized when they are read; results below were measured before they were quantized.",
         "It is for first steps: finding words that do not fit, predicting masked words, fine-tuning on small tasks. It "
         "repeats the biases of its text and is not fit for decisions about people.",
-        "## Text",
-        f"{training_data.rstrip('.')}. The weights have the license of electra, Apache 2.0.",
-        *describe_origin(folder),
+        *describe_origin(folder, f"{training_data.rstrip('.')}. The weights have the license of electra, Apache 2.0."),
     ]
     if settings := read_run_settings(folder):
         commands = [

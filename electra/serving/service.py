@@ -108,5 +108,7 @@ def load_service(config: ServeConfig) -> Service:
         raise ConfigError(f"{config.model} has ONNX files only; --backend onnx serves them")
     if config.int8 and not is_onnx:
         raise ConfigError("needs a folder that electra export --to onnx --int8 wrote", field="int8")
+    if config.device == "cuda" and is_onnx:
+        raise ConfigError("is cuda, but ONNX files are computed on the CPU; leave out this flag", field="device")
     model = load_onnx(config.model, config.int8) if is_onnx else load(config.model, config.device)
     return Service(model, config.limits.batch_tokens)
