@@ -1,6 +1,7 @@
 """The HTTP server gives the results of the Python API, to many clients at once, within limits; it stops cleanly."""
 
 import asyncio
+import http.client
 import json
 import random
 import re
@@ -173,7 +174,7 @@ def test_concurrent_requests_are_batched_and_not_mixed_up(server, model):
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/detect", b"{", 422, "not valid JSON"),
+        ("/detect", b'{"texts": ["a}', 422, "not valid JSON: Unterminated string starting at (character 11)"),
         ("/detect", b"[" * 100_000, 400, "parsing the body"),
         ("/detect", b"[]", 422, "must be a JSON object"),
         ("/detect", {"texts": "the cat"}, 422, "texts: "),
@@ -321,6 +322,14 @@ def test_a_server_does_not_fetch_the_libraries_of_the_page(tmp_path, monkeypatch
     asyncio.run(server_module.make_page(None, tmp_path / "model", tmp_path / "page"))
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("fetch them: python -m electra.exporting.node_packages")
+
+
+def test_load_balancers_may_check_health_by_head(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("HEAD", "/health")
+    response = connection.getresponse()
+    assert (response.status, response.read()) == (200, b"")
+    connection.close()
 
 
 def error_message(capsys, *arguments: str) -> str:

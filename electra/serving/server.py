@@ -160,6 +160,7 @@ def add_pages(app: FastAPI, service: Service, name: str) -> None:
     """Add what is read with GET: health, metrics, documentation, and the page of the model at /."""
     health = {"status": "ok", "model": name, "methods": list(service.functions), "version": __version__}
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", summary="Whether the server works, and what its model can do", tags=["server"])
     async def read_health() -> dict[str, Any]:
         return health
@@ -201,7 +202,7 @@ def add_error_handlers(app: FastAPI) -> None:
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            return answer(422, f"the request is not valid JSON: {first['ctx']['error']}")
+            return answer(422, f"the request is not valid JSON: {first['ctx']['error']} (character {first['loc'][-1]})")
         place = ".".join(map(str, first["loc"][1:]))
         if not place:
             return answer(422, "the request must be a JSON object, sent with content-type: application/json")
