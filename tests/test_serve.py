@@ -70,7 +70,7 @@ def test_outputs_that_are_not_finite_are_no_answer(finished_run, call):
 
 
 def test_fill_needs_a_mask_within_the_trained_length(model):
-    with pytest.raises(ConfigError, match=r"the \[MASK\] is after the first 16 tokens"):
+    with pytest.raises(ConfigError, match=r"the \[MASK\] of the text is after the first 16 tokens"):
         model.fill("cat " * 1000 + "[MASK]")
     for text in ("the cat sat", "cat " * 1000):
         with pytest.raises(ConfigError, match=r"the text has no \[MASK\]"):

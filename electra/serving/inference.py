@@ -152,7 +152,8 @@ class Model:
             raise ConfigError(f"is {count}; it must be at least 1", field="count")
         generator = self.electra.require_generator()
         rows = self.tokenize(texts, generator.encoder.config)
-        positions = [self.mask_positions(text, row) for text, row in zip(texts, rows, strict=True)]
+        names = ["the text"] if len(texts) == 1 else [f"text {number}" for number in range(1, len(texts) + 1)]
+        positions = [self.mask_positions(*each) for each in zip(texts, rows, names, strict=True)]
         # the vocabulary logits of a [MASK] take more memory than the states of a token
         sizes = [max(len(row.ids), TOKENS_PER_MASK * len(each)) for row, each in zip(rows, positions, strict=True)]
         masks: dict[int, list[MaskPrediction]] = {}
@@ -171,7 +172,7 @@ class Model:
         names = [self.token_name(token_id) for token_id in ids]
         return MaskPrediction(position, dict(zip(names, [round(each, 4) for each in probabilities], strict=True)))
 
-    def mask_positions(self, text: str, row: TokenizedText) -> list[int]:
+    def mask_positions(self, text: str, row: TokenizedText, name: str) -> list[int]:
         """The positions of the [MASK] tokens; there must be one."""
         mask_id = self.tokenizer.vocabulary.mask_id
         positions = [position for position, token_id in enumerate(row.ids) if token_id == mask_id]
@@ -179,9 +180,9 @@ class Model:
             return positions
         if mask_id in self.tokenizer.library.encode(text).ids:
             raise ConfigError(
-                f"the [MASK] is after the first {len(row.ids)} tokens, which is all the model reads; shorten the text"
+                f"the [MASK] of {name} is after the first {len(row.ids)} tokens, all that the model reads; shorten it"
             )
-        raise ConfigError("the text has no [MASK]; write [MASK] in place of the word to predict")
+        raise ConfigError(f"{name} has no [MASK]; write [MASK] in place of the word to predict")
 
     def embed(
         self,
