@@ -14,7 +14,6 @@ from electra.finetuning.glue import markdown_table
 from electra.model.electra import Electra
 from electra.model.storage import WEIGHTS, has_rtd_head, load_model, load_model_tokenizer, read_tensor_names
 from electra.model.vocabulary_map import VocabularyMap, compute_map
-from electra.objectives.evaluation import roc_auc
 from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
 from electra.pretraining.initialize import unigram_frequencies
 from electra.runfolder import lock_folder, write_file, write_json
@@ -103,7 +102,7 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             model=str(config.model),
             tokens=len(detections.rank),
             replaced_fraction=float(detections.is_replaced.mean()),
-            auc=roc_auc(detections.probability, detections.is_replaced),
+            auc=detections.auc(),
             expected_calibration_error=expected_calibration_error(detections),
             by_position=bins_by_position(detections),
             by_frequency=bins_by_frequency(detections),

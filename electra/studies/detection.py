@@ -37,6 +37,9 @@ class Detections:
     position: NDArray  # [N]
     rank: NDArray  # [N] of the token in the corrupted text, by frequency; the most frequent has 1
 
+    def auc(self) -> float:
+        return roc_auc(self.probability, self.is_replaced)
+
 
 @dataclass(frozen=True)
 class DetectionBin:
