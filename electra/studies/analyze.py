@@ -12,7 +12,16 @@ from electra.data.shards import Shards, open_shards
 from electra.errors import ConfigError
 from electra.finetuning.glue import markdown_table
 from electra.model.electra import Electra
-from electra.model.storage import WEIGHTS, has_rtd_head, load_model, load_model_tokenizer, read_tensor_names
+from electra.model.storage import (
+    WEIGHTS,
+    build_model,
+    has_rtd_head,
+    load_model,
+    load_model_tokenizer,
+    read_model_config,
+    read_tensor_names,
+    read_tensors,
+)
 from electra.model.vocabulary_map import VocabularyMap, compute_map
 from electra.plotting import ErrorBars, Panel, plot_error_bars, plot_panels, plot_token_map
 from electra.pretraining.initialize import unigram_frequencies
@@ -21,6 +30,7 @@ from electra.studies.config import AnalyzeConfig, OutputRecord
 from electra.studies.detection import (
     CalibrationBin,
     DetectionBin,
+    Detections,
     bins_by_frequency,
     bins_by_position,
     calibration_bins,
@@ -36,6 +46,7 @@ from electra.training.hardware import choose_device
 ANALYSIS = "analysis.json"
 NEIGHBORS_SHOWN, LABELLED_TOKENS = 12, 250
 RESIDUAL_ROWS = 64
+DROPOUT = 0.1  # the usual one of fine-tuning
 SUFFIXES = (".png", ".svg")
 
 
@@ -47,6 +58,7 @@ class Analysis:
     tokens: int  # of held-out text
     replaced_fraction: float
     auc: float
+    auc_with_dropout: float  # of the discriminator, with DROPOUT
     expected_calibration_error: float
     by_position: list[DetectionBin]
     by_frequency: list[DetectionBin]
@@ -64,8 +76,9 @@ class Analysis:
 
     def __str__(self) -> str:
         parts = [
-            f"{self.tokens:,} held-out tokens, of which {self.replaced_fraction:.1%} replaced: AUC {self.auc:.3f}, "
-            f"expected calibration error {self.expected_calibration_error:.4f}",
+            f"{self.tokens:,} held-out tokens, of which {self.replaced_fraction:.1%} replaced: AUC {self.auc:.3f} "
+            f"({self.auc_with_dropout:.3f} with a dropout of {DROPOUT}), expected calibration error "
+            f"{self.expected_calibration_error:.4f}",
             "By position in the row:\n\n" + markdown_table(detection_cells("positions", self.by_position)),
             "By frequency of the token:\n\n" + markdown_table(detection_cells("ranks", self.by_frequency)),
             "Calibration:\n\n" + markdown_table(calibration_cells(self.calibration)),
@@ -103,6 +116,7 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             tokens=len(detections.rank),
             replaced_fraction=float(detections.is_replaced.mean()),
             auc=detections.auc(),
+            auc_with_dropout=detect_with_dropout(shards, folder, config).auc(),
             expected_calibration_error=expected_calibration_error(detections),
             by_position=bins_by_position(detections),
             by_frequency=bins_by_frequency(detections),
@@ -116,6 +130,15 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             output=str(config.output),
         )
         return write_analysis(analysis, vocabulary_map, tokens, config.output)
+
+
+def detect_with_dropout(shards: Shards, folder: Path, config: AnalyzeConfig) -> Detections:
+    """Detections of the same text by a discriminator with dropout: whether fine-tuning with dropout would work."""
+    pair = read_model_config(folder).with_dropout(DROPOUT, generator_dropout=0.0)
+    electra = build_model(pair, read_tensors(folder / WEIGHTS), folder / WEIGHTS).float()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return detect_in_held_out_text(electra.to(choose_device(config.device)).train(), shards, folder, config)
 
 
 def map_frequent_tokens(electra: Electra, shards: Shards, count: int) -> tuple[VocabularyMap, list[str]]:
