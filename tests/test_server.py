@@ -116,7 +116,7 @@ def test_models_of_every_kind_of_task_predict(encoder_folder, tmp_path, kind):
         schemas = server.ask("/openapi.json")[1]["components"]["schemas"]
         example_status, _ = server.ask("/predict", schemas["PredictRequest"]["examples"][0])
     assert (status, example_status) == (200, 200)
-    assert [list(result) for result in answer["results"]] == [list(result) for result in expected]
+    assert [list(result) for result in answer["results"]] == [[*result, "is_truncated"] for result in expected]
     assert [result["prediction"] for result in answer["results"]] == [
         pytest.approx(result["prediction"], rel=1e-4) if kind == "regression" else result["prediction"]
         for result in expected
@@ -323,6 +323,12 @@ def test_a_server_does_not_fetch_the_libraries_of_the_page(tmp_path, monkeypatch
     asyncio.run(server_module.make_page(None, tmp_path / "model", tmp_path / "page"))
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("fetch them: python -m electra.exporting.node_packages")
+
+
+def test_predictions_say_whether_the_text_was_truncated(finetuned):
+    with running_server(Service(electra.load(finetuned.output, device="cpu"), batch_tokens=128)) as server:
+        _, answer = server.ask("/predict", {"texts": ["the cat", "the cat " * 100]})
+    assert [each["is_truncated"] for each in answer["results"]] == [False, True]
 
 
 def test_load_balancers_may_check_health_by_head(server):

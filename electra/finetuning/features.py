@@ -25,6 +25,7 @@ from electra.kernels.dispatch import call_without_large_kernels
 from electra.model.storage import read_tensors, write_tensors
 from electra.runfolder import PARTIAL
 
+FORMAT = 2  # of cached features
 LOGITS = "logits.safetensors"
 LOSS_ROWS = 256  # whose logits are padded together
 IGNORED = -100  # target of tokens without a term in the loss
@@ -75,7 +76,7 @@ class Features:
     lengths_a: Tensor  # [sequences] tokens of segment A: [CLS], first text, [SEP]
     sequences: Tensor  # [N, slots] sequences of each row, -1 where it has fewer; empty if each row is one sequence
     labels: Tensor  # [N] or [N, …], the targets of the loss; empty if unknown
-    truncated: Tensor  # [] number of truncated examples
+    is_truncated: Tensor  # [examples] bool
     examples: Tensor = field(default_factory=lambda: torch.empty(0))  # [N] of each row; empty if they are the rows
     offsets: Tensor = field(default_factory=lambda: torch.empty(0))  # [tokens, 2] in the text, where answers need them
     words: Tensor = field(default_factory=lambda: torch.empty(0))  # [words] first token of each word of a tagged text
@@ -162,10 +163,10 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
         columns, counts = [list(chain.from_iterable(windows))], np.array([len(each) for each in windows])
     pieces: list[NDArray] = []
     kept = np.zeros((len(columns[0]), len(columns)), np.int64)  # tokens of each text after truncation
-    truncated = np.zeros(len(columns[0]), bool)
+    is_truncated = np.zeros(len(columns[0]), bool)
     for index, texts in enumerate(zip(*columns, strict=True)):
         kept[index] = truncated_lengths([len(text) for text in texts], max_length - 1 - len(texts))
-        truncated[index] = int(kept[index].sum()) < sum(map(len, texts))
+        is_truncated[index] = int(kept[index].sum()) < sum(map(len, texts))
         pieces.append(cls)
         for text, count in zip(texts, kept[index], strict=True):
             pieces += [text[:count], sep]
@@ -180,7 +181,7 @@ def make_features(examples: Examples, tokenizer: TextTokenizer, max_length: int)
         lengths_a=torch.from_numpy(2 + kept[:, 0]),
         sequences=torch.empty(0) if is_single else torch.from_numpy(sequences),
         labels=torch.empty(0) if examples.labels is None else torch.from_numpy(examples.labels),
-        truncated=torch.tensor(int(np.logical_or.reduceat(truncated, first).sum())),
+        is_truncated=torch.from_numpy(np.logical_or.reduceat(is_truncated, first)),
     )
 
 
@@ -240,7 +241,7 @@ def load_or_make_features(
 
 def features_cache_key(make: Callable, examples: Examples, tokenizer: TextTokenizer, max_length: int) -> str:
     """A hash of everything that features depend on."""
-    settings = (make.__name__, tokenizer.fingerprint, max_length, len(examples), examples.windows)
+    settings = (FORMAT, make.__name__, tokenizer.fingerprint, max_length, len(examples), examples.windows)
     digest = hashlib.sha256(repr(settings).encode())
     for text in (*examples.texts, "", *(examples.texts_b or ())):
         digest.update(text.encode() + b"\0")

@@ -418,7 +418,7 @@ def write_job_outputs(finetuning: FinetuningTask, steps: int, seconds: float) ->
         steps=steps,
         seconds=seconds,
         rows={split: features.num_examples for split, features in splits.items()},
-        truncated={split: int(features.truncated) for split, features in splits.items()},
+        truncated={split: int(features.is_truncated.sum()) for split, features in splits.items()},
         baseline=finetuning.baseline,
         classes=finetuning.kind.class_scores(predicted, dev_labels, task),
         best_epoch=finetuning.best.epoch if finetuning.best else 0,

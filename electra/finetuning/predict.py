@@ -154,16 +154,23 @@ class Predictor:
         else:
             columns = [texts] if texts_b is None else [texts, texts_b]
             values = [dict(zip((task.text, task.text_b), row, strict=False)) for row in zip(*columns, strict=True)]
+        return [prediction for prediction, _ in self.predict_rows(values)]
+
+    def predict_rows(self, values: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], bool]]:
+        """The prediction for each row, and whether its text was truncated."""
         rows = [Row(number, row) for number, row in enumerate(values, start=1)]
         if not rows:
             return []
-        examples = replace(parse_examples(task, "texts", rows, has_labels=False), rows=rows)
-        return list(self.kind.columns(task, self.compute_outputs(examples)))
+        examples = replace(parse_examples(self.task, "texts", rows, has_labels=False), rows=rows)
+        outputs = self.compute_outputs(examples)
+        assert outputs.features is not None
+        is_truncated = outputs.features.is_truncated.tolist()
+        return list(zip(self.kind.columns(self.task, outputs), is_truncated, strict=True))
 
     def compute_outputs(self, examples: Examples) -> Outputs:
         """The logits of examples, averaged over the models."""
         features = self.kind.make_features(replace(examples, labels=None), self.tokenizer, self.length)
-        self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.truncated)
+        self.rows, self.truncated = self.rows + len(examples), self.truncated + int(features.is_truncated.sum())
         logits = compute_logits(
             self.mean_logits,
             features.to(self.device),

@@ -254,7 +254,7 @@ def make_windows(examples: Examples, tokenizer: TextTokenizer, max_length: int) 
         lengths_a=torch.tensor(lengths_a),
         sequences=torch.empty(0),
         labels=torch.empty(0) if labels is None else torch.tensor(targets),
-        truncated=torch.tensor(sum(len(question) > max_question for question in questions)),
+        is_truncated=torch.tensor([len(question) > max_question for question in questions]),
         examples=torch.tensor(rows),
         offsets=torch.from_numpy(np.concatenate(offsets)),
     )

@@ -275,7 +275,7 @@ def make_tag_features(examples: Examples, tokenizer: TextTokenizer, max_length: 
         lengths_a=row_lengths.clone(),  # stored tensors must not share memory
         sequences=torch.empty(0),
         labels=functional.pad(padded, (1, end), value=IGNORED),  # as wide as the longest batch
-        truncated=torch.tensor(0),
+        is_truncated=torch.zeros(len(examples), dtype=torch.bool),
         examples=torch.tensor(windows),
         words=torch.from_numpy(np.concatenate(first_tokens)),
     )

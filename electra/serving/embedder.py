@@ -50,7 +50,7 @@ class Embedder:
         if not texts:
             return np.empty((0, self.dimensions), np.float32)
         features = make_features(Examples(texts=texts), self.tokenizer, self.length)
-        self.truncated += int(features.truncated)
+        self.truncated += int(features.is_truncated.sum())
         vectors = compute_logits(
             self.pooled_states,
             features.to(self.device),

@@ -65,7 +65,7 @@ class Service:
 
     def predict(self, rows: list[dict[str, Any]], option: None) -> list[Any]:
         assert isinstance(self.model, Predictor)
-        return self.model.predict(rows)
+        return [prediction | {"is_truncated": each} for prediction, each in self.model.predict_rows(rows)]
 
     def rows_of_texts(self, texts: list[str]) -> list[dict[str, Any]]:
         """Rows of a task that has one text, or words, in each."""
