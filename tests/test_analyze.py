@@ -23,9 +23,9 @@ from electra.studies.detection import (
     bins_by_position,
     calibration_bins,
     expected_calibration_error,
+    residual_ratios,
 )
 from electra.studies.few_shot import few_shot_splits
-from electra.studies.residual import residual_ratios
 
 
 @pytest.fixture

@@ -144,3 +144,10 @@ def test_the_code_in_the_card_of_an_onnx_folder_runs(finished_run, tmp_path):
     [logits] = run_python_blocks(card, tmp_path / "onnx")["outputs"]
     assert logits.shape == (1, len(electra.load(finished_run, device="cpu").detect("A text.").tokens))
     assert read_json(tmp_path / "onnx/config.json")["architectures"] == ["ElectraForPreTraining"]
+
+
+def test_the_card_says_what_the_logits_of_a_discriminator_mean(finished_run, modern_folder, tmp_path):
+    """Two for each token in the modern style, whose class is ModernBertForTokenClassification."""
+    for name, model, meaning in (("classic", finished_run, "The sigmoid"), ("modern", modern_folder, "The softmax")):
+        electra.export(model=model, output=tmp_path / name)
+        assert meaning in read_card(tmp_path / name)[1]

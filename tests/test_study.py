@@ -132,14 +132,14 @@ def test_equal_settings_are_one_run(study_config, shards, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("compare", (), "give both or neither"),
-        ("styles", ("x",), "give both or neither"),
+        ("compare", (), "needs --settings, and no other study"),
+        ("styles", ("x",), "needs --settings, and no other study"),
         ("compare", ("weight_decay=0.1",), "write a name, then KEY=VALUE"),
         ("compare", ("x", "weight_decoy=0.1"), "did you mean weight_decay"),
         ("compare", ("x", "weight_decay=much"), "it must be a number"),
         ("compare", ("x", "weight_decay=0.1", "weight_decay=0.2"), "has weight_decay twice"),
-        ("compare", ("x", "y", "seed=3"), "all runs of a study have in common"),
-        ("compare", ("x", "y", "steps=10"), "all runs of a study have in common"),
+        ("compare", ("x", "y", "seed=3"), "sets for all runs"),
+        ("compare", ("x", "y", "steps=10"), "sets for all runs"),
     ],
 )
 def test_unusable_settings_are_errors(study_config, name, settings, message):

@@ -34,8 +34,7 @@ PIPELINES = {  # Hugging Face's name of what a model does, if it has one
     "MultipleChoice": "multiple-choice",
 }
 MEANINGS = {
-    "discriminator": "For every token it predicts whether the token was replaced (replaced token detection): the "
-    "sigmoid of `logits` is the probability.",
+    "discriminator": "For every token it predicts whether the token was replaced (replaced token detection).",
     "generator": "It predicts the tokens at [MASK].",
     "encoder": "It computes a hidden state for every token; their mean is the embedding of a text.",
     "SequenceClassification": "`logits` has a score for each class, in the order of `id2label` in config.json, or the "
@@ -50,6 +49,10 @@ MEANINGS = {
     "and `end_transitions` those of a CRF over the words, whose first tokens count; the tags are the path with the "
     "highest sum. `electra serve` and `electra.load(…).predict` find it.",
 }
+RTD_LOGITS = {  # by style
+    "classic": "The sigmoid of a token's logit is the probability that it was replaced.",
+    "modern": "The softmax of a token's two logits has the probabilities that it is original and that it was replaced.",
+}
 CARRIED_SECTIONS = ("Text", "Pre-training")  # from the card of a model that is exported or was fine-tuned
 MAX_FILES = 5  # of a corpus that are named
 
@@ -59,6 +62,8 @@ def write_card(source: ExportSource, folder: Path, config: ExportConfig) -> None
     encoder, is_onnx = source.encoder.config, config.to == "onnx"
     size = f"{source.count_parameters():,} parameters, {format_count(encoder.layers, 'layer')} of width {encoder.width}"
     meaning = MEANINGS.get(source.decoding or source.purpose, "")
+    if source.purpose == "discriminator":
+        meaning = f"{meaning} {RTD_LOGITS[encoder.style]}"
     about = f"`{source.class_name}` of {size}; texts of up to {source.length:,} tokens."
     parts = [
         metadata(source, is_onnx),

@@ -248,7 +248,10 @@ def write_prediction_files(predictor: Predictor, path: Path, folder: Path, overw
     assert make_files is not None
     rows = folder.absolute().with_name(f".{folder.name}.rows{PARTIAL}")
     check_output_folder(folder, rows, overwrite)
-    columns = lambda *outputs: ({FILES: files} for files in make_files(*outputs))  # noqa: E731 (of write_predictions)
+
+    def columns(task: Task, outputs: Outputs) -> Iterator[dict[str, Any]]:
+        return ({FILES: files} for files in make_files(task, outputs))
+
     try:
         write_predictions(predictor, path, rows, columns, JsonWriter)
         is_new = is_missing_or_empty(folder)

@@ -31,15 +31,16 @@ from electra.studies.detection import (
     CalibrationBin,
     DetectionBin,
     Detections,
+    LayerRatios,
     bins_by_frequency,
     bins_by_position,
     calibration_bins,
     detect_in_held_out_text,
     expected_calibration_error,
     held_out_batches,
+    residual_ratios,
 )
 from electra.studies.few_shot import FewShotPoint, few_shot_curve
-from electra.studies.residual import LayerRatios, residual_ratios
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 

@@ -57,7 +57,7 @@ class StudyConfig:
     settings: tuple[str, ...] = ()
     """With compare: names of settings, each followed by KEY=VALUE for those of electra pretrain that differ from its
     defaults: default decay weight_decay=0.1 both weight_decay=0.1 mask_fraction=0.25. The others are compared with the
-    first. Of a list, each element is a word: phases=fraction=0.9 phases=fraction=0.1,length=256."""
+    first. Repeat the key for each element of a list: phases=fraction=0.9 phases=fraction=0.1,length=256."""
     budget: BudgetConfig
     seeds: int = 1
     """Number of pre-training runs with each setting, with seeds 0, 1, …"""
@@ -89,7 +89,7 @@ class StudyConfig:
         check_range(self, "seeds", "finetuning_seeds", at_least=1)
         check_range(self, "probe_rows", at_least=20)
         if (self.name == "compare") != bool(self.settings):
-            raise ConfigError("--settings names the settings of electra study compare; give both or neither")
+            raise ConfigError("electra study compare needs --settings, and no other study takes it")
         for name in ("pretraining", "finetuning"):
             for word in getattr(self, name):
                 if "=" not in word:

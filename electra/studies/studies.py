@@ -176,7 +176,7 @@ def find_study(config: StudyConfig) -> Study:
     if config.name != "compare":
         return STUDIES[config.name]
     by_label = parse_named_settings(PretrainConfig, config.settings)
-    for name in {name for settings in by_label.values() for name in settings if name in SET_BY_STUDY}:
-        raise ConfigError(f"has {name}, which all runs of a study have in common; set it by a flag", field="settings")
+    for name in (name for settings in by_label.values() for name in settings if name in SET_BY_STUDY):
+        raise ConfigError(f"has {name}, which electra study sets for all runs; leave it out", field="settings")
     settings = [StudySetting(label, settings) for label, settings in by_label.items()]
     return Study(question="Which settings are best?", source="", settings=settings)
