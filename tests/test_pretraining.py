@@ -521,3 +521,23 @@ def test_held_out_rows_that_do_not_fit_into_memory_are_evaluated_in_smaller_batc
     monkeypatch.setattr(evaluation, "evaluate_batch", lambda *arguments: limited(None, SimpleNamespace(num_rows=9)))
     with pytest.raises(torch.OutOfMemoryError):
         task.evaluate()
+
+
+@pytest.mark.parametrize("sharing", ["embeddings", "all"])
+def test_the_generator_may_have_its_own_learning_rate(run_config, sharing):
+    def weights(name: str, **settings) -> dict[str, torch.Tensor]:
+        config = run_config(name, steps=1, warmup=0, weight_decay=0, sharing=sharing, **settings)
+        pretrain(config)
+        return {name: value.detach() for name, value in load_model(find_model_folder(config.output)).named_parameters()}
+
+    initial, usual, halved = weights("a", learning_rate=1e-30), weights("b"), weights("c", generator_lr_scale=0.5)
+    changed = [name for name in initial if not torch.equal(usual[name], initial[name])]
+    ratios = {
+        name: float((halved[name] - initial[name]).norm() / (usual[name] - initial[name]).norm()) for name in changed
+    }
+    own = [name for name in changed if ratios[name] != pytest.approx(1, rel=1e-3)]
+    assert [ratios[name] for name in own] == pytest.approx([0.5] * len(own), rel=1e-3)
+    assert all(name.startswith("generator.") for name in own)
+    assert any(".layers." in name for name in own) == (sharing == "embeddings")
+    assert any("head" in name for name in own)
+    assert not any("embeddings.word" in name for name in own)

@@ -89,15 +89,15 @@ def compared_runs(config: StudyConfig) -> list[StudyRun]:
 
 
 def test_runs_of_own_settings_are_named_by_what_differs(study_config):
-    words = ("default", "decay", "weight-decay=0.1", "same", "weight_decay=0.01")
+    words = ("default", "decay", "weight-decay=0.3", "same", "weight_decay=0.1")
     runs = compared_runs(study_config("compare", settings=words))
     assert [run.setting.label for run in runs] == ["default", "decay", "same"]
     assert [run.name for run in runs] == [
         "rtd_steps-4_seed-0",  # that of the other studies
-        "rtd_weight-decay-0.1_steps-4_seed-0",
+        "rtd_weight-decay-0.3_steps-4_seed-0",
         "rtd_steps-4_seed-0",  # the default of the recipe
     ]
-    assert runs[1].config.optimizer.weight_decay == 0.1
+    assert runs[1].config.optimizer.weight_decay == 0.3
 
 
 def test_own_settings_may_depend_on_each_other(study_config):

@@ -206,6 +206,13 @@ class Electra(nn.Module):
     def encoders(self) -> list[Encoder]:
         return [module for module in self.modules() if isinstance(module, Encoder)]
 
+    def generator_parameters(self) -> set[str]:
+        """The names of parameters that only the generator has."""
+        others = set() if self.discriminator is None else set(self.discriminator.parameters())
+        return {
+            name for name, value in self.named_parameters() if name.startswith("generator.") and value not in others
+        }
+
     def require_generator(self) -> Generator:
         if self.generator is None:
             raise ConfigError(

@@ -43,7 +43,8 @@ FAST: dict[str, Any] = {
     "optimizer": "muon",  # leaves the plateau of token frequencies several times sooner than adamw
     "schedule": "linear",
     "warmup": 0.1,  # post-norm layers do not recover from large updates at the start
-    "weight_decay": 0.01,
+    "weight_decay": 0.1,  # with 0.01, the outputs of post-norm layers outgrow the residuals in long runs
+    "embedding_weight_decay": 0.01,
     "mask_token_probability": 1.0,
     "mask_count": "released",
     "packing": "packed",  # no padding

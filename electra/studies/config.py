@@ -23,7 +23,7 @@ class StudyConfig:
     orderings, are larger than the noise.
 
     electra study objectives --data shards/ --glue glue/ --minutes 3 --seeds 2 --output study/
-    electra study compare --settings default decay weight_decay=0.1 --data shards/ --minutes 3 --output study/
+    electra study compare --settings default decay weight_decay=0.3 --data shards/ --minutes 3 --output study/
 
     Runs are those of electra pretrain, in the folder runs of --output, named by their settings: several studies with
     one --output share them. An interrupted command continues when it is repeated; finished runs and fine-tunings are
@@ -56,7 +56,7 @@ class StudyConfig:
     by losses on held-out text."""
     settings: tuple[str, ...] = ()
     """With compare: names of settings, each followed by KEY=VALUE for those of electra pretrain that differ from its
-    defaults: default decay weight_decay=0.1 both weight_decay=0.1 mask_fraction=0.25. The others are compared with the
+    defaults: default decay weight_decay=0.3 both weight_decay=0.3 mask_fraction=0.25. The others are compared with the
     first. Repeat the key for each element of a list: phases=fraction=0.9 phases=fraction=0.1,length=256."""
     budget: BudgetConfig
     seeds: int = 1

@@ -37,7 +37,9 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Decoupled weight decay; not applied to biases and normalization weights."""
     embedding_weight_decay: float | None = None
-    """Weight decay of embeddings, their projection and heads; default as --weight-decay."""
+    """Weight decay of embeddings, their projection and heads; unless the recipe sets it, as --weight-decay."""
+    generator_lr_scale: float = 1.0
+    """Multiplies the learning rate of the generator's own parameters, those that the discriminator does not share."""
     beta1: float = 0.9
     """Adam: decay rate of the mean of gradients."""
     beta2: float = 0.999
@@ -50,7 +52,7 @@ class OptimizerConfig:
     """Clip the norm of all gradients to this value; 0: no clipping."""
 
     def __post_init__(self) -> None:
-        check_range(self, "learning_rate", "epsilon", above=0)
+        check_range(self, "learning_rate", "generator_lr_scale", "epsilon", above=0)
         check_range(self, "warmup", "weight_decay", "embedding_weight_decay", "max_grad_norm", at_least=0)
         check_range(self, "beta1", "beta2", "momentum", at_least=0, below=1)
         check_range(self, "decay_fraction", at_least=0, at_most=1)
