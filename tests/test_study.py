@@ -19,6 +19,7 @@ from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.finetuning.probe_results import Estimate
 from electra.runfolder import read_json
+from electra.studies import command as command_module
 from electra.studies import runs as runs_module
 from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
@@ -124,7 +125,7 @@ def test_equal_settings_are_one_run(study_config, shards, monkeypatch):
     monkeypatch.setattr(runs_module, "pretrain", lambda config: trained.append(config.output.name))
     config = study_config("compare", settings=("a", "b"))
     runs = compared_runs(config)
-    train_runs(runs, open_shards(shards), config)
+    assert [error for _, error in train_runs(runs, open_shards(shards), config)] == [None]
     assert trained == ["rtd_steps-4_seed-0"]
     assert estimate_study(runs, open_shards(shards), 0).runs == 1
 
@@ -305,7 +306,7 @@ def test_each_gpu_has_one_run_at_a_time(study_config, monkeypatch, tmp_path):
 
     monkeypatch.setattr(runs_module, "start_run", start)
     runs = plan_runs(STUDIES["objectives"], study_config("objectives"))
-    errors = train_on_gpus(runs, ["0", "1"], tmp_path)
+    errors = {run.name: error for run, error in train_on_gpus(runs, ["0", "1"], tmp_path) if error}
     assert [name for name, _ in started] == [run.name for run in runs]
     assert [gpu for _, gpu in started] == ["0", "1", "1", "1", "1"]
     assert errors == {"electra-15_steps-4_seed-0": "electra pretrain ended with exit code 3"}
@@ -320,7 +321,7 @@ def test_runs_on_gpus_are_stopped_and_awaited(study_config, monkeypatch, tmp_pat
 
     monkeypatch.setattr(runs_module.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        train_on_gpus(plan_runs(STUDIES["styles"], study_config()), ["0"], tmp_path)
+        list(train_on_gpus(plan_runs(STUDIES["styles"], study_config()), ["0"], tmp_path))
     assert process.returncode == -15
 
 
@@ -330,8 +331,38 @@ def test_a_process_per_run_trains_as_the_study_itself(study_config, shards, tmp_
     config = study_config()
     [first, *_] = plan_runs(STUDIES["styles"], config)
     config.output.mkdir()
-    assert train_on_gpus([first], [""], config.output) == {}
+    assert list(train_on_gpus([first], [""], config.output)) == [(first, None)]
     assert first.is_finished(open_shards(shards))
+
+
+def test_each_run_is_measured_when_it_ends(study_config, monkeypatch):
+    events, train, measure = [], runs_module.pretrain, command_module.measure_runs
+
+    def pretrain(config):
+        events.append(config.output.name)
+        return train(config)
+
+    def measure_runs(runs, *arguments):
+        events.append([run.name for run in runs])
+        return measure(runs, *arguments)
+
+    monkeypatch.setattr(runs_module, "pretrain", pretrain)
+    monkeypatch.setattr(command_module, "measure_runs", measure_runs)
+    config = study_config()
+    study(config)
+    first, second = (run.name for run in plan_runs(STUDIES["styles"], config))
+    assert events == [first, [first], second, [second], [first, second]]
+
+
+def test_the_weights_of_measured_runs_may_be_deleted(study_config):
+    config = study_config()
+    before = study(config)
+    weights = list((config.output / "runs").glob("*/checkpoints/*/*.safetensors"))
+    assert len(weights) == 4  # the model and the state of the optimizer, of two runs
+    for path in weights:
+        path.unlink()
+    assert study(config).settings == before.settings
+    assert [len(each.runs) for each in study(study_config(seeds=2)).settings] == [2, 2]
 
 
 @pytest.mark.slow

@@ -28,11 +28,21 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     check_probe(config)
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
         record.write(config.output)
-        failed = train_runs(runs, shards, config)
-        finished = [run for run in runs if run.is_finished(shards)]
-        if finished:
-            failed |= measure_runs(finished, shards, config)
+        failed = train_and_measure(runs, shards, config)
         return summarize(config, study, runs, shards, failed)
+
+
+def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
+    """Train the runs, and measure each when it ends or, if several are trained at the same time, all of them at the
+    end; returns errors by name."""
+    failed = {}
+    for run, error in train_runs(runs, shards, config):
+        if error is not None:
+            failed[run.name] = error
+        elif not config.parallel:
+            failed |= measure_runs([run], shards, config)
+    finished = [run for run in runs if run.is_finished(shards)]
+    return failed | (measure_runs(finished, shards, config) if finished else {})
 
 
 def summarize(

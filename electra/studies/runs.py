@@ -170,32 +170,32 @@ def estimate_study(runs: list[StudyRun], shards: Shards, finetunings_per_run: in
     )
 
 
-def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
-    """Train the runs that are not finished; returns the errors of those that failed, by name."""
+def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> Iterator[tuple[StudyRun, str | None]]:
+    """Train the runs that are not finished; yields each when it ends, with its error if it failed."""
     pending = [run for run in without_repetition(runs) if not run.is_finished(shards)]
     for run in pending:
         plan_and_check_phases(run.config, shards)  # raises before anything is trained
     if choose_device(config.device).type == "cuda":
-        return train_on_gpus(pending, visible_gpus() if config.parallel else visible_gpus()[:1], config.output)
-    errors = {}
+        yield from train_on_gpus(pending, visible_gpus() if config.parallel else visible_gpus()[:1], config.output)
+        return
     for number, run in enumerate(pending, start=1):
         print(f"run {number} of {len(pending)}: {run.name}", file=sys.stderr, flush=True)
+        error, code = None, 0
         try:
-            result = pretrain(run.config)
-        except TrainingError as error:
-            errors[run.name] = str(error)
-            continue
-        if code := getattr(result, "exit_code", 0):
+            code = getattr(pretrain(run.config), "exit_code", 0)
+        except TrainingError as failure:
+            error = str(failure)
+        if code:
             print(f"stopped; {CONTINUE}", file=sys.stderr)
             sys.exit(code)
-    return errors
+        yield run, error
 
 
-def train_on_gpus(runs: list[StudyRun], gpus: list[str], output: Path) -> dict[str, str]:
-    """Train each run in a process of its own, at most one on each GPU.
+def train_on_gpus(runs: list[StudyRun], gpus: list[str], output: Path) -> Iterator[tuple[StudyRun, str | None]]:
+    """Train each run in a process of its own, at most one on each GPU; yields each with its error when it ends.
 
     One process cannot train all of them: torch compiles a function for a few models only and then runs it eagerly."""
-    pending, errors = list(runs), dict[str, str]()
+    pending = list(runs)
     active: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]] = {}
     with stop_processes_on_error(active), ExitStack() as logs:
         while pending or active:
@@ -208,8 +208,7 @@ def train_on_gpus(runs: list[StudyRun], gpus: list[str], output: Path) -> dict[s
             for gpu, (run, process) in list(active.items()):
                 if (code := process.poll()) is not None:
                     del active[gpu]
-                    errors |= {run.name: f"electra pretrain ended with exit code {code}"} if code else {}
-    return errors
+                    yield run, f"electra pretrain ended with exit code {code}" if code else None
 
 
 def open_log(output: Path, run: StudyRun) -> IO[bytes]:
