@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 from kills import killed
 from synthetic import write_glue
 
@@ -20,6 +21,7 @@ from electra.errors import ConfigError, DataError
 from electra.finetuning.probe_results import Estimate
 from electra.runfolder import read_json
 from electra.studies import command as command_module
+from electra.studies import measures as measures_module
 from electra.studies import runs as runs_module
 from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
@@ -342,9 +344,9 @@ def test_each_run_is_measured_when_it_ends(study_config, monkeypatch):
         events.append(config.output.name)
         return train(config)
 
-    def measure_runs(runs, *arguments):
+    def measure_runs(runs, config):
         events.append([run.name for run in runs])
-        return measure(runs, *arguments)
+        return measure(runs, config)
 
     monkeypatch.setattr(runs_module, "pretrain", pretrain)
     monkeypatch.setattr(command_module, "measure_runs", measure_runs)
@@ -352,6 +354,19 @@ def test_each_run_is_measured_when_it_ends(study_config, monkeypatch):
     study(config)
     first, second = (run.name for run in plan_runs(STUDIES["styles"], config))
     assert events == [first, [first], second, [second], [first, second]]
+
+
+def test_measures_for_a_gpu_are_computed_in_a_process_of_their_own(study_config, monkeypatch, tmp_path):
+    probe = {
+        "glue": str(write_glue(tmp_path / "glue", rows=20)),
+        "tasks": ("rte",),
+        "finetuning": ("epochs=1", "length=16"),
+    }
+    expected = study(study_config(**probe))
+    monkeypatch.setattr(measures_module, "choose_device", lambda device: torch.device("cuda"))
+    shutil.rmtree(tmp_path / "out" / "fixed-rtd")
+    (tmp_path / "out" / "probe.jsonl").unlink()
+    assert study(study_config(**probe)).settings == expected.settings
 
 
 def test_the_weights_of_measured_runs_may_be_deleted(study_config):

@@ -11,14 +11,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from electra.finetuning.job import Job, JobResult
 from electra.runfolder import lock_file
 from electra.signals import clean_up_on_stop_signals
 from electra.training.hardware import choose_device
+
+Result = TypeVar("Result")
 
 CONTINUE = "run the same command to continue"
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
@@ -91,6 +93,17 @@ def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             print(f"stopped; {CONTINUE}", file=sys.stderr)
         raise
+
+
+def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of a function in a process of its own, which ends with its use of the GPU: a process that has been a
+    client of MPS cannot use the GPU after MPS has ended."""
+    with starting_workers():
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), init_worker)
+    with pool, stop_workers_on_error(pool):
+        with starting_workers():
+            future = pool.submit(function, *arguments)
+        return future.result()
 
 
 def run_in_worker(job: Job) -> tuple[Job, JobResult]:

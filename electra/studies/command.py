@@ -40,9 +40,9 @@ def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig)
         if error is not None:
             failed[run.name] = error
         elif not config.parallel:
-            failed |= measure_runs([run], shards, config)
+            failed |= measure_runs([run], config)
     finished = [run for run in runs if run.is_finished(shards)]
-    return failed | (measure_runs(finished, shards, config) if finished else {})
+    return failed | (measure_runs(finished, config) if finished else {})
 
 
 def summarize(

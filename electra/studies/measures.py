@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.config import build_config
-from electra.data.shards import Shards
+from electra.data.shards import Shards, open_shards
 from electra.finetuning.config import ProbeConfig
 from electra.finetuning.probe import parse_settings, run_probe
 from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
 from electra.finetuning.tasks import get_glue_task, read_split_rows
+from electra.finetuning.workers import call_in_process
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
 from electra.reporting.runs import Run, read_run
@@ -20,6 +21,7 @@ from electra.runfolder import is_missing_or_empty
 from electra.studies.config import StudyConfig
 from electra.studies.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, read_fixed_rtd
 from electra.studies.runs import StudyRun
+from electra.training.hardware import choose_device
 
 PROBE = "probe.jsonl"
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # metrics of `read_fixed_rtd`
@@ -81,9 +83,14 @@ def check_probe(config: StudyConfig) -> None:
             next(read_split_rows(get_glue_task(name, config.glue), "train"))
 
 
-def measure_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
+def measure_runs(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
     """Compute the measures of finished runs that are missing; returns the errors of fine-tunings that failed."""
-    rows = find_corrupted_rows(runs, config)
+    on_gpu = choose_device(config.device).type == "cuda"
+    return call_in_process(measure_here, runs, config) if on_gpu else measure_here(runs, config)
+
+
+def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
+    rows, shards = find_corrupted_rows(runs, config), open_shards(config.data)
     if rows is not None:
         for run in runs:
             measure_fixed_rtd(run, rows, shards, config)
