@@ -17,7 +17,7 @@ from synthetic import write_glue
 from electra.cli import main
 from electra.config import build_config
 from electra.data.shards import open_shards
-from electra.errors import ConfigError, DataError
+from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.probe_results import Estimate
 from electra.runfolder import read_json
 from electra.studies import command as command_module
@@ -356,6 +356,30 @@ def test_each_run_is_measured_when_it_ends(study_config, monkeypatch):
     assert events == [first, [first], second, [second], [first, second]]
 
 
+def test_a_run_that_was_not_measured_before_a_break_is_measured_first(study_config, monkeypatch, tmp_path):
+    def interrupt(runs, config):
+        raise KeyboardInterrupt
+
+    whole, config = study(study_config(output=tmp_path / "whole")), study_config()
+    with monkeypatch.context() as patched:
+        patched.setattr(command_module, "measure_runs", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            study(config)
+    assert [each.fixed_rtd_loss for each in study(config).settings] == [each.fixed_rtd_loss for each in whole.settings]
+
+
+def test_a_killed_measuring_process_does_not_end_the_study(study_config, monkeypatch):
+    def killed(runs, config):
+        raise TrainingError("killed")
+
+    monkeypatch.setattr(command_module, "measure_runs", killed)
+    config = study_config()
+    result = study(config)
+    assert result.failed == {"measures": "killed"}
+    assert result.missing == []
+    assert all(run.is_finished(open_shards(config.data)) for run in plan_runs(STUDIES["styles"], config))
+
+
 def test_measures_for_a_gpu_are_computed_in_a_process_of_their_own(study_config, monkeypatch, tmp_path):
     probe = {
         "glue": str(write_glue(tmp_path / "glue", rows=20)),
@@ -364,6 +388,7 @@ def test_measures_for_a_gpu_are_computed_in_a_process_of_their_own(study_config,
     }
     expected = study(study_config(**probe))
     monkeypatch.setattr(measures_module, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(measures_module, "run_probe", lambda *arguments: pytest.fail("in this process"))
     shutil.rmtree(tmp_path / "out" / "fixed-rtd")
     (tmp_path / "out" / "probe.jsonl").unlink()
     assert study(study_config(**probe)).settings == expected.settings

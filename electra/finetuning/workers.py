@@ -78,14 +78,14 @@ def default_gpu_workers(has_mps: bool) -> int:
 
 
 @contextmanager
-def stop_workers_on_error(pool: ProcessPoolExecutor) -> Iterator[None]:
+def stop_workers_on_error(
+    pool: ProcessPoolExecutor, advice: str = ", with fewer --workers if necessary"
+) -> Iterator[None]:
     """After an error in one job or in this process, let the other jobs save checkpoints, and wait for them."""
     try:
         yield
     except BrokenProcessPool:
-        raise TrainingError(
-            f"a worker process was killed, perhaps out of memory; {CONTINUE}, with fewer --workers if necessary"
-        ) from None
+        raise TrainingError(f"a worker process was killed, perhaps out of memory; {CONTINUE}{advice}") from None
     except BaseException as error:
         for worker in list((pool._processes or {}).values()):
             worker.terminate()  # SIGTERM: the trainer saves a checkpoint and exits
@@ -100,10 +100,15 @@ def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:
     client of MPS cannot use the GPU after MPS has ended."""
     with starting_workers():
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), init_worker)
-    with pool, stop_workers_on_error(pool):
+    with pool, stop_workers_on_error(pool, advice=""):
         with starting_workers():
-            future = pool.submit(function, *arguments)
+            future = pool.submit(call_with_clean_up, function, *arguments)
         return future.result()
+
+
+def call_with_clean_up(function: Callable[..., Result], *arguments: Any) -> Result:
+    with clean_up_on_stop_signals():
+        return function(*arguments)
 
 
 def run_in_worker(job: Job) -> tuple[Job, JobResult]:

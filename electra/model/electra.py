@@ -207,8 +207,9 @@ class Electra(nn.Module):
         return [module for module in self.modules() if isinstance(module, Encoder)]
 
     def generator_parameters(self) -> set[str]:
-        """The names of parameters that only the generator has."""
-        others = set() if self.discriminator is None else set(self.discriminator.parameters())
+        """The names of parameters that only the generator trains. A `base` gets no gradient in a discriminator."""
+        named = () if self.discriminator is None else self.discriminator.named_parameters()
+        others = {value for name, value in named if ".base." not in name}
         return {
             name for name, value in self.named_parameters() if name.startswith("generator.") and value not in others
         }

@@ -1,7 +1,7 @@
 """`electra study`: train the runs of a study, measure them, and write its table, figure and verdicts."""
 
 from electra.data.shards import Shards, open_shards
-from electra.errors import DataError
+from electra.errors import DataError, TrainingError
 from electra.finetuning.probe import FOLDS, SLICED_TASKS
 from electra.runfolder import lock_folder
 from electra.signals import explain_stop
@@ -36,13 +36,22 @@ def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig)
     """Train the runs, and measure each when it ends or, if several are trained at the same time, all of them at the
     end; returns errors by name."""
     failed = {}
+    measure_finished(runs, shards, config)  # those of an interrupted command, in the same order as without a break
     for run, error in train_runs(runs, shards, config):
         if error is not None:
             failed[run.name] = error
         elif not config.parallel:
-            failed |= measure_runs([run], config)
+            measure_finished([run], shards, config)
+    return failed | measure_finished(runs, shards, config)  # what failed is tried once more
+
+
+def measure_finished(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
+    """Compute missing measures of those runs that are finished; returns errors by name."""
     finished = [run for run in runs if run.is_finished(shards)]
-    return failed | (measure_runs(finished, config) if finished else {})
+    try:
+        return measure_runs(finished, config) if finished else {}
+    except TrainingError as error:  # the process that measures was killed
+        return {"measures": str(error)}
 
 
 def summarize(

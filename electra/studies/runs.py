@@ -233,10 +233,11 @@ def stop_processes_on_error(active: "dict[str, tuple[StudyRun, subprocess.Popen[
     """After an error or a signal, let all runs save a checkpoint, and wait for them."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for _, process in active.values():
             process.terminate()
         for _, process in active.values():
             process.wait()
-        print(f"stopped; {CONTINUE}", file=sys.stderr)
+        if not isinstance(error, GeneratorExit):  # an error elsewhere, which has its own message
+            print(f"stopped; {CONTINUE}", file=sys.stderr)
         raise

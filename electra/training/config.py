@@ -39,7 +39,7 @@ class OptimizerConfig:
     embedding_weight_decay: float | None = None
     """Weight decay of embeddings, their projection and heads; unless the recipe sets it, as --weight-decay."""
     generator_lr_scale: float = 1.0
-    """Multiplies the learning rate of the generator's own parameters, those that the discriminator does not share."""
+    """Multiplies the learning rate of parameters that only the generator trains, not those that it shares."""
     beta1: float = 0.9
     """Adam: decay rate of the mean of gradients."""
     beta2: float = 0.999
