@@ -428,7 +428,17 @@ def test_a_small_corpus_holds_out_a_hundred_documents_or_a_tenth(text, documents
     assert result.documents["validation"] == pytest.approx(expected, abs=25 if documents == 30_000 else 0)
 
 
-def test_the_validation_fraction_is_estimated_from_the_first_shard(text):
+def test_the_validation_fraction_is_estimated_from_several_files(text):
+    """Long documents at the start, such as books before articles, do not make a large corpus a small one."""
+    for number in range(1, FILES):
+        (text / f"{number}.txt").write_text("\n\n".join(f"word {number} {document}" for document in range(30_000)))
+    (text / "0.txt").write_text("\n\n".join(f"book {number} " + "long " * 4000 for number in range(20)))
+    result = shard(config(text, validation_fraction=None, shard_megabytes=0.1))
+    share = result.documents["validation"] / sum(result.documents.values())
+    assert share == pytest.approx(0.005, rel=0.3)
+
+
+def test_the_validation_fraction_of_several_shards_is_estimated(text):
     for file in range(FILES):
         (text / f"{file}.txt").write_text("\n\n".join(f"word {file} {number}" for number in range(500)))
     result = shard(config(text, validation_fraction=None))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -33,6 +34,7 @@ from electra.data.files import (
 from electra.errors import ConfigError, DataError
 
 BLOCK_BYTES = 1 << 20
+SAMPLED_FILES = 16
 """Bytes of text that are read at a time."""
 MAX_DOCUMENT_BYTES = 16 << 20
 """A longer document is cut at spaces into documents of at most this size."""
@@ -142,12 +144,28 @@ class Corpus:
     def read_file_blocks(self) -> Iterator[Block]:
         """The blocks of all files in order, blank ones included."""
         for file in self.files:
-            with open_streams(file) as (decompressed, raw):
-                if file.format == ".parquet":
-                    blocks = read_parquet_blocks(file, decompressed, raw, self.config.text_field)
-                else:
-                    blocks = read_text_blocks(file, decompressed, raw, self.config)
-                yield from limit_expansion(file.path, blocks, len)
+            yield from self.read_blocks_of_file(file)
+
+    def read_blocks_of_file(self, file: TextFile) -> Generator[Block, None, None]:
+        with open_streams(file) as (decompressed, raw):
+            if file.format == ".parquet":
+                blocks = read_parquet_blocks(file, decompressed, raw, self.config.text_field)
+            else:
+                blocks = read_text_blocks(file, decompressed, raw, self.config)
+            yield from limit_expansion(file.path, blocks, len)
+
+    def estimate_documents(self) -> float:
+        """The number of documents in all files, estimated from the first block of up to `SAMPLED_FILES` of them."""
+        documents = size = 0.0
+        for file in self.files[:: -(-len(self.files) // SAMPLED_FILES)]:
+            file_size = file.path.stat().st_size
+            with closing(self.read_blocks_of_file(file)) as blocks:
+                block = next(blocks, None)
+            if block is not None:
+                count = sum(1 for _ in parse_documents(block, self.config, ReadStats()))
+                documents += count * max(1.0, file_size / max(1, block.position))
+            size += file_size
+        return documents * sum(self.file_sizes()) / max(1.0, size)
 
     def read_documents(self, stats: ReadStats, progress: Progress | None = None) -> Iterator[bytes]:
         """All documents in order, as valid UTF-8; `progress` shows the position in its last task."""

@@ -212,11 +212,12 @@ def choose_validation_fraction(config: ShardConfig, corpus: Corpus, first: Shard
     """VALIDATION_FRACTION, or for a small corpus the fraction that selects enough documents."""
     blocks = (parse_documents(block, config.source, ReadStats()) for block in first.blocks)
     hashes = sorted({hash_document(document) for documents in blocks for document in documents})
-    num_shards = max(1, sum(corpus.file_sizes()) / (first.position or 1))
-    share = min(MIN_VALIDATION_DOCUMENTS / max(1, len(hashes) * num_shards), MAX_VALIDATION_FRACTION)
+    is_whole = first.position >= sum(corpus.file_sizes())  # the only shard, or of the hub
+    num_documents = len(hashes) if is_whole else corpus.estimate_documents()
+    share = min(MIN_VALIDATION_DOCUMENTS / max(1, num_documents), MAX_VALIDATION_FRACTION)
     if share <= VALIDATION_FRACTION or len(hashes) < 2:
         return VALIDATION_FRACTION
-    return share if num_shards > 1 else hashes[ceil(share * len(hashes))]
+    return hashes[ceil(share * len(hashes))] if is_whole else share
 
 
 def content_settings(config: ShardConfig, corpus: Corpus, tokenizer: TextTokenizer) -> dict[str, Any]:

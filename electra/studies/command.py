@@ -36,13 +36,15 @@ def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig)
     """Train the runs, and measure each when it ends or, if several are trained at the same time, all of them at the
     end; returns errors by name."""
     failed = {}
-    measure_finished(runs, shards, config)  # those of an interrupted command, in the same order as without a break
+    if not config.parallel:
+        measure_finished(runs, shards, config)  # those of an interrupted command, before others as without a break
     for run, error in train_runs(runs, shards, config):
         if error is not None:
             failed[run.name] = error
         elif not config.parallel:
             measure_finished([run], shards, config)
-    return failed | measure_finished(runs, shards, config)  # what failed is tried once more
+    # once more: what failed, and runs that ended before there was a generator to corrupt rows for all of them
+    return failed | measure_finished(runs, shards, config)
 
 
 def measure_finished(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
@@ -51,7 +53,7 @@ def measure_finished(runs: list[StudyRun], shards: Shards, config: StudyConfig) 
     try:
         return measure_runs(finished, config) if finished else {}
     except TrainingError as error:  # the process that measures was killed
-        return {"measures": str(error)}
+        return dict.fromkeys((run.name for run in finished), str(error))
 
 
 def summarize(
