@@ -58,6 +58,13 @@ def study_config(shards, tmp_path):
 
 
 @pytest.fixture
+def finished_styles(study_config, output):
+    """The shared folder, in which the study `styles` is finished."""
+    study(study_config("styles", output=output))
+    return output
+
+
+@pytest.fixture
 def no_training(monkeypatch):
     monkeypatch.setattr(runs_module, "pretrain", lambda config: pytest.fail(f"trained {config.output.name}"))
 
@@ -180,24 +187,25 @@ def test_a_tiny_study_of_each_kind(name, output, study_config):
     assert len(read_json(output / name / "study.json")["settings"]) == len(result.settings)
 
 
-def test_a_finished_study_is_only_summarized(output, study_config, no_training):
-    config = study_config("styles", output=output)
+def test_a_finished_study_is_only_summarized(finished_styles, study_config, no_training):
+    config = study_config("styles", output=finished_styles)
     study(replace(config, pretraining=(*SMALL, "keep_checkpoints=2")))  # does not change the weights
     assert study(replace(config, summarize=True)).missing == []
     with pytest.raises(ConfigError, match=r"--learning-rate was 0\.006 and is now 0\.001"):
         study(replace(config, pretraining=(*SMALL, "learning_rate=1e-3")))
 
 
-def test_the_probe_compares_the_runs(tmp_path, study_config, no_training, output):
+def test_the_probe_compares_the_runs(finished_styles, tmp_path, study_config, no_training):
     """Runs of an earlier study are only measured."""
     glue = str(write_glue(tmp_path / "glue", rows=40))
-    config = study_config("styles", output=output, glue=glue, tasks=("rte",), finetuning=("epochs=1", "length=16"))
+    probe = {"glue": glue, "tasks": ("rte",), "finetuning": ("epochs=1", "length=16")}
+    config = study_config("styles", output=finished_styles, **probe)
     result = study(config)
     assert result.measure == "probe"
     assert all(0 <= each.probe.mean <= 1 for each in result.settings)
     assert result.settings[1].difference.error > 0.84  # √2 · 0.6: two runs of one seed each
     assert "assumed standard deviation of 0.6 points" in result.verdict
-    assert len((output / "probe.jsonl").read_text().splitlines()) == 2 * 5
+    assert len((finished_styles / "probe.jsonl").read_text().splitlines()) == 2 * 5
     assert study(config).settings == result.settings
     estimate = study(replace(config, dry_run=True, seeds=2))
     assert (estimate.runs, estimate.finished_runs, estimate.finetunings) == (4, 2, 4 * 5)
