@@ -33,6 +33,7 @@ from electra.finetuning.tasks import GLUE_TASKS
 from electra.finetuning.workers import MPS_CONTROL, MPS_PIPES, VISIBLE_DEVICES, start_mps
 from electra.model.storage import write_tensors
 from electra.runfolder import lock_folder, read_json, write_checksums, write_json
+from electra.signals import collect_stop_signals
 from electra.training.config import HardwareConfig
 
 SMALL = {"batch_size": 8, "learning_rate": 3e-3, "length": 32, "device": "cpu"}
@@ -103,6 +104,28 @@ def test_processes_of_the_caller_are_not_stopped(glue_config):
     assert multiprocessing.active_children() == [process]
     process.kill()
     process.join()
+
+
+def end_after_two_signals(job: Job, quiet: bool) -> None:
+    """Fail at once, or not before two stop signals have come, which a trainer has ignored in its last step."""
+    if job.seed == 1:
+        raise TrainingError("diverged first")
+    with collect_stop_signals(quiet) as received:
+        while len(received) < 2:
+            time.sleep(0.01)
+    raise TrainingError("diverged second")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: patches reach the workers
+def test_workers_whose_jobs_end_as_they_are_stopped_end_too(glue_config, monkeypatch):
+    """They would wait for the next job forever: a worker that is killed while it waits holds the lock of the queue."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(workers_module.multiprocessing, "get_context", lambda method: fork)
+    monkeypatch.setattr(Job, "run", end_after_two_signals)
+    with pytest.raises(TrainingError, match="diverged first"):
+        glue(glue_config(seeds=2, workers=2))
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # forks: patches reach the workers

@@ -16,6 +16,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -35,6 +37,7 @@ CONTINUE = "run the same command to continue"
 MEMORY_PER_WORKER = 16 * 2**30  # bytes of GPU memory: a base model with its optimizer and activations
 MAX_WORKERS = 8
 LOST_JOB_SECONDS = 300.0
+TERMINATE_SECONDS = 1.0  # between signals
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_PIPES, MPS_LOGS, VISIBLE_DEVICES = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_VISIBLE_DEVICES"
 MPS_TIMEOUT = 20  # seconds
@@ -79,7 +82,7 @@ def default_gpu_workers(has_mps: bool) -> int:
 
 @contextmanager
 def stop_workers_on_error(
-    pool: ProcessPoolExecutor, advice: str = ", with fewer --workers if necessary"
+    pool: ProcessPoolExecutor, advice: str = ", with fewer --workers if necessary", repeat: bool = True
 ) -> Iterator[None]:
     """After an error in one job or in this process, let the other jobs save checkpoints, and wait for them."""
     try:
@@ -87,12 +90,25 @@ def stop_workers_on_error(
     except BrokenProcessPool:
         raise TrainingError(f"a worker process was killed, perhaps out of memory; {CONTINUE}{advice}") from None
     except BaseException as error:
-        for worker in list((pool._processes or {}).values()):
-            worker.terminate()  # SIGTERM: the trainer saves a checkpoint and exits
+        terminate_workers(list((pool._processes or {}).values()), repeat)
         pool.shutdown(cancel_futures=True)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             print(f"stopped; {CONTINUE}", file=sys.stderr)
         raise
+
+
+def terminate_workers(workers: list[BaseProcess], repeat: bool) -> None:
+    """Send SIGTERM to workers, once or until they have ended.
+
+    A trainer saves a checkpoint and exits. But if its job ends at the same moment, the signal is lost and the worker
+    waits for the next job: forever, if another worker was terminated while it held the lock of the queue of jobs."""
+    while workers:
+        for worker in workers:
+            worker.terminate()
+        if not repeat:
+            return
+        wait([worker.sentinel for worker in workers], timeout=TERMINATE_SECONDS)
+        workers = [worker for worker in workers if worker.is_alive()]
 
 
 def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:
@@ -100,7 +116,7 @@ def call_in_process(function: Callable[..., Result], *arguments: Any) -> Result:
     client of MPS cannot use the GPU after MPS has ended."""
     with starting_workers():
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), init_worker)
-    with pool, stop_workers_on_error(pool, advice=""):
+    with pool, stop_workers_on_error(pool, advice="", repeat=False):  # a second signal would interrupt its clean-up
         with starting_workers():
             future = pool.submit(call_with_clean_up, function, *arguments)
         return future.result()
