@@ -107,7 +107,7 @@ def test_processes_of_the_caller_are_not_stopped(glue_config):
 
 
 def end_after_two_signals(job: Job, quiet: bool) -> None:
-    """Fail at once, or not before two stop signals have come, which a trainer has ignored in its last step."""
+    """The first job fails; the second fails after two stop signals, which it has only recorded, as a trainer does."""
     if job.seed == 1:
         raise TrainingError("diverged first")
     with collect_stop_signals(quiet) as received:

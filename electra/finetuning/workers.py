@@ -100,8 +100,9 @@ def stop_workers_on_error(
 def terminate_workers(workers: list[BaseProcess], repeat: bool) -> None:
     """Send SIGTERM to workers, once or until they have ended.
 
-    A trainer saves a checkpoint and exits. But if its job ends at the same moment, the signal is lost and the worker
-    waits for the next job: forever, if another worker was terminated while it held the lock of the queue of jobs."""
+    A trainer records the signal, saves a checkpoint after its step and exits. If that step fails or is the last one,
+    the signal has no effect, and the worker waits for the next job: forever, if another worker was terminated while it
+    held the lock of the queue of jobs."""
     while workers:
         for worker in workers:
             worker.terminate()
