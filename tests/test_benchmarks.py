@@ -7,9 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers_models import add_noise
+
+from electra.config import build_config, parse_named_settings
+from electra.pretraining.config import PretrainConfig
+from electra.pretraining.phases import parse_phases
 
 
 @pytest.fixture
@@ -147,3 +152,24 @@ def test_the_model_of_a_step_counts_bytes_and_products(monkeypatch):
     assert module.all_reduce_seconds(800, gpus=8, per_node=8, nvlink=100, network=10) == pytest.approx(14)
     assert module.all_reduce_seconds(800, gpus=16, per_node=8, nvlink=100, network=10) == pytest.approx(14 + 80)
     assert module.newton_schulz_flops((3, 2)) == 5 * (24 + 16 + 24)
+
+
+def test_the_screening_design_recovers_effects(monkeypatch, tmp_path):
+    """Run 0 has the defaults; every run is a valid config; effects are the differences that scores were made with."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    screening = importlib.import_module("screening")
+    levels = screening.design()
+    signs = 2 * levels - 1
+    assert (signs.T @ signs == 12 * np.eye(11)).all()
+    settings = [screening.pretraining_settings(row) for row in levels]
+    assert settings[0] == []
+    words = [word for index, row in enumerate(settings) for word in (f"run-{index}", *row)]
+    for values in parse_named_settings(PretrainConfig, tuple(words)).values():
+        config = build_config(PretrainConfig, data=tmp_path, output=tmp_path / "run", steps=100, **values)
+        parse_phases(config.phases)  # raises unless the fractions add up to 1
+    sizes = np.linspace(-0.01, 0.02, 11)
+    noise = np.random.default_rng(0).normal(size=(5, 1)) / 100  # of folds, which all runs share
+    scores = [{"rte": 0.6 + row @ sizes + noise} for row in levels]
+    effects = screening.estimate_effects(scores)
+    assert [effect["mean"].mean for effect in effects.values()] == pytest.approx(sizes.tolist())
+    assert all(effect["mean"].error == pytest.approx(0.012 / 12**0.5) for effect in effects.values())

@@ -206,13 +206,11 @@ class Electra(nn.Module):
     def encoders(self) -> list[Encoder]:
         return [module for module in self.modules() if isinstance(module, Encoder)]
 
-    def generator_parameters(self) -> set[str]:
-        """The names of parameters that only the generator trains. A `base` gets no gradient in a discriminator."""
-        named = () if self.discriminator is None else self.discriminator.named_parameters()
-        others = {value for name, value in named if ".base." not in name}
-        return {
-            name for name, value in self.named_parameters() if name.startswith("generator.") and value not in others
-        }
+    def discriminator_parameters(self) -> set[str]:
+        """The names of parameters that only the discriminator trains."""
+        own = set(() if self.discriminator is None else self.discriminator.parameters())
+        own -= set(() if self.generator is None else self.generator.parameters())
+        return {name for name, value in self.named_parameters() if value in own}
 
     def require_generator(self) -> Generator:
         if self.generator is None:

@@ -70,7 +70,7 @@ class PretrainingTask:
             self.whole_model = deepcopy(self.model)
             layers = {layer: None for encoder in self.model.encoders() for layer in encoder.layers}  # perhaps shared
             shard_model(self.model, layers, world, dtype)
-        self.generator_parameters = self.model.generator_parameters()
+        self.discriminator_parameters = self.model.discriminator_parameters()
 
     def build_loader(self) -> BatchLoader:
         """The loader of training batches, with cu_seqlens if the attention kernel uses them."""
@@ -134,7 +134,8 @@ class PretrainingTask:
         return self.objective.count_predictions(batch, self.context)
 
     def lr_scale(self, parameter_name: str) -> float:
-        return self.config.optimizer.generator_lr_scale if parameter_name in self.generator_parameters else 1.0
+        is_scaled = parameter_name in self.discriminator_parameters
+        return self.config.optimizer.discriminator_lr_scale if is_scaled else 1.0
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics on held-out rows, in smaller batches if they do not fit into memory; writes samples.md."""

@@ -1,0 +1,155 @@
+"""Which of eleven settings of pre-training improve the probe: a Plackett-Burman design of twelve runs.
+
+    python benchmarks/screening.py --data shards --glue glue/ --minutes 3 --output study [--runs 0 1 2] [--json]
+
+Each run changes about half of the settings at once, so that every effect, the mean with a setting minus the mean
+without it, is estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35,
+where a comparison of two runs has 0.85. The price: an effect is the mean over the levels of the other settings, and
+interactions of two settings are spread over the effects of the others. Run 0 has the defaults.
+
+The runs are those of `electra study compare` in --output: what is finished there is not run again, and --runs trains
+some of them now. The effects are printed when all twelve are finished.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from electra.finetuning.glue import markdown_table
+from electra.finetuning.probe_results import Estimate, estimate_mean, estimate_mean_of_tasks, read_results, score_arrays
+from electra.studies.measures import PRETRAINING_SD, PROBE
+
+FACTORS = {
+    "weight decay": "0.3 instead of 0.1",
+    "generator": "4 layers of width 128 instead of 12 of 64",
+    "rates": "half the learning rate in the discriminator's own parameters",
+    "warm-up": "500 steps instead of a tenth of the run",
+    "corrective LM": "with a weight of 1",
+    "bag of words": "with a weight of 1",
+    "pairs": "segment pairs in the last fifth",
+    "masks": "25 % instead of 15 %",
+    "temperature": "samples at temperature 2 in the last 30 %",
+    "batch": "512 rows at √2 times the learning rate, instead of 256",
+    "short rows": "64 tokens, and twice as many rows, in the first half",
+}
+FIRST_ROW = (1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0)  # of the design by Plackett and Burman; the others are rotations of it
+LEARNING_RATE, BATCH_SIZE = 1.5e-3, 256  # of small
+
+
+def design() -> NDArray:
+    """The levels [runs, factors], 1 for those of FACTORS; any two columns are orthogonal."""
+    rotations = [np.roll(FIRST_ROW, shift) for shift in range(len(FACTORS))]
+    return np.array([np.zeros(len(FACTORS), dtype=int), *rotations])
+
+
+def pretraining_settings(levels: NDArray) -> list[str]:
+    """The settings of electra pretrain for one row of the design, as KEY=VALUE."""
+    chosen = {name for name, level in zip(FACTORS, levels, strict=True) if level}
+    batch_size = BATCH_SIZE * (2 if "batch" in chosen else 1)
+    settings = {
+        "weight decay": ["weight_decay=0.3"],
+        "generator": ["generator_layers=4", "generator_width=128"],
+        "rates": ["discriminator_lr_scale=0.5"],
+        "warm-up": ["warmup=500"],
+        "corrective LM": ["corrective_lm_weight=1"],
+        "bag of words": ["bag_of_words_weight=1"],
+        "masks": ["mask_fraction=0.25"],
+        "batch": [f"batch_size={batch_size}", f"learning_rate={math.sqrt(2) * LEARNING_RATE:.4g}"],
+    }
+    words = [word for name in FACTORS if name in chosen for word in settings.get(name, [])]
+    return words + [f"phases={phase}" for phase in phases(chosen, batch_size)]
+
+
+def phases(chosen: set[str], batch_size: int) -> list[str]:
+    """The phases of a run, none if it has only one."""
+    merged: list[tuple[float, str]] = []
+    for begin, end in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.8), (0.8, 1.0)):
+        values = ""
+        if "short rows" in chosen and begin < 0.5:
+            values += f",length=64,batch-size={2 * batch_size}"
+        if "temperature" in chosen and begin >= 0.7:
+            values += ",temperature=2"
+        if "pairs" in chosen and begin >= 0.8:
+            values += ",packing=segment-pairs"
+        fraction = end - begin
+        if merged and merged[-1][1] == values:
+            fraction += merged.pop()[0]
+        merged.append((fraction, values))
+    return [f"fraction={fraction:.1f}{values}" for fraction, values in merged] if len(merged) > 1 else []
+
+
+def run_study(runs: list[int], arguments: argparse.Namespace) -> dict:
+    """Train and probe runs of the design by electra study compare; its result as JSON."""
+    rows = design()
+    settings = [word for run in runs for word in (f"run-{run}", *pretraining_settings(rows[run]))]
+    command = [sys.executable, "-m", "electra", "study", "compare", "--settings", *settings, "--json"]
+    command += ["--data", arguments.data, "--glue", arguments.glue, "--output", arguments.output]
+    command += ["--minutes", arguments.minutes] if arguments.steps is None else ["--steps", arguments.steps]
+    command += ["--pretraining", *arguments.pretraining] if arguments.pretraining else []
+    command += ["--probe-rows", arguments.probe_rows] if arguments.probe_rows else []
+    command += ["--summarize"] if arguments.summarize else []
+    process = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=False)
+    result = json.loads(process.stdout)
+    if process.returncode:
+        raise SystemExit(f"electra study failed: {result.get('error') or result['failed']}")
+    return result
+
+
+def estimate_effects(scores: list[dict[str, NDArray]]) -> dict[str, dict[str, Estimate]]:
+    """By factor, the effects on the mean and on each task, of scores [folds, seeds] by run and task."""
+    signs = 2 * design() - 1
+    effects = {}
+    for column, factor in enumerate(FACTORS):
+        contrasts = {
+            task: sum(sign * run[task] for sign, run in zip(signs[:, column], scores, strict=True)) / (len(signs) / 2)
+            for task in scores[0]
+        }
+        mean = estimate_mean_of_tasks(contrasts.values())
+        between_seeds = 2 * PRETRAINING_SD / math.sqrt(len(signs))
+        effects[factor] = {"mean": Estimate(mean.mean, math.hypot(mean.error or 0.0, between_seeds))}
+        effects[factor] |= {task: estimate_mean(contrast) for task, contrast in contrasts.items()}
+    return effects
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of shards")
+    parser.add_argument("--glue", required=True, help="folder of GLUE")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs, as of electra study")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of training, for each run")
+    parser.add_argument("--steps", type=int, help="instead of --minutes")
+    parser.add_argument("--runs", type=int, nargs="+", choices=range(12), default=list(range(12)), metavar="RUN")
+    parser.add_argument("--pretraining", nargs="+", help="settings of electra pretrain for all runs, as KEY=VALUE")
+    parser.add_argument("--probe-rows", type=int, help="use at most this many rows of each task, for a trial")
+    parser.add_argument("--summarize", action="store_true", help="train nothing")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    run_study(arguments.runs, arguments)
+    arguments.summarize = True
+    result = run_study(list(range(12)), arguments)
+    arrays = score_arrays(read_results(arguments.output / PROBE), "metric")
+    measured = {setting["label"]: arrays.get((setting["runs"][0], "default")) for setting in result["settings"]}
+    scores = [measured.get(f"run-{run}") for run in range(12)]
+    if missing := [str(run) for run, score in enumerate(scores) if not score]:
+        raise SystemExit(f"no effects yet: runs {', '.join(missing)} are not finished")
+    effects = estimate_effects([score for score in scores if score])
+    if arguments.json:
+        values = {name: {key: [each.mean, each.error] for key, each in row.items()} for name, row in effects.items()}
+        print(json.dumps(values))
+        return
+    rows = [
+        [f"{name}: {FACTORS[name]}", *(each.format("+") for each in effect.values())]
+        for name, effect in sorted(effects.items(), key=lambda item: -item[1]["mean"].mean)
+    ]
+    print(markdown_table([["effect on the probe, points", *next(iter(effects.values()))], *rows]))
+    print("\nThe error of the mean includes an assumed 0.6 points between pre-training seeds; those of tasks do not.")
+
+
+if __name__ == "__main__":
+    main()
