@@ -248,7 +248,7 @@ def convert_stored(value: Any, kind: type[Stored], path: Path) -> Stored:
     """A dataclass from the JSON `value`, which was read from `path`; no field may be missing, even one with a default,
     which may not be what was stored."""
     is_verified = path.with_name(CHECKSUMS).exists()  # then it is as it was written, and nothing should be removed
-    with report_damage(path, ANOTHER_VERSION if is_verified else None):
+    with report_damage(path, ANOTHER_VERSION if is_verified else repair_advice(path) or ANOTHER_VERSION):
         stored: Any = msgspec.convert(value, kind)
     if is_dataclass(kind) and (field := find_other_field(value, asdict(stored))):
         raise damaged_file_error(path, f"Missing or unknown field - at `{field[1:]}`", ANOTHER_VERSION)

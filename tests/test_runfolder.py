@@ -227,6 +227,9 @@ def test_a_file_of_another_version_is_not_to_be_removed(tmp_path):
     write_checksums(folder)
     with pytest.raises(DataError, match=r"Expected `object`.*use the version of electra that wrote it$"):
         read_stored(folder / "value.json", Outer)
+    (tmp_path / "value.json").write_text('{"inner": 1, "rest": {}, "score": null}')
+    with pytest.raises(DataError, match=r"Expected `object`.*use the version of electra that wrote it$"):
+        read_stored(tmp_path / "value.json", Outer)
 
 
 def test_pipes_and_endless_or_huge_files_are_not_read(tmp_path):
