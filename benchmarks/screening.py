@@ -2,7 +2,7 @@
 
     python benchmarks/screening.py --data shards --glue glue/ --minutes 3 --output study [--runs 0 1 2] [--json]
 
-Each run changes about half of the settings at once, so that every effect, the mean with a setting minus the mean
+Each run changes about half of the settings together, so that every effect, the mean with a setting minus the mean
 without it, is estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35,
 where a comparison of two runs has 0.85. The price: an effect is the mean over the levels of the other settings, and
 interactions of two settings are spread over the effects of the others. Run 0 has the defaults.
@@ -17,29 +17,31 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from electra.config import build_config
 from electra.finetuning.glue import markdown_table
 from electra.finetuning.probe_results import Estimate, estimate_mean, estimate_mean_of_tasks, read_results, score_arrays
+from electra.pretraining.config import PretrainConfig
 from electra.studies.measures import PRETRAINING_SD, PROBE
 
 FACTORS = {
-    "weight decay": "0.3 instead of 0.1",
-    "generator": "4 layers of width 128 instead of 12 of 64",
-    "rates": "half the learning rate in the discriminator's own parameters",
-    "warm-up": "500 steps instead of a tenth of the run",
+    "weight decay": "0.3",
+    "generator": "4 layers of width 128",
+    "learning rate": "half the learning rate in the discriminator's own parameters",
+    "warm-up": "500 steps",
     "corrective LM": "with a weight of 1",
     "bag of words": "with a weight of 1",
     "pairs": "segment pairs in the last fifth",
-    "masks": "25 % instead of 15 %",
+    "masks": "25 % of the tokens",
     "temperature": "samples at temperature 2 in the last 30 %",
-    "batch": "512 rows at √2 times the learning rate, instead of 256",
+    "batch": "twice as many rows, at √2 times the learning rate",
     "short rows": "64 tokens, and twice as many rows, in the first half",
 }
 FIRST_ROW = (1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 0)  # of the design by Plackett and Burman; the others are rotations of it
-LEARNING_RATE, BATCH_SIZE = 1.5e-3, 256  # of small
 
 
 def design() -> NDArray:
@@ -51,16 +53,17 @@ def design() -> NDArray:
 def pretraining_settings(levels: NDArray) -> list[str]:
     """The settings of electra pretrain for one row of the design, as KEY=VALUE."""
     chosen = {name for name, level in zip(FACTORS, levels, strict=True) if level}
-    batch_size = BATCH_SIZE * (2 if "batch" in chosen else 1)
+    defaults = build_config(PretrainConfig, data="shards", output="run", steps=1)
+    batch_size = defaults.loader.batch_size * (2 if "batch" in chosen else 1)
     settings = {
         "weight decay": ["weight_decay=0.3"],
         "generator": ["generator_layers=4", "generator_width=128"],
-        "rates": ["discriminator_lr_scale=0.5"],
+        "learning rate": ["discriminator_lr_scale=0.5"],
         "warm-up": ["warmup=500"],
         "corrective LM": ["corrective_lm_weight=1"],
         "bag of words": ["bag_of_words_weight=1"],
         "masks": ["mask_fraction=0.25"],
-        "batch": [f"batch_size={batch_size}", f"learning_rate={math.sqrt(2) * LEARNING_RATE:.4g}"],
+        "batch": [f"batch_size={batch_size}", f"learning_rate={math.sqrt(2) * defaults.optimizer.learning_rate:.4g}"],
     }
     words = [word for name in FACTORS if name in chosen for word in settings.get(name, [])]
     return words + [f"phases={phase}" for phase in phases(chosen, batch_size)]
@@ -84,7 +87,7 @@ def phases(chosen: set[str], batch_size: int) -> list[str]:
     return [f"fraction={fraction:.1f}{values}" for fraction, values in merged] if len(merged) > 1 else []
 
 
-def run_study(runs: list[int], arguments: argparse.Namespace) -> dict:
+def run_study(runs: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
     """Train and probe runs of the design by electra study compare; its result as JSON."""
     rows = design()
     settings = [word for run in runs for word in (f"run-{run}", *pretraining_settings(rows[run]))]
@@ -118,13 +121,14 @@ def estimate_effects(scores: list[dict[str, NDArray]]) -> dict[str, dict[str, Es
 
 
 def main() -> None:
+    all_runs = list(range(len(design())))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of shards")
     parser.add_argument("--glue", required=True, help="folder of GLUE")
     parser.add_argument("--output", type=Path, required=True, help="folder of the runs, as of electra study")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training, for each run")
     parser.add_argument("--steps", type=int, help="instead of --minutes")
-    parser.add_argument("--runs", type=int, nargs="+", choices=range(12), default=list(range(12)), metavar="RUN")
+    parser.add_argument("--runs", type=int, nargs="+", choices=all_runs, default=all_runs, metavar="RUN")
     parser.add_argument("--pretraining", nargs="+", help="settings of electra pretrain for all runs, as KEY=VALUE")
     parser.add_argument("--probe-rows", type=int, help="use at most this many rows of each task, for a trial")
     parser.add_argument("--summarize", action="store_true", help="train nothing")
@@ -132,13 +136,13 @@ def main() -> None:
     arguments = parser.parse_args()
     run_study(arguments.runs, arguments)
     arguments.summarize = True
-    result = run_study(list(range(12)), arguments)
-    arrays = score_arrays(read_results(arguments.output / PROBE), "metric")
-    measured = {setting["label"]: arrays.get((setting["runs"][0], "default")) for setting in result["settings"]}
-    scores = [measured.get(f"run-{run}") for run in range(12)]
-    if missing := [str(run) for run, score in enumerate(scores) if not score]:
+    names = {setting["label"]: setting["runs"][0] for setting in run_study(all_runs, arguments)["settings"]}
+    results = [result for result in read_results(arguments.output / PROBE) if result.model in names.values()]
+    arrays, tasks = score_arrays(results, "metric"), {result.task for result in results}
+    scores = [arrays.get((names.get(f"run-{run}", ""), "default"), {}) for run in all_runs]
+    if missing := [str(run) for run in all_runs if not tasks or scores[run].keys() != tasks]:
         raise SystemExit(f"no effects yet: runs {', '.join(missing)} are not finished")
-    effects = estimate_effects([score for score in scores if score])
+    effects = estimate_effects(scores)
     if arguments.json:
         values = {name: {key: [each.mean, each.error] for key, each in row.items()} for name, row in effects.items()}
         print(json.dumps(values))
@@ -148,7 +152,8 @@ def main() -> None:
         for name, effect in sorted(effects.items(), key=lambda item: -item[1]["mean"].mean)
     ]
     print(markdown_table([["effect on the probe, points", *next(iter(effects.values()))], *rows]))
-    print("\nThe error of the mean includes an assumed 0.6 points between pre-training seeds; those of tasks do not.")
+    between = f"{100 * PRETRAINING_SD:.1f} points between pre-training seeds"
+    print(f"\nThe error of the mean includes an assumed {between}; those of tasks do not.")
 
 
 if __name__ == "__main__":
