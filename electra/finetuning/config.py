@@ -132,7 +132,7 @@ class TuningConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw; muon: Muon for the weight matrices of the layers, AdamW for the other parameters."""
     learning_rate: float | None = None
-    """Peak learning rate; default 3e-4 for widths up to 384 (small), 1e-4 below 1024 (base), else 5e-5 (large); with
+    """Peak learning rate; default 3e-4 for widths up to 512 (small), 1e-4 below 1024 (base), else 5e-5 (large); with
     --frozen 1e-3."""
     layer_decay: float | None = None
     """Layer-wise learning-rate decay: factor from each layer to the one below; default 0.8, from 24 layers on 0.9."""
@@ -189,7 +189,7 @@ class TuningConfig:
 
     def optimizer_config(self, encoder: EncoderConfig) -> OptimizerConfig:
         """Optimizer and schedule for an encoder."""
-        learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 384 else 3e-4
+        learning_rate = 5e-5 if encoder.width >= 1024 else 1e-4 if encoder.width > 512 else 3e-4
         learning_rate = 1e-3 if self.frozen else learning_rate
         weight_decay = 0.01 if self.faithful else 0.0
         return OptimizerConfig(
