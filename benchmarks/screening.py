@@ -31,11 +31,11 @@ from electra.studies.measures import PRETRAINING_SD, PROBE
 FACTORS = {
     "weight decay": "0.3",
     "generator": "4 layers of width 128",
-    "learning rate": "half the learning rate in the discriminator's own parameters",
+    "learning rate": "twice the learning rate in the discriminator's own parameters",
     "warm-up": "500 steps",
     "corrective LM": "with a weight of 1",
     "bag of words": "with a weight of 1",
-    "pairs": "segment pairs in the last fifth",
+    "Adam": "β2 0.98 and ε 1e-10 (embeddings, biases, norms)",
     "masks": "25 % of the tokens",
     "temperature": "samples at temperature 2 in the last 30 %",
     "batch": "twice as many rows, at √2 times the learning rate",
@@ -58,10 +58,11 @@ def pretraining_settings(levels: NDArray) -> list[str]:
     settings = {
         "weight decay": ["weight_decay=0.3"],
         "generator": ["generator_layers=4", "generator_width=128"],
-        "learning rate": ["discriminator_lr_scale=0.5"],
+        "learning rate": ["discriminator_lr_scale=2"],
         "warm-up": ["warmup=500"],
         "corrective LM": ["corrective_lm_weight=1"],
         "bag of words": ["bag_of_words_weight=1"],
+        "Adam": ["beta2=0.98", "epsilon=1e-10"],
         "masks": ["mask_fraction=0.25"],
         "batch": [f"batch_size={batch_size}", f"learning_rate={math.sqrt(2) * defaults.optimizer.learning_rate:.4g}"],
     }
@@ -72,14 +73,12 @@ def pretraining_settings(levels: NDArray) -> list[str]:
 def phases(chosen: set[str], batch_size: int) -> list[str]:
     """The phases of a run, none if it has only one."""
     merged: list[tuple[float, str]] = []
-    for begin, end in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.8), (0.8, 1.0)):
+    for begin, end in ((0.0, 0.5), (0.5, 0.7), (0.7, 1.0)):
         values = ""
         if "short rows" in chosen and begin < 0.5:
             values += f",length=64,batch-size={2 * batch_size}"
         if "temperature" in chosen and begin >= 0.7:
             values += ",temperature=2"
-        if "pairs" in chosen and begin >= 0.8:
-            values += ",packing=segment-pairs"
         fraction = end - begin
         if merged and merged[-1][1] == values:
             fraction += merged.pop()[0]
