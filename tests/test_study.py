@@ -1,6 +1,7 @@
 """electra study: shared and resumed runs, measures, verdicts, figures."""
 
 import csv
+import re
 import shutil
 import subprocess
 import sys
@@ -108,6 +109,14 @@ def test_runs_of_own_settings_are_named_by_what_differs(study_config):
         "rtd_steps-4_seed-0",  # the default of the recipe
     ]
     assert runs[1].config.optimizer.weight_decay == 0.3
+
+
+def test_phases_of_one_objective_are_named_once(study_config):
+    short = ("short", "phases=fraction=0.5,length=8", "phases=fraction=0.5")
+    two_stage = ("two-stage", "phases=objective=mlm", "phases=objective=frozen-rtd")
+    first, second = (run.name for run in compared_runs(study_config("compare", settings=(*short, *two_stage))))
+    assert re.fullmatch("rtd_phases-[0-9a-f]{8}_steps-4_seed-0", first)
+    assert second == "mlm+frozen-rtd_steps-4_seed-0"
 
 
 def test_own_settings_may_depend_on_each_other(study_config):

@@ -1,6 +1,7 @@
 """The runs of a study: those of `electra pretrain`, named by their settings, one after the other or one per GPU."""
 
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -104,10 +105,10 @@ def scale_budget(config: StudyConfig, fraction: Fraction) -> dict[str, Any]:
 def run_name(values: dict[str, Any], place: dict[str, Any], objective: str) -> str:
     """The folder of a run: its objectives, the settings that differ from those of all runs, budget and seed."""
     phases = parse_phases(values.get("phases", ()))
-    objectives = [str(phase.settings.get("objective", values.get("objective", objective))) for phase in phases]
-    named = (
-        {"objective", "phases"} if all(phase.settings.keys() <= {"objective"} for phase in phases) else {"objective"}
-    )
+    of_phases = [str(phase.settings.get("objective", values.get("objective", objective))) for phase in phases]
+    objectives = [name for name, _ in itertools.groupby(of_phases)]
+    are_named = objectives == of_phases and all(phase.settings.keys() <= {"objective"} for phase in phases)
+    named = {"objective", "phases"} if are_named else {"objective"}
     others = {name: value for name, value in values.items() if name not in named}
     others |= {name: value for name, value in place.items() if name != "output"}
     return "_".join(
