@@ -153,6 +153,7 @@ def test_learning_rates_decay_from_layer_to_layer(make_job, is_faithful, top, bo
 def test_hyperparameters_of_the_paper_by_size():
     tuning = TuningConfig()
     assert [tuning.optimizer_config(size).learning_rate for size in (SMALL, BASE, LARGE)] == [3e-4, 1e-4, 5e-5]
+    assert tuning.optimizer_config(replace(SMALL, width=512)).learning_rate == 3e-4  # not in the paper
     assert [tuning.layer_decay_for(size) for size in (SMALL, BASE, LARGE)] == [0.8, 0.8, 0.9]
     assert tuning.optimizer_config(SMALL).weight_decay == 0
     faithful = TuningConfig(faithful=True).optimizer_config(SMALL)
