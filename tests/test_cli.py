@@ -85,7 +85,7 @@ def test_help_shows_the_defaults_of_the_size(capsys, monkeypatch, flags, size, r
     ("arguments", "message"),
     [
         ("exprt", "unknown command 'exprt'; did you mean export?"),
-        ("flops --size huge", "--size is 'huge'; it must be one of tiny, small, base, large"),
+        ("flops --size huge", "--size is 'huge'; it must be one of tiny, small, medium, base, large"),
         ("flops --layers many", "--layers is 'many'; it must be an integer"),
         ("flops --layers 2.5", "--layers is '2.5'; it must be an integer"),
         ("flops --layers=", "--layers is ''; it must be an integer"),
@@ -149,7 +149,7 @@ def test_an_error_about_an_empty_argument_is_a_sentence(capsys, arguments, messa
 
 def test_with_json_an_error_is_also_json_on_stdout(capsys):
     code, out, err = run_command(capsys, "flops", "--size", "huge", "--json")
-    message = "--size is 'huge'; it must be one of tiny, small, base, large"
+    message = "--size is 'huge'; it must be one of tiny, small, medium, base, large"
     assert (code, json.loads(out)) == (2, {"error": message})
     assert err == f"electra: {message}\n"
     assert run_command(capsys, "detect", "--model", "nowhere", "--", "--json")[1] == ""  # a text

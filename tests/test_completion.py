@@ -29,7 +29,7 @@ def complete(script, *words: str) -> set[str]:
 def test_commands_flags_and_values_are_completed(bash_script):
     assert complete(bash_script, "electra", "") >= COMMANDS.keys()
     assert complete(bash_script, "electra", "pretrain", "--siz") == {"--size"}
-    assert complete(bash_script, "electra", "pretrain", "--size", "") == {"tiny", "small", "base", "large"}
+    assert complete(bash_script, "electra", "pretrain", "--size", "") == {"tiny", "small", "medium", "base", "large"}
     assert "--help" in complete(bash_script, "electra", "export", "--he")
 
 

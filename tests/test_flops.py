@@ -105,7 +105,7 @@ def test_training_flops_of_each_objective(objective):
 
 
 @pytest.mark.parametrize("style", ["classic", "modern"])
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+@pytest.mark.parametrize("size", ["tiny", "small", "medium", "base", "large"])
 def test_parameters_of_all_items_are_those_of_the_model(size, style):
     pair = ModelConfig(size=size, style=style, sharing="none").electra_config()
     with torch.device("meta"):

@@ -292,8 +292,8 @@ def test_recipe_settings_follow_the_size_of_init(shards, make_source, source, tm
     command = f"pretrain --data {shards} --output {tmp_path}/run --init {source} --batch-size 4 --length 16 --steps 2 "
     command += "--evaluation-rows 8 --device cpu"
     main(command.split())
-    record, expected = json.loads((tmp_path / "run/config.json").read_text()), recipe_settings("fast", "base")
-    assert record["pretraining"]["size"] == "base"
+    record, expected = json.loads((tmp_path / "run/config.json").read_text()), recipe_settings("fast", "medium")
+    assert record["pretraining"]["size"] == "medium"
     assert record["pretraining"]["learning_rate"] == expected["learning_rate"]
     assert record["model"]["discriminator"]["width"] == 264
     assert record["model"]["generator"]["dropout"] == expected["dropout"]  # not that of the folder
@@ -305,7 +305,7 @@ def test_recipe_settings_follow_the_size_of_init(shards, make_source, source, tm
 
 
 @pytest.mark.parametrize(
-    ("width", "size"), [(24, "tiny"), (256, "small"), (384, "base"), (768, "base"), (2048, "large")]
+    ("width", "size"), [(24, "tiny"), (256, "small"), (384, "medium"), (768, "base"), (2048, "large")]
 )
 def test_an_encoder_has_the_settings_of_the_smallest_size_of_its_width(width, size):
     assert size_name_for_encoder(replace(WIDE, width=width, heads=1)) == size
@@ -451,7 +451,7 @@ def test_cooccurrence_embeddings_have_the_scale_of_the_default_initialisation(ru
 
 
 @pytest.mark.parametrize("recipe", ["fast", "faithful"])
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+@pytest.mark.parametrize("size", ["tiny", "small", "medium", "base", "large"])
 def test_cooccurrence_embeddings_are_for_short_runs_on_a_cpu(recipe, size):
     config = build_config(PretrainConfig, data="shards", output="run", recipe=recipe, size=size)
     assert config.init.cooccurrence_embeddings == ((recipe, size) == ("fast", "tiny"))

@@ -29,6 +29,7 @@ from electra.training.trainer import Trainer
 
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"}
 LENGTHS = {"phases": ("fraction=0.5", "length=24,batch-size=4")}
+WIDENED = {"phases": ("width=16,schedule=wsd,decay-fraction=0", "fraction=0.5"), "embedding_width": 8}
 THREE = {"phases": ("fraction=0.25,length=8", "fraction=0.25", "objective=electra-15")}
 SMALL = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16 --batch-size 8 "
 SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
@@ -53,7 +54,7 @@ def test_phases_without_a_fraction_share_the_rest():
     [
         (["fraction=0.5 fraction=0.5"], "one word per phase: --phases fraction=0.5 fraction=0.5"),
         (["objective=best"], "objective is 'best'; it must be one of rtd, "),
-        (["colour=blue"], "a phase may set fraction, objective, length"),
+        (["colour=blue"], "a phase may set fraction, objective, width, length"),
         (["fraction=0.9", "fraction=0.1,lenght=64"], "did you mean length"),
         (["fraction=0.9,fraction=0.1"], "fraction occurs twice .* separate phases by a space"),
         (["length=long"], "'length=long' in --phases: length is 'long'; it must be an integer"),
@@ -105,6 +106,17 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
         ({"phases": ("objective=rtd", "objective=mlm")}, "mlm after rtd would drop the trained discriminator"),
         ({"schedule": "decay"}, "--schedule decay anneals a trained model; give one with --branch-from or --init"),
         ({"phases": ("length=16", "length=1024")}, "1024"),
+        (WIDENED | {"phases": ("width=24", "length=8")}, "24 in a phase; the model can be widened to 32 from 16$"),
+        (WIDENED | {"phases": ("width=0", "length=8")}, "0 in a phase; the model can be widened to 32 from 16$"),
+        (WIDENED | {"embedding_width": 32}, "without a projection .* choose an --embedding-width below 32"),
+        (WIDENED | {"embedding_width": 16}, "from no other width"),
+        (WIDENED | {"sharing": "all"}, "--sharing all needs one width throughout; use --phases fraction=1"),
+        (WIDENED | {"phases": ("length=8", "width=16")}, "the last of --phases has width 16, the model 32"),
+        (WIDENED | {"phases": ("width=16", "width=32", "width=16", "length=8")}, "32 cannot be widened to 16"),
+        (WIDENED | {"phases": ("objective=mlm,width=16", "objective=rtd")}, "this phase trains only the generator"),
+        ({"phases": ("schedule=cosine", "length=8")}, "schedule cosine and linear in consecutive phases of one objec"),
+        ({"phases": ("warmup=0.2", "warmup=0.3")}, "warmup 0.2 and 0.3 in consecutive phases"),
+        (WIDENED | {"init": Path("model")}, "without --init and --branch-from"),
     ],
 )
 def test_contradictory_settings_are_reported(run_config, shards, settings, message):
@@ -217,7 +229,9 @@ def test_a_phase_takes_over_all_weights_but_the_head_of_another_objective(run_co
     assert (final.head, final.has_baseline) == (head, last == "adversarial")
 
 
-@pytest.mark.parametrize("phases", [TWO_STAGE, LENGTHS, THREE], ids=["two-stage", "lengths", "three"])
+@pytest.mark.parametrize(
+    "phases", [TWO_STAGE, LENGTHS, THREE, WIDENED], ids=["two-stage", "lengths", "three", "widened"]
+)
 def test_stopped_in_any_phase_a_run_ends_with_the_same_bytes(run_config, monkeypatch, phases):
     settings = {"save_every": 100, "evaluate_every": 100, "dropout": 0.1, "optimizer": "adamw"} | phases
     unbroken, stopped = run_config("unbroken", **settings), run_config("stopped", resume=True, **settings)
@@ -245,6 +259,42 @@ def test_phases_of_one_objective_share_a_schedule(run_config):
         rates[name] = [line["learning_rate"] / peak for line in metrics(config.output, "train")]
     assert rates["lengths"] == pytest.approx([1 - (step + 0.5) / 20 for step in range(20)])
     assert rates["two-stage"] == pytest.approx(2 * [1 - (step + 0.5) / 10 for step in range(10)])
+
+
+def test_a_phase_widens_the_discriminator_without_changing_its_outputs(run_config, capsys):
+    settings = {"phases": ("fraction=0.5,width=16", "learning-rate=1e-12"), "embedding_width": 8, "evaluate_every": 10}
+    config = run_config(**settings, generator_width=16, evaluation_rows=32)
+    pretrain(config)
+    narrow, wide = metrics(config.output, "validation")
+    assert (narrow["step"], wide["step"]) == (10, 20)
+    for name, value in narrow.items():
+        assert name == "step" or wide[name] == (value if name == "kind" else pytest.approx(value, rel=1e-3, abs=1e-4))
+    assert "the discriminator is widened from 16 to 32" in capsys.readouterr().err
+    models = [read_model_config(folder).discriminator for folder in checkpoint_folders(config.output)]
+    assert [(model.width, model.heads, model.feedforward) for model in models] == [(16, 1, 32), (32, 2, 64)]
+
+
+def test_a_widened_stage_has_its_own_schedule(run_config):
+    config = run_config(**WIDENED, log_every=1, warmup=0.0, evaluate_every=100)
+    pretrain(config)
+    rates = [line["learning_rate"] / config.optimizer.learning_rate for line in metrics(config.output, "train")]
+    assert rates == pytest.approx(10 * [1.0] + [1 - (step + 0.5) / 10 for step in range(10)])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": "mlm"},
+        {"objective": "all-tokens-mlm"},
+        {"style": "modern", "sinusoidal_positions": False},
+        {"corrective_lm_weight": 1.0, "bag_of_words_weight": 1.0},
+    ],
+    ids=["mlm", "all-tokens-mlm", "modern", "auxiliary"],
+)
+def test_every_kind_of_model_can_be_widened(run_config, settings):
+    config = run_config(**WIDENED | {"feedforward": 128} | settings, evaluate_every=10)
+    assert pretrain(config).step == 20
+    assert load_pretrained(config.output).encoder.config.width == 32
 
 
 def test_the_best_checkpoint_is_of_the_last_phase(run_config):

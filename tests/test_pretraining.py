@@ -164,7 +164,7 @@ def test_recipes_set_the_defaults_of_the_command_line(shards, tmp_path, capsys, 
         assert settings[name] == expected[name]
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+@pytest.mark.parametrize("size", ["tiny", "small", "medium", "base", "large"])
 def test_given_settings_win_over_those_of_size_and_recipe(size):
     config = build_config(PretrainConfig, data="shards", output="run", size=size, recipe="faithful", learning_rate=1.0)
     assert config.optimizer.learning_rate == 1.0

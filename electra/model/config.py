@@ -12,7 +12,7 @@ Style = Literal["classic", "modern"]
 Sharing = Literal["none", "embeddings", "all", "disentangled"]
 Head = Literal["rtd", "mlm", "copy_mlm"]
 AuxiliaryHead = Literal["corrective_lm", "bag_of_words"]
-Size = Literal["tiny", "small", "base", "large"]
+Size = Literal["tiny", "small", "medium", "base", "large"]
 Pooling = Literal["cls", "mean"]
 """Sentence representation: the hidden state of [CLS], or the mean over all tokens."""
 EmbeddingPooling = Literal["mean", "cls", "max"]
@@ -109,6 +109,24 @@ class EncoderConfig:
         """The encoder with another dropout; None keeps its own."""
         return self if dropout is None else replace(self, dropout=dropout, attention_dropout=dropout)
 
+    def with_width(self, width: int) -> EncoderConfig:
+        """A narrower encoder with fewer heads of the same size, which can be widened to this one (`model.widen`)."""
+        if self.embedding_width == self.width:
+            raise ConfigError(
+                f"is {width} in a phase, but without a projection of the embeddings the model cannot be widened to "
+                f"{self.width} later; choose an --embedding-width below {self.width}",
+                field="width",
+            )
+        divisors = [times for times in range(2, self.heads + 1) if not self.heads % times + self.feedforward % times]
+        allowed = [self.width // times for times in divisors]
+        if width not in allowed or width == self.embedding_width:
+            widths = ", ".join(str(each) for each in allowed if each != self.embedding_width) or "no other width"
+            raise ConfigError(
+                f"is {width} in a phase; the model can be widened to {self.width} from {widths}", field="width"
+            )
+        times = self.width // width
+        return replace(self, width=width, heads=self.heads // times, feedforward=self.feedforward // times)
+
     def has_global_attention(self, layer: int) -> bool:
         """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
@@ -159,6 +177,20 @@ class ElectraConfig:
                     field="sharing",
                 )
 
+    def with_width(self, width: int, scale_init: bool) -> ElectraConfig:
+        """The pair with a narrower discriminator, or lone generator, that can be widened; perhaps with the initial
+        weights' standard deviation for its width."""
+        if self.sharing == "all":
+            raise ConfigError(
+                f"is {width} in a phase, but --sharing all needs one width throughout; use --phases fraction=1",
+                field="width",
+            )
+        encoder = self.discriminator or self.generator
+        assert encoder is not None
+        narrow = encoder.with_width(width)
+        narrow = with_scaled_init_std(narrow) if scale_init else narrow
+        return replace(self, discriminator=narrow) if self.discriminator else replace(self, generator=narrow)
+
     def encoder_configs(self) -> dict[str, EncoderConfig]:
         """The encoders by part: generator, discriminator, or the one it has."""
         parts = {"generator": self.generator, "discriminator": self.discriminator}
@@ -178,6 +210,7 @@ HEAD_WIDTH = 64  # in every size of the paper, generators included
 
 SMALL = EncoderConfig()
 TINY = replace(SMALL, layers=2, width=128, heads=4, feedforward=512, embedding_width=64)  # not in the paper: for CPUs
+MEDIUM = replace(SMALL, width=512, heads=8, feedforward=2048)  # not in the paper: for a quarter of an hour on a GPU
 BASE = replace(SMALL, width=768, heads=12, feedforward=3072, embedding_width=768)
 LARGE = replace(SMALL, layers=24, width=1024, heads=16, feedforward=4096, embedding_width=1024)
 
@@ -194,6 +227,7 @@ class SizePreset:
 SIZES = {
     "tiny": SizePreset(TINY, Fraction(1, 2), 0.15),
     "small": SizePreset(SMALL, Fraction(1, 4), 0.15),
+    "medium": SizePreset(MEDIUM, Fraction(1, 4), 0.15),
     "base": SizePreset(BASE, Fraction(1, 3), 0.15),
     "large": SizePreset(LARGE, Fraction(1, 4), 0.25),
 }

@@ -53,6 +53,9 @@ def check_new_run_settings(config: PretrainConfig) -> None:
         if OBJECTIVES[before].head and not OBJECTIVES[after].head:
             raise ConfigError(f"--phases: {after} after {before} would drop the trained discriminator; put it first")
     check_generator_settings(config, objectives)
+    starts_trained = config.init.model is not None or config.init.branch_from is not None
+    if starts_trained and any("width" in spec.settings for spec in specs):
+        raise ConfigError("--phases: a narrower model is trained from new weights, without --init and --branch-from")
     check_init_settings(config, objectives)
 
 
@@ -122,7 +125,8 @@ def check_discriminator_init(phases: list[Phase]) -> None:
             raise ConfigError(
                 f"the discriminator ({discriminator.layers} layers, width {discriminator.width}) cannot be initialised "
                 f"from a generator of {generator.layers} layers, width {generator.width}; use --generator-width "
-                f"{discriminator.width} or --no-init-discriminator-from-generator"
+                f"{discriminator.width} --generator-layers {discriminator.layers} or "
+                "--no-init-discriminator-from-generator"
             )
         if phase.model.sharing == "disentangled":
             raise ConfigError(

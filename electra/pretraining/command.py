@@ -20,7 +20,14 @@ from electra.pretraining.checks import (
     write_extended_budget,
 )
 from electra.pretraining.config import PretrainConfig, read_pretraining_state
-from electra.pretraining.describe import RunEstimate, assess_run, estimate_run, run_warnings, summarize_run
+from electra.pretraining.describe import (
+    RunEstimate,
+    assess_run,
+    describe_widening,
+    estimate_run,
+    run_warnings,
+    summarize_run,
+)
 from electra.pretraining.initialize import (
     InitialWeights,
     has_trained_segments,
@@ -78,7 +85,8 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, wo
     for phase in phases[0 if checkpoint is None else read_phase_index(checkpoint, phases) :]:
         if len(phases) > 1:
             name = phase.config.objective.name
-            world.print(f"phase {phase.index + 1} of {len(phases)}: {name}")
+            widened = describe_widening(phases[phase.index - 1] if phase.index else None, phase)
+            world.print(f"phase {phase.index + 1} of {len(phases)}: {name}{widened}")
         torch.manual_seed(config.seed)
         task = PretrainingTask(phase, shards, world)  # raises before anything is written if the shards are unusable
         if world.is_main and checkpoint_folders(config.output):
@@ -146,7 +154,7 @@ def restore_from_checkpoint(checkpoint: Path, trainer: Trainer, task: Pretrainin
     """Continue a phase from its checkpoint, or start it from the last checkpoint of the previous phase."""
     is_previous = read_pretraining_state(checkpoint).phase < task.phase.index
     if is_previous and task.phase.starts_stage:
-        load_previous_phase_weights(task.whole_model, checkpoint, task.config.init)
+        load_previous_phase_weights(task.whole_model, checkpoint, task.config)
         task.divide_weights()
         trainer.start_stage(checkpoint)
     else:

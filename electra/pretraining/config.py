@@ -65,6 +65,7 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
     "faithful": {
         "tiny": {"learning_rate": 5e-4, "batch_size": 32, "length": 128, "steps": 10_000},
         "small": {"learning_rate": 5e-4, "batch_size": 128, "length": 128, "steps": 1_000_000},
+        "medium": {"learning_rate": 5e-4, "batch_size": 128, "length": 128, "steps": 1_000_000},
         "base": {"learning_rate": 2e-4, "batch_size": 256, "length": 512, "steps": 766_000},
         "large": {"learning_rate": 2e-4, "batch_size": 2048, "length": 512, "steps": 400_000},
     },
@@ -78,6 +79,19 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "cooccurrence_embeddings": True,  # a CPU reads too few tokens to learn them from noise
         },
         "small": {"learning_rate": 1.5e-3, "batch_size": 256, "length": 128, "steps": 50_000},
+        "medium": {
+            "learning_rate": 1e-3,
+            "batch_size": 256,
+            "length": 128,
+            "steps": 50_000,
+            "generator_layers": 4,
+            "generator_width": 128,
+            "corrective_lm_weight": 1.0,
+            "phases": (  # at first as narrow as small, which learns more per minute in the first minutes
+                "fraction=0.27,width=256,learning-rate=1.5e-3,schedule=wsd,decay-fraction=0,warmup=0.05",
+                "fraction=0.73,warmup=0.02",
+            ),
+        },
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
         "large": {"learning_rate": 1e-4, "batch_size": 512, "length": 128, "steps": 100_000},
     },
@@ -180,8 +194,10 @@ class PretrainConfig:
     phases: tuple[str, ...] = ()
     """Train in phases, each with some settings of its own, for instance `fraction=0.9 fraction=0.1,length=512`, or for
     two-stage training `objective=mlm objective=frozen-rtd`. Settings of a phase: fraction (of the budget), objective,
-    length, batch-size, micro-batches, learning-rate, mask-fraction, temperature, packing, dropout, generator-dropout.
-    Consecutive phases of one objective share a schedule and optimizer; a new objective starts new ones."""
+    width, length, batch-size, micro-batches, learning-rate, schedule, warmup, decay-fraction, mask-fraction,
+    temperature, packing, dropout, generator-dropout. With a width, the discriminator is narrower at first (fewer heads,
+    narrower feed-forward layers) and is widened by the next phase without changing its outputs. Consecutive phases of
+    one objective and width share a schedule and optimizer; others start new ones."""
     seed: int = 0
     """Seed of weights, row order, masks, samples and dropout."""
     evaluation_rows: int = 512
@@ -300,9 +316,12 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         folder = find_model_folder(Path(explicit_values["init"]))
         encoders = read_encoder_configs(folder)
         encoder = main_encoder_config(encoders)
-        settings = {"size": size_name_for_encoder(encoder), "style": encoder.style}
+        settings: dict[str, Any] = {"size": size_name_for_encoder(encoder), "style": encoder.style, "phases": ()}
         if len(encoders) == 2 and not explicit_values.keys() & {"init_generator", "generator"}:
             settings["sharing"] = read_model_config(folder).sharing
+        generator = explicit_values.get("init_generator")
+        if generator != "fresh" and (generator is not None or len(encoders) == 2):
+            settings |= {"generator_width": None, "generator_layers": None}  # not the recipe's: it has its own
         return settings
     return {}
 
@@ -326,7 +345,7 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     task_state = asdict(read_pretraining_state(checkpoint))
     pair = read_model_config(checkpoint)
     settings: dict[str, Any] = {name: stored[name] for name in inherited_settings() if name in stored}
-    settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
+    settings |= {"phases": ()} | {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
     has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide
     return settings if has_other_size else settings | model_config_settings(pair, size)

@@ -12,10 +12,10 @@ from electra.errors import format_count
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
-from electra.pretraining.config import PretrainConfig
+from electra.pretraining.config import PretrainConfig, main_encoder_config
 from electra.pretraining.held_out import held_out_loader_config
 from electra.pretraining.initialize import generator_init_folder, has_head_for
-from electra.pretraining.phases import Phase, count_parameters, inits_discriminator_from_generator
+from electra.pretraining.phases import Phase, count_parameters, inits_discriminator_from_generator, widens_model
 from electra.training.hardware import choose_dtype, device_memory_bytes, measure_flops_per_second
 from electra.training.logging import format_duration
 
@@ -93,7 +93,8 @@ def describe_init(config: PretrainConfig, model: ElectraConfig) -> str:
 def describe_phases(phases: list[Phase]) -> Iterator[str]:
     for previous, phase in zip([None, *phases], phases, strict=False):
         number = f"phase {phase.index + 1} of {len(phases)}, " if len(phases) > 1 else ""
-        yield f"{number}{describe_phase(phase)}{describe_new_discriminator(previous, phase)}"
+        text = f"{number}{describe_phase(phase)}{describe_new_discriminator(previous, phase)}"
+        yield f"{text}{describe_widening(previous, phase)}"
 
 
 def describe_phase(phase: Phase) -> str:
@@ -116,6 +117,14 @@ def describe_new_discriminator(previous: Phase | None, phase: Phase) -> str:
         return ""
     source = "initialised from the generator" if inits_discriminator_from_generator(previous, phase) else "new"
     return f"; the discriminator is {source}"
+
+
+def describe_widening(previous: Phase | None, phase: Phase) -> str:
+    """From which width a phase widens the model."""
+    if previous is None or not widens_model(previous, phase):
+        return ""
+    before, after = (main_encoder_config(each.model.encoder_configs()).width for each in (previous, phase))
+    return f"; the {'discriminator' if phase.model.discriminator else 'model'} is widened from {before} to {after}"
 
 
 def run_warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Iterator[str]:

@@ -31,6 +31,7 @@ from electra.model.electra import Electra
 from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
 from electra.model.heads import MLMHead
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
+from electra.model.widen import load_widened_weights
 from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder
@@ -198,13 +199,13 @@ def subtract_base_embeddings(embeddings: TokenEmbeddings, base: TokenEmbeddings)
 
 
 @torch.no_grad()
-def load_previous_phase_weights(model: Electra, checkpoint: Path, init: InitConfig) -> None:
-    """Load the weights of the previous phase; a new discriminator may be initialised from the generator."""
-    previous, weights = read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
-    for name, parameter in model.named_parameters():
-        is_other_head = name.startswith(DISCRIMINATOR_HEAD) and previous.head != model.config.head
-        if name in weights and not is_other_head:
-            parameter.copy_(weights[name])
+def load_previous_phase_weights(model: Electra, checkpoint: Path, config: PretrainConfig) -> None:
+    """Load the weights of the previous phase, widened to this phase's width; a new discriminator may be initialised
+    from the generator."""
+    init, previous, weights = config.init, read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
+    if previous.head != model.config.head:
+        weights = {name: weight for name, weight in weights.items() if not name.startswith(DISCRIMINATOR_HEAD)}
+    load_widened_weights(model, weights, config.seed)
     is_new = previous.discriminator is None and model.discriminator is not None
     if is_new and init.discriminator_from_generator:
         assert model.discriminator is not None

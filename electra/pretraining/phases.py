@@ -1,36 +1,41 @@
 """The phases of a run: parsed from `--phases fraction=0.9 fraction=0.1,length=512` and planned with their models."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from electra.config import convert_value, replace_settings, settings_by_name
+from electra.config import convert_value, flat_values, replace_settings, settings_by_name
 from electra.errors import ConfigError, suggest
-from electra.model.config import ElectraConfig
+from electra.model.config import ElectraConfig, ModelConfig
 from electra.model.electra import Electra, meta_device
 from electra.model.flops import training_flops_per_row
 from electra.objectives.config import ObjectiveConfig, ObjectiveName
 from electra.objectives.masking import max_masked
 from electra.objectives.objectives import OBJECTIVES
-from electra.pretraining.config import PretrainConfig, read_pretraining_state
+from electra.pretraining.config import PretrainConfig, main_encoder_config, read_pretraining_state
 from electra.runfolder import damaged_file_error
 from electra.training.checkpoint import STATE
 from electra.training.config import Budget
 
 PHASE_SETTINGS = (
     "objective",
+    "width",
     "length",
     "batch_size",
     "micro_batches",
     "learning_rate",
+    "schedule",
+    "warmup",
+    "decay_fraction",
     "mask_fraction",
     "temperature",
     "packing",
     "dropout",
     "generator_dropout",
 )
+SCHEDULE_SETTINGS = ("schedule", "warmup", "decay_fraction")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Phase:
     config: PretrainConfig  # the run's, with the settings of this phase
     model: ElectraConfig
     budget: Budget
-    stage_budget: Budget  # of all consecutive phases with this objective: they share a schedule and an optimizer
+    stage_budget: Budget  # of all consecutive phases with this objective and width: they share schedule and optimizer
     stage_end: Budget  # the part of stage_budget that is spent when this phase ends
     starts_stage: bool
 
@@ -115,13 +120,16 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     specs = parse_phases(config.phases)
     configs = [replace_settings(config, phases=(), **spec.settings) for spec in specs]
     models = phase_model_configs(configs, pair)
+    widths = [main_encoder_config(model.encoder_configs()).width for model in models]
+    check_phase_widths(specs, widths, main_encoder_config(pair.encoder_configs()).width)
     budgets = [
         phase.budget.phase_budget(spec.begin, spec.end, phase.loader)
         for phase, spec in zip(configs, specs, strict=True)
     ]
     phases: list[Phase] = []
-    for _, stage in groupby(range(len(configs)), key=lambda index: configs[index].objective.name):
+    for _, stage in groupby(range(len(configs)), key=lambda index: (configs[index].objective.name, widths[index])):
         indices = list(stage)
+        check_same_schedule([specs[index] for index in indices], config)
         ends = list(accumulate(budgets[index] for index in indices))
         for index, end in zip(indices, ends, strict=True):
             phase = Phase(
@@ -137,6 +145,34 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     return phases
 
 
+def check_phase_widths(specs: list[PhaseSpec], widths: list[int], final_width: int) -> None:
+    """Check that phases only widen the model, in the end to its own width."""
+    for spec, width in zip(specs, widths, strict=True):
+        own = spec.settings.get("width", width)
+        if own != width:
+            raise ConfigError(f"width={own} in --phases: this phase trains only the generator, which is not widened")
+    if "width" in specs[-1].settings and widths[-1] != final_width:
+        raise ConfigError(
+            f"the last of --phases has width {widths[-1]}, the model {final_width}; leave out its width, or add a phase"
+        )
+    for narrow, wide, spec in zip(widths, widths[1:], specs[1:], strict=False):
+        if "width" in spec.settings and wide % narrow:
+            raise ConfigError(f"--phases: width {narrow} cannot be widened to {wide}, which is no multiple of it")
+
+
+def check_same_schedule(specs: list[PhaseSpec], config: PretrainConfig) -> None:
+    """Check that phases which share a schedule do not set different ones."""
+    defaults = {name: flat_values(config)[name] for name in SCHEDULE_SETTINGS}
+    for name in SCHEDULE_SETTINGS:
+        values = [(defaults | spec.settings)[name] for spec in specs]
+        if len(set(values)) > 1:
+            listed = " and ".join(str(value) for value in values)
+            raise ConfigError(
+                f"--phases has {name.replace('_', '-')} {listed} in consecutive phases of one objective and width, "
+                "which share a schedule; set it for all of them"
+            )
+
+
 def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> list[ElectraConfig]:
     """The model of each phase: the parts of the pair that its objective trains, with its dropout."""
     pair = pair_config_for_objectives(pair, [config.objective.name for config in configs])
@@ -144,16 +180,25 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
         encoder.check_length(max(config.loader.length for config in configs))
     return [
         model_config_for_objective(
-            pair.with_dropout(config.model.dropout, config.model.generator_dropout), config.objective
+            with_phase_width(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
+            config.objective,
         )
         for config in configs
     ]
 
 
+def with_phase_width(pair: ElectraConfig, model: ModelConfig) -> ElectraConfig:
+    """The pair with the width of a phase."""
+    if model.width is None or model.width == main_encoder_config(pair.encoder_configs()).width:
+        return pair
+    return pair.with_width(model.width, model.scale_init_by_width)
+
+
 def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:
     """The pair for a run's objectives: a masked language model without discriminator (BERT) has the latter's size."""
-    has_discriminator = any(OBJECTIVES[name].head for name in objectives)
-    return pair if has_discriminator or not pair.discriminator else replace(pair, generator=pair.discriminator)
+    if pair.discriminator is None or any(OBJECTIVES[name].head for name in objectives):
+        return pair
+    return ElectraConfig(generator=pair.discriminator, discriminator=None, sharing="none")
 
 
 def model_config_for_objective(pair: ElectraConfig, config: ObjectiveConfig) -> ElectraConfig:
@@ -183,6 +228,12 @@ def read_phase_index(checkpoint: Path, phases: list[Phase]) -> int:
     if index >= len(phases):
         raise damaged_file_error(checkpoint / STATE, f"phase {index + 1} of {len(phases)}")
     return index
+
+
+def widens_model(previous: Phase, phase: Phase) -> bool:
+    """Whether a phase widens the discriminator, or lone generator, of the previous phase."""
+    earlier, encoders = (each.model.encoder_configs() for each in (previous, phase))
+    return any(part in earlier and earlier[part].width != encoder.width for part, encoder in encoders.items())
 
 
 def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:
