@@ -20,7 +20,7 @@ from electra.finetuning.model import load_pretrained
 from electra.model.storage import load_model, read_model_config, read_tensors
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import PretrainConfig
-from electra.pretraining.phases import parse_phases
+from electra.pretraining.phases import parse_phases, plan_phases
 from electra.runfolder import CHECKSUMS, checkpoint_folders
 from electra.serving.inference import load
 from electra.training.checkpoint import find_model_folder
@@ -106,17 +106,24 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
         ({"phases": ("objective=rtd", "objective=mlm")}, "mlm after rtd would drop the trained discriminator"),
         ({"schedule": "decay"}, "--schedule decay anneals a trained model; give one with --branch-from or --init"),
         ({"phases": ("length=16", "length=1024")}, "1024"),
-        (WIDENED | {"phases": ("width=24", "length=8")}, "24 in a phase; the model can be widened to 32 from 16$"),
-        (WIDENED | {"phases": ("width=0", "length=8")}, "0 in a phase; the model can be widened to 32 from 16$"),
-        (WIDENED | {"embedding_width": 32}, "without a projection .* choose an --embedding-width below 32"),
-        (WIDENED | {"embedding_width": 16}, "from no other width"),
-        (WIDENED | {"sharing": "all"}, "--sharing all needs one width throughout; use --phases fraction=1"),
+        (
+            WIDENED | {"phases": ("width=24", "length=8")},
+            "width=24 in --phases: .* widened from 16, not from 24; choose",
+        ),
+        (WIDENED | {"phases": ("width=0", "length=8")}, "from 16, not from 0; .* --phases fraction=1 to train at full"),
+        (WIDENED | {"embedding_width": 32}, "embeddings of 32 can be widened from no other width"),
+        (WIDENED | {"embedding_width": 16}, "embeddings of 16 can be widened from no other width"),
+        (WIDENED | {"sharing": "all"}, "with --sharing all the discriminator is the generator's encoder"),
         (WIDENED | {"phases": ("length=8", "width=16")}, "the last of --phases has width 16, the model 32"),
         (WIDENED | {"phases": ("width=16", "width=32", "width=16", "length=8")}, "32 cannot be widened to 16"),
         (WIDENED | {"phases": ("objective=mlm,width=16", "objective=rtd")}, "this phase trains only the generator"),
         ({"phases": ("schedule=cosine", "length=8")}, "schedule cosine and linear in consecutive phases of one objec"),
         ({"phases": ("warmup=0.2", "warmup=0.3")}, "warmup 0.2 and 0.3 in consecutive phases"),
-        (WIDENED | {"init": Path("model")}, "without --init and --branch-from"),
+        (WIDENED | {"init": Path("model")}, "a width is for new weights; leave it out with --init"),
+        (
+            {"phases": ("width=16,schedule=decay", "length=8"), "embedding_width": 8},
+            "--schedule decay anneals a trained",
+        ),
     ],
 )
 def test_contradictory_settings_are_reported(run_config, shards, settings, message):
@@ -269,9 +276,42 @@ def test_a_phase_widens_the_discriminator_without_changing_its_outputs(run_confi
     assert (narrow["step"], wide["step"]) == (10, 20)
     for name, value in narrow.items():
         assert name == "step" or wide[name] == (value if name == "kind" else pytest.approx(value, rel=1e-3, abs=1e-4))
-    assert "the discriminator is widened from 16 to 32" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("the discriminator is widened from 16 to 32") == 1
     models = [read_model_config(folder).discriminator for folder in checkpoint_folders(config.output)]
     assert [(model.width, model.heads, model.feedforward) for model in models] == [(16, 1, 32), (32, 2, 64)]
+
+
+def test_a_generator_that_is_trained_first_may_have_any_width(run_config, shards):
+    phases = ("objective=mlm", "objective=frozen-rtd,width=16", "objective=frozen-rtd")
+    settings = {"sharing": "none", "generator_width": 24, "init_discriminator_from_generator": False}
+    config = run_config(phases=phases, embedding_width=8, **settings)
+    planned = plan_and_check_phases(config, open_shards(shards))
+    assert [phase.model.discriminator and phase.model.discriminator.width for phase in planned] == [None, 16, 32]
+    assert [phase.starts_stage for phase in planned] == [True, True, True]
+
+
+def medium(**settings) -> list:
+    """Learning rate, schedule and warm-up of each phase of --size medium, with other settings."""
+    config = build_config(PretrainConfig, data="shards", output="run", size="medium", **settings)
+    optimizers = [phase.config.optimizer for phase in plan_phases(config, config.model.electra_config())]
+    return [(optimizer.learning_rate, optimizer.schedule, optimizer.warmup) for optimizer in optimizers]
+
+
+def test_given_settings_win_over_those_of_the_phases_of_a_size():
+    assert medium() == [(1.5e-3, "wsd", 0.05), (1e-3, "linear", 0.05)]
+    assert medium(learning_rate=5e-4) == [(5e-4, "wsd", 0.05), (5e-4, "linear", 0.05)]
+    assert medium(schedule="cosine", warmup=0.2) == [(1.5e-3, "cosine", 0.2), (1e-3, "cosine", 0.2)]
+    for other in ({"width": 256}, {"heads": 4}, {"embedding_width": 512}, {"phases": ("fraction=1",)}):
+        assert medium(**other) == [(1e-3, "linear", 0.05)]
+
+
+def test_a_run_with_phases_is_not_extended(run_config):
+    config = run_config(**LENGTHS)
+    pretrain(config)
+    with pytest.raises(
+        ConfigError, match=r"has --phases, which cannot be extended; .* --init .*run and a new --output"
+    ):
+        pretrain(replace_settings(config, resume=True, steps=40))
 
 
 def test_a_widened_stage_has_its_own_schedule(run_config):
@@ -293,8 +333,10 @@ def test_a_widened_stage_has_its_own_schedule(run_config):
 )
 def test_every_kind_of_model_can_be_widened(run_config, settings):
     config = run_config(**WIDENED | {"feedforward": 128} | settings, evaluate_every=10)
-    assert pretrain(config).step == 20
+    pretrain(config)
+    losses = [line["loss"] for line in metrics(config.output, "validation")]
     assert load_pretrained(config.output).encoder.config.width == 32
+    assert losses[1] < 1.05 * losses[0]  # it goes on from there: a new model would be far worse
 
 
 def test_the_best_checkpoint_is_of_the_last_phase(run_config):

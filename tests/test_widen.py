@@ -25,7 +25,7 @@ def build_pair(width: int, is_modern: bool = False, sharing: str = "embeddings",
     encoders = [to_modern(encoder) if is_modern else encoder for encoder in (GENERATOR, WIDE)]
     generator, discriminator = (replace(encoder, dropout=0.0, attention_dropout=0.0) for encoder in encoders)
     config = ElectraConfig(generator=generator, discriminator=discriminator, sharing=sharing, **settings)
-    return randomize(Electra(config if width == WIDE.width else config.with_width(width, scale_init=False)))
+    return randomize(Electra(config if width == WIDE.width else config.narrowed_to(width, scale_init=False)))
 
 
 def outputs(model: Electra, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ def test_the_noise_depends_on_the_seed_only():
     assert not torch.allclose(weights[0], weights[2])
 
 
-def test_parameters_that_the_narrow_model_lacks_stay_as_they_are():
+def test_parameters_that_the_narrow_model_lacks_keep_their_values():
     narrow, wide = build_pair(24), build_pair(48, auxiliary_heads=("corrective_lm",))
     before = wide.discriminator.auxiliary_heads["corrective_lm"].dense.weight.clone()
     load_widened_weights(wide, narrow.state_dict(), seed=0)

@@ -109,20 +109,20 @@ class EncoderConfig:
         """The encoder with another dropout; None keeps its own."""
         return self if dropout is None else replace(self, dropout=dropout, attention_dropout=dropout)
 
-    def with_width(self, width: int) -> EncoderConfig:
-        """A narrower encoder with fewer heads of the same size, which can be widened to this one (`model.widen`)."""
-        if self.embedding_width == self.width:
+    def narrowed_to(self, width: int) -> EncoderConfig:
+        """A narrower encoder, with fewer heads of the same size, that can be widened to this one (`model.widen`)."""
+        divisors = [
+            times
+            for times in range(2, self.heads + 1)
+            if self.heads % times == 0 and self.feedforward % times == 0 and self.embedding_width != self.width // times
+        ]
+        if self.embedding_width == self.width:  # there is no projection that could be widened
+            divisors = []
+        if width not in [self.width // times for times in divisors]:
+            widths = ", ".join(str(self.width // times) for times in divisors) or "no other width"
             raise ConfigError(
-                f"is {width} in a phase, but without a projection of the embeddings the model cannot be widened to "
-                f"{self.width} later; choose an --embedding-width below {self.width}",
-                field="width",
-            )
-        divisors = [times for times in range(2, self.heads + 1) if not self.heads % times + self.feedforward % times]
-        allowed = [self.width // times for times in divisors]
-        if width not in allowed or width == self.embedding_width:
-            widths = ", ".join(str(each) for each in allowed if each != self.embedding_width) or "no other width"
-            raise ConfigError(
-                f"is {width} in a phase; the model can be widened to {self.width} from {widths}", field="width"
+                f"an encoder of width {self.width} with {self.heads} heads, feed-forward layers of {self.feedforward} "
+                f"and embeddings of {self.embedding_width} can be widened from {widths}, not from {width}"
             )
         times = self.width // width
         return replace(self, width=width, heads=self.heads // times, feedforward=self.feedforward // times)
@@ -177,17 +177,14 @@ class ElectraConfig:
                     field="sharing",
                 )
 
-    def with_width(self, width: int, scale_init: bool) -> ElectraConfig:
-        """The pair with a narrower discriminator, or lone generator, that can be widened; perhaps with the initial
-        weights' standard deviation for its width."""
+    def narrowed_to(self, width: int, scale_init: bool) -> ElectraConfig:
+        """The pair with a narrower discriminator, or lone generator, that can be widened; with `scale_init` its
+        weights are initialised with the standard deviation for its width."""
         if self.sharing == "all":
-            raise ConfigError(
-                f"is {width} in a phase, but --sharing all needs one width throughout; use --phases fraction=1",
-                field="width",
-            )
+            raise ConfigError("with --sharing all the discriminator is the generator's encoder, which is not widened")
         encoder = self.discriminator or self.generator
         assert encoder is not None
-        narrow = encoder.with_width(width)
+        narrow = encoder.narrowed_to(width)
         narrow = with_scaled_init_std(narrow) if scale_init else narrow
         return replace(self, discriminator=narrow) if self.discriminator else replace(self, generator=narrow)
 
@@ -217,7 +214,7 @@ LARGE = replace(SMALL, layers=24, width=1024, heads=16, feedforward=4096, embedd
 
 @dataclass(frozen=True)
 class SizePreset:
-    """A column of the paper's table of hyperparameters."""
+    """The models of a size: a column of the paper's table of hyperparameters, or one like it."""
 
     discriminator: EncoderConfig
     generator_width_ratio: Fraction  # width of the generator / width of the discriminator
@@ -259,7 +256,7 @@ def to_modern(config: EncoderConfig) -> EncoderConfig:
 def gated_feedforward_width(feedforward: int) -> int:
     """The width of a gated feed-forward layer with as many parameters: it has three matrices instead of two.
 
-    Rounded up to a multiple of 32 for GPUs: tiny 352, small 704, base 2048, large 2752.
+    Rounded up to a multiple of 32 for GPUs: tiny 352, small 704, medium 1376, base 2048, large 2752.
     """
     return -(-2 * feedforward // (3 * 32)) * 32
 
@@ -281,10 +278,11 @@ OVERRIDES += ["global_attention_every", "local_attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A size of the paper; settings left out are the size's."""
+    """Sizes of the models; settings left out are those of --size."""
 
     size: Size = "small"
-    """Size of the discriminator; the generator has as many layers and 1/4 to 1/2 of its width."""
+    """Size of the discriminator; the generator has as many layers (medium in the recipe fast: 4) and 1/4 to 1/2 of its
+    width."""
     style: Style = "classic"
     """classic: BERT's and ELECTRA's encoder; modern: ModernBERT's with about as many parameters (pre-norm, rotary
     positions, gated feed-forward, no biases, no token types)."""
@@ -319,7 +317,7 @@ class ModelConfig:
     generator_width: int | None = None
     """Hidden size of the generator, if it is not the size's fraction of the discriminator's."""
     generator_layers: int | None = None
-    """Layers of the generator; default: as many as the discriminator."""
+    """Layers of the generator, if they are not as many as the discriminator's."""
 
     def electra_config(self, vocab_size: int = SMALL.vocab_size, pad_id: int = SMALL.pad_id) -> ElectraConfig:
         """The generator-discriminator pair for a vocabulary."""

@@ -16,7 +16,8 @@ NOISE = 1.0  # standard deviation, relative to the root mean square of the divid
 
 @torch.no_grad()
 def load_widened_weights(model: Electra, weights: dict[str, Tensor], seed: int) -> None:
-    """Set the parameters of a model from those of a narrower one, by name; those that it lacks stay as they are."""
+    """Set the parameters of a model from the weights of an equal or narrower one, by name; a parameter without a weight
+    keeps its value."""
     generator = torch.Generator().manual_seed(seed)
     num_matrices = count_fused_matrices(model)
     mlm_norms = {module.norm.weight for module in model.modules() if isinstance(module, MLMHead)}

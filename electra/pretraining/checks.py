@@ -21,6 +21,7 @@ from electra.pretraining.config import (
     DataRecord,
     PretrainConfig,
     RunRecord,
+    read_pretraining_state,
     read_run_record,
     read_run_settings,
 )
@@ -55,7 +56,9 @@ def check_new_run_settings(config: PretrainConfig) -> None:
     check_generator_settings(config, objectives)
     starts_trained = config.init.model is not None or config.init.branch_from is not None
     if starts_trained and any("width" in spec.settings for spec in specs):
-        raise ConfigError("--phases: a narrower model is trained from new weights, without --init and --branch-from")
+        raise ConfigError("--phases: a width is for new weights; leave it out with --init and --branch-from")
+    if specs[0].settings.get("schedule", config.optimizer.schedule) == "decay" and not starts_trained:
+        raise ConfigError("--schedule decay anneals a trained model; give one with --branch-from or --init")
     check_init_settings(config, objectives)
 
 
@@ -90,15 +93,15 @@ def starts_with_trained_generator(config: PretrainConfig) -> bool:
 
 def suggest_two_stage_flags(config: PretrainConfig) -> str:
     """The flags for a discriminator that is initialised from the generator, which is then frozen."""
-    width = config.model.width or get_size_preset(config.model.size).discriminator.width
-    return f"--sharing none --generator-width {width}"
+    encoder = get_size_preset(config.model.size).discriminator
+    width, layers = config.model.width or encoder.width, config.model.layers or encoder.layers
+    flags = f"--sharing none --generator-width {width}"
+    return flags if config.model.generator_layers in (None, layers) else f"{flags} --generator-layers {layers}"
 
 
 def check_init_settings(config: PretrainConfig, objectives: list[ObjectiveName]) -> None:
     """Check settings that depend on where the initial weights come from."""
     init = config.init
-    if config.optimizer.schedule == "decay" and init.model is None and init.branch_from is None:
-        raise ConfigError("--schedule decay anneals a trained model; give one with --branch-from or --init")
     if init.model is None:
         return
     overrides = [name for name in config.model.discriminator_overrides() if "dropout" not in name]
@@ -213,7 +216,14 @@ def describe_tokenizer(record: RunRecord) -> str:
 def is_extension(config: PretrainConfig, stored: RunRecord, checkpoint: Path) -> bool:
     """Whether --resume gives a finished run a larger budget; one that is used up already is an error."""
     budget = BudgetConfig(**{name: stored.pretraining.get(name) for name in BUDGETS})
-    if budget == config.budget or config.phases:
+    if budget == config.budget:
+        return False
+    if config.phases:
+        if read_pretraining_state(checkpoint).phase == len(config.phases) - 1:
+            raise ConfigError(
+                f"{config.output} has --phases, which cannot be extended; continue from its weights with --init "
+                f"{config.output} and a new --output"
+            )
         return False
     state = read_training_state(checkpoint).trainer
     steps, seconds = state.step - state.start_step, state.seconds - state.start_seconds

@@ -23,7 +23,6 @@ from electra.pretraining.config import PretrainConfig, read_pretraining_state
 from electra.pretraining.describe import (
     RunEstimate,
     assess_run,
-    describe_widening,
     estimate_run,
     run_warnings,
     summarize_run,
@@ -85,8 +84,7 @@ def train_phases(config: PretrainConfig, phases: list[Phase], shards: Shards, wo
     for phase in phases[0 if checkpoint is None else read_phase_index(checkpoint, phases) :]:
         if len(phases) > 1:
             name = phase.config.objective.name
-            widened = describe_widening(phases[phase.index - 1] if phase.index else None, phase)
-            world.print(f"phase {phase.index + 1} of {len(phases)}: {name}{widened}")
+            world.print(f"phase {phase.index + 1} of {len(phases)}: {name}")
         torch.manual_seed(config.seed)
         task = PretrainingTask(phase, shards, world)  # raises before anything is written if the shards are unusable
         if world.is_main and checkpoint_folders(config.output):

@@ -81,6 +81,7 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "small": {"learning_rate": 1.5e-3, "batch_size": 256, "length": 128, "steps": 50_000},
         "medium": {
             "learning_rate": 1e-3,
+            "warmup": 0.05,
             "batch_size": 256,
             "length": 128,
             "steps": 50_000,
@@ -88,8 +89,8 @@ SIZE_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
             "generator_width": 128,
             "corrective_lm_weight": 1.0,
             "phases": (  # at first as narrow as small, which learns more per minute in the first minutes
-                "fraction=0.27,width=256,learning-rate=1.5e-3,schedule=wsd,decay-fraction=0,warmup=0.05",
-                "fraction=0.73,warmup=0.02",
+                "fraction=0.27,width=256,learning-rate=1.5e-3,schedule=wsd,decay-fraction=0",
+                "fraction=0.73",
             ),
         },
         "base": {"learning_rate": 2e-4, "batch_size": 512, "length": 128, "steps": 100_000},
@@ -111,6 +112,20 @@ def recipe_settings(recipe: str, size: str, style: str = "classic") -> dict[str,
     """The settings of a recipe for a size and style, by their flat names."""
     settings = RECIPES[recipe] | {"mask_fraction": get_size_preset(size).mask_fraction}
     return settings | SIZE_SETTINGS[recipe][size] | STYLE_SETTINGS[style]
+
+
+def recipe_phases(phases: tuple[str, ...], explicit_values: dict[str, Any]) -> tuple[str, ...]:
+    """The phases of a recipe without settings that are given explicitly: those then hold for all phases. Where the
+    weights or the encoder's size are given there are none, since they widen a new encoder to the recipe's size."""
+    if explicit_values.keys() & {"init", "branch_from", "width", "heads", "feedforward", "embedding_width"}:
+        return ()
+    parts = [[part for part in phase.split(",") if setting_name(part) not in explicit_values] for phase in phases]
+    return tuple(map(",".join, parts))
+
+
+def setting_name(part: str) -> str:
+    """The setting in one part of a phase: learning_rate of learning-rate=1e-3."""
+    return part.partition("=")[0].replace("-", "_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +260,9 @@ class PretrainConfig:
         initial = read_init_model_settings(stored | explicit_values)
         known = flat_defaults(cls) | initial | stored | explicit_values
         base = {name: known[name] for name in ("recipe", "size", "style")}
-        defaults = recipe_settings(**base) | initial | base | stored
+        recipe = recipe_settings(**base)
+        recipe["phases"] = recipe_phases(recipe.get("phases", ()), explicit_values)
+        defaults = recipe | initial | base | stored
         return defaults | dict.fromkeys(BUDGETS) if explicit_values.keys() & set(BUDGETS) else defaults
 
     def starts_from_weights(self) -> bool:
@@ -316,7 +333,7 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         folder = find_model_folder(Path(explicit_values["init"]))
         encoders = read_encoder_configs(folder)
         encoder = main_encoder_config(encoders)
-        settings: dict[str, Any] = {"size": size_name_for_encoder(encoder), "style": encoder.style, "phases": ()}
+        settings: dict[str, Any] = {"size": size_name_for_encoder(encoder), "style": encoder.style}
         if len(encoders) == 2 and not explicit_values.keys() & {"init_generator", "generator"}:
             settings["sharing"] = read_model_config(folder).sharing
         generator = explicit_values.get("init_generator")
@@ -345,7 +362,7 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     task_state = asdict(read_pretraining_state(checkpoint))
     pair = read_model_config(checkpoint)
     settings: dict[str, Any] = {name: stored[name] for name in inherited_settings() if name in stored}
-    settings |= {"phases": ()} | {name: task_state[name] for name in ("objective", *ROW_ORDER)}
+    settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
     has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide
     return settings if has_other_size else settings | model_config_settings(pair, size)

@@ -12,10 +12,10 @@ from electra.errors import format_count
 from electra.model.config import ElectraConfig, EncoderConfig
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.objectives.masking import max_masked
-from electra.pretraining.config import PretrainConfig, main_encoder_config
+from electra.pretraining.config import PretrainConfig
 from electra.pretraining.held_out import held_out_loader_config
 from electra.pretraining.initialize import generator_init_folder, has_head_for
-from electra.pretraining.phases import Phase, count_parameters, inits_discriminator_from_generator, widens_model
+from electra.pretraining.phases import Phase, changed_widths, count_parameters, inits_discriminator_from_generator
 from electra.training.hardware import choose_dtype, device_memory_bytes, measure_flops_per_second
 from electra.training.logging import format_duration
 
@@ -120,11 +120,10 @@ def describe_new_discriminator(previous: Phase | None, phase: Phase) -> str:
 
 
 def describe_widening(previous: Phase | None, phase: Phase) -> str:
-    """From which width a phase widens the model."""
-    if previous is None or not widens_model(previous, phase):
-        return ""
-    before, after = (main_encoder_config(each.model.encoder_configs()).width for each in (previous, phase))
-    return f"; the {'discriminator' if phase.model.discriminator else 'model'} is widened from {before} to {after}"
+    """From which width a phase widens the discriminator, or a masked language model without one."""
+    name = "discriminator" if phase.model.discriminator else "masked language model"
+    widths = changed_widths(previous.model, phase.model) if previous else []
+    return "".join(f"; the {name} is widened from {before} to {after}" for before, after in widths)
 
 
 def run_warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Iterator[str]:
@@ -297,6 +296,6 @@ def suggest_next(assessment: dict[str, str], epochs: float, run: str) -> str:
     if "overfitting" in assessment:
         return "more text, fewer steps, a smaller --size or --dropout 0.1"
     if "plateau" in assessment or "nothing" in assessment.get("discriminator", ""):
-        advice = "more text" if epochs > MANY_EPOCHS else "train longer (--resume with a larger budget)"
+        advice = "more text" if epochs > MANY_EPOCHS else "train longer (with a larger budget)"
         return f"{advice}, or a smaller model or vocabulary"
     return f"electra finetune --model {run} --train FILE --output FOLDER"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     configs = [replace_settings(config, phases=(), **spec.settings) for spec in specs]
     models = phase_model_configs(configs, pair)
     widths = [main_encoder_config(model.encoder_configs()).width for model in models]
-    check_phase_widths(specs, widths, main_encoder_config(pair.encoder_configs()).width)
+    check_phase_widths(specs, models, main_encoder_config(pair.encoder_configs()).width)
     budgets = [
         phase.budget.phase_budget(spec.begin, spec.end, phase.loader)
         for phase, spec in zip(configs, specs, strict=True)
@@ -145,19 +145,21 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     return phases
 
 
-def check_phase_widths(specs: list[PhaseSpec], widths: list[int], final_width: int) -> None:
+def check_phase_widths(specs: list[PhaseSpec], models: list[ElectraConfig], final_width: int) -> None:
     """Check that phases only widen the model, in the end to its own width."""
-    for spec, width in zip(specs, widths, strict=True):
-        own = spec.settings.get("width", width)
-        if own != width:
-            raise ConfigError(f"width={own} in --phases: this phase trains only the generator, which is not widened")
-    if "width" in specs[-1].settings and widths[-1] != final_width:
+    for spec, model in zip(specs, models, strict=True):
+        width = spec.settings.get("width")
+        if width is not None and width != main_encoder_config(model.encoder_configs()).width:
+            raise ConfigError(f"width={width} in --phases: this phase trains only the generator, which is not widened")
+    last = main_encoder_config(models[-1].encoder_configs()).width
+    if "width" in specs[-1].settings and last != final_width:
         raise ConfigError(
-            f"the last of --phases has width {widths[-1]}, the model {final_width}; leave out its width, or add a phase"
+            f"the last of --phases has width {last}, the model {final_width}; leave out its width, or add a phase"
         )
-    for narrow, wide, spec in zip(widths, widths[1:], specs[1:], strict=False):
-        if "width" in spec.settings and wide % narrow:
-            raise ConfigError(f"--phases: width {narrow} cannot be widened to {wide}, which is no multiple of it")
+    for before, after in pairwise(models):
+        for narrow, wide in changed_widths(before, after):
+            if wide % narrow:
+                raise ConfigError(f"--phases: width {narrow} cannot be widened to {wide}, which is no multiple of it")
 
 
 def check_same_schedule(specs: list[PhaseSpec], config: PretrainConfig) -> None:
@@ -191,7 +193,13 @@ def with_phase_width(pair: ElectraConfig, model: ModelConfig) -> ElectraConfig:
     """The pair with the width of a phase."""
     if model.width is None or model.width == main_encoder_config(pair.encoder_configs()).width:
         return pair
-    return pair.with_width(model.width, model.scale_init_by_width)
+    try:
+        return pair.narrowed_to(model.width, model.scale_init_by_width)
+    except ConfigError as error:
+        raise ConfigError(
+            f"width={model.width} in --phases: {error}; choose another width, or --phases fraction=1 to train at full "
+            "width from the start"
+        ) from None
 
 
 def pair_config_for_objectives(pair: ElectraConfig, objectives: list[ObjectiveName]) -> ElectraConfig:
@@ -230,10 +238,11 @@ def read_phase_index(checkpoint: Path, phases: list[Phase]) -> int:
     return index
 
 
-def widens_model(previous: Phase, phase: Phase) -> bool:
-    """Whether a phase widens the discriminator, or lone generator, of the previous phase."""
-    earlier, encoders = (each.model.encoder_configs() for each in (previous, phase))
-    return any(part in earlier and earlier[part].width != encoder.width for part, encoder in encoders.items())
+def changed_widths(before: ElectraConfig, after: ElectraConfig) -> list[tuple[int, int]]:
+    """The widths of parts that two models have with different ones."""
+    earlier, later = before.encoder_configs(), after.encoder_configs()
+    widths = [(earlier[part].width, later[part].width) for part in earlier if part in later]
+    return [pair for pair in widths if pair[0] != pair[1]]
 
 
 def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:

@@ -282,7 +282,10 @@ class TrainResult:
         lines += [f"  {name:<24}{value:.4f}" for name, value in self.metrics.items()]
         lines += [f"checkpoint: {self.checkpoint}", *self.assessment.values()]
         if self.was_finished:
-            lines.append(f"to train longer: --resume with a larger budget, or a new --output with --init {self.run}")
+            lines.append(
+                "to train longer: --resume with a larger budget (only without --phases), or a new --output with "
+                f"--init {self.run}"
+            )
         return "\n".join(lines)
 
     def describe_status(self) -> str:
