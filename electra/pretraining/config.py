@@ -361,7 +361,11 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     stored = read_run_settings(checkpoint)
     task_state = asdict(read_pretraining_state(checkpoint))
     pair = read_model_config(checkpoint)
-    settings: dict[str, Any] = {name: stored[name] for name in inherited_settings() if name in stored}
+    phases = stored.get("phases", ())[task_state["phase"] :][:1]
+    of_phase = {setting_name(part): part.partition("=")[2] for phase in phases for part in phase.split(",")}
+    trained_with = stored | {name: value for name, value in of_phase.items() if name in stored}
+    settings = {name: trained_with[name] for name in inherited_settings() if name in trained_with}
+    settings = convert_values(PretrainConfig, settings)
     settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
     has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide

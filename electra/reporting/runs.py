@@ -139,7 +139,9 @@ def describe_changes_from_recipe(config: PretrainConfig) -> str:
     defaults = flat_defaults(PretrainConfig)
     defaults |= recipe_settings(config.recipe, config.model.size, config.model.style)
     changes = {
-        name: value for name, value in flat_values(config).items() if name not in NOT_SHOWN and value != defaults[name]
+        name: value
+        for name, value in flat_values(config).items()
+        if name not in NOT_SHOWN and value not in (defaults[name], None, ())  # a model of --init has no recipe's sizes
     }
     names = sorted(changes, key=lambda name: name not in VALUE_ONLY)
     return ", ".join(describe_setting(name, changes[name]) for name in names)
