@@ -35,7 +35,8 @@ from timing import mean_seconds
 from electra.config import config_from_flat_values
 from electra.data.shards import open_shards
 from electra.pretraining.command import build_trainer, plan_and_check_phases
-from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.pretraining.config import PretrainConfig
+from electra.pretraining.recipes import recipe_settings
 from electra.pretraining.task import PretrainingTask
 from electra.training.distributed import World, join_ranks
 from electra.training.hardware import choose_device

@@ -59,8 +59,9 @@ from electra.model.electra import Electra
 from electra.model.flops import training_flops_per_row
 from electra.objectives.masking import max_masked
 from electra.pretraining.command import build_trainer, plan_and_check_phases
-from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import pair_config
+from electra.pretraining.recipes import recipe_settings
 from electra.pretraining.task import PretrainingTask
 from electra.training.distributed import World
 from electra.training.logging import RunningAverages

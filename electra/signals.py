@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 STOP_SIGNALS = tuple(
@@ -53,7 +54,10 @@ def clean_up_on_stop_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, so that partial files and locks are removed as after Ctrl-C."""
     received: list[int] = []
 
-    def stop(number: int, frame: object) -> NoReturn:
+    def stop(number: int, frame: object) -> None:
+        if deferral.depth:
+            deferral.signals.append(number)
+            return
         received.append(number)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -69,6 +73,35 @@ def clean_up_on_stop_signals() -> Iterator[None]:
             if received[-1] == signal.SIGINT:  # a library has replaced the exception by one of its own
                 raise KeyboardInterrupt from None
             sys.exit(128 + received[-1])
+
+
+@dataclass
+class Deferral:
+    """Blocks of `defer_stop_signals` that the main thread is in, and the signals that came meanwhile."""
+
+    depth: int = 0
+    signals: list[int] = field(default_factory=list)
+
+
+deferral = Deferral()
+
+
+@contextmanager
+def defer_stop_signals() -> Iterator[None]:
+    """Let signals that `clean_up_on_stop_signals` handles wait for the end of this block.
+
+    For short calls that lock something: an exception just after a lock was taken leaves it locked, and other threads
+    wait for it forever."""
+    if threading.current_thread() is not threading.main_thread():  # the only one that handles signals
+        yield
+        return
+    deferral.depth += 1
+    try:
+        yield
+    finally:
+        deferral.depth -= 1
+        if deferral.signals and not deferral.depth:
+            signal.raise_signal(deferral.signals.pop())
 
 
 def exit_on_stop_signals() -> AbstractContextManager[None]:

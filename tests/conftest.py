@@ -24,7 +24,8 @@ from electra.model.storage import save_model
 from electra.objectives.objectives import OBJECTIVES
 from electra.onnx import verify
 from electra.pretraining.command import pretrain
-from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.pretraining.config import PretrainConfig
+from electra.pretraining.recipes import recipe_settings
 
 torch.set_num_threads(1)
 # nohup and background jobs of a shell start with these signals ignored, and electra keeps ignoring them

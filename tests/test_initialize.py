@@ -24,13 +24,14 @@ from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model
 from electra.pretraining import initialize as initialize_module
 from electra.pretraining.command import plan_and_check_phases, pretrain
-from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import (
     cooccurrence_vectors,
     read_initial_weights,
     sinusoidal_table,
     unigram_frequencies,
 )
+from electra.pretraining.recipes import recipe_settings
 from electra.pretraining.task import PretrainingTask
 from electra.runfolder import checkpoint_folders
 from electra.training.checkpoint import find_model_folder

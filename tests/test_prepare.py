@@ -6,7 +6,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,8 +24,10 @@ from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.data.tokenizer import load_tokenizer
 from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
+from electra.data.workers import wait_for_result
 from electra.errors import ConfigError, DataError
 from electra.runfolder import PARTIAL, lock_folder, write_file
+from electra.signals import clean_up_on_stop_signals, defer_stop_signals
 
 TOKENS = [
     "[PAD]",
@@ -196,6 +200,37 @@ def test_a_stop_signal_ends_the_workers_at_once(tmp_path, to_group):
         _, errors = process.communicate(timeout=10)
         assert errors == f"electra: stopped by {'SIGHUP' if to_group else 'SIGTERM'}\n"
         assert ends_within(process.pid, seconds=5)  # the workers sleep for 60
+
+
+def test_a_stop_signal_waits_while_locks_are_taken(capfd):
+    reached = []
+    with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
+        with defer_stop_signals():
+            with defer_stop_signals():
+                signal.raise_signal(signal.SIGTERM)
+                reached.append("inner")
+            reached.append("outer")
+        reached.append("after")
+    assert reached == ["inner", "outer"]
+    assert capfd.readouterr().err == "electra: stopped by SIGTERM\n"
+    with clean_up_on_stop_signals(), defer_stop_signals():  # nothing is left of it
+        reached.append("next")
+    assert reached[-1] == "next"
+
+
+def test_waiting_for_a_result_ends_with_it_or_with_a_signal():
+    future = Future()
+    threading.Timer(0.2, lambda: future.set_exception(DataError("damaged"))).start()
+    with pytest.raises(DataError, match="damaged"):
+        wait_for_result(future)
+    future = Future()
+    future.set_result(5)
+    assert wait_for_result(future) == 5
+    future = Future()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
+        wait_for_result(future)
+    future.set_result(1)  # its callback finds the socket closed
 
 
 def ends_within(group: int, seconds: float) -> bool:

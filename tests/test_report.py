@@ -16,7 +16,8 @@ from electra.data.shards import open_shards
 from electra.errors import DataError
 from electra.finetuning.glue import GlueRow, GlueTable
 from electra.pretraining.command import plan_and_check_phases, pretrain
-from electra.pretraining.config import PretrainConfig, recipe_settings
+from electra.pretraining.config import PretrainConfig
+from electra.pretraining.recipes import recipe_settings
 from electra.reporting.config import ReportConfig
 from electra.reporting.runs import (
     Evaluation,

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from multiprocessing.process import BaseProcess
 from types import ModuleType
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from electra import __version__
 from electra.data.files import import_optional
 from electra.errors import ConfigError, DataError
+from electra.signals import defer_stop_signals
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -46,18 +47,34 @@ def map_in_order(function: Callable[[Item], Result], items: Iterable[Item], work
     futures: deque[Future[Result]] = deque()
     try:
         for item in items:
-            with starting_workers():
+            with starting_workers(), defer_stop_signals():
                 futures.append(pool.submit(function, item))
             if len(futures) > workers + 1:
-                yield futures.popleft().result()
+                yield wait_for_result(futures.popleft())
         while futures:
-            yield futures.popleft().result()
+            yield wait_for_result(futures.popleft())
     except BrokenProcessPool:
         raise DataError("a worker was killed, possibly out of memory; try fewer --workers") from None
     finally:
         for process in list((pool._processes or {}).values()) if futures else ():
             process.kill()  # what they encode is no longer needed
         pool.shutdown(cancel_futures=True)
+
+
+def wait_for_result(future: Future[Result]) -> Result:
+    """The result of a future; signals are handled only while its lock, which the pool's thread needs, is free."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        with defer_stop_signals():
+            future.add_done_callback(lambda _: send_byte(writer))
+        reader.recv(1)
+        with defer_stop_signals():
+            return future.result()
+
+
+def send_byte(writer: socket.socket) -> None:
+    with suppress(OSError):  # closed: a signal ended the waiting
+        writer.send(b".")
 
 
 def call_in_thread(function: Callable[[], Result]) -> Result:

@@ -8,7 +8,7 @@ from electra.config import Positional
 from electra.errors import ConfigError, check_range
 from electra.model.config import SMALL, ModelConfig
 from electra.objectives.config import MaskCount, ObjectiveName
-from electra.pretraining.config import recipe_settings
+from electra.pretraining.recipes import recipe_settings
 
 PAPER_SETTINGS = recipe_settings("faithful", ModelConfig.size)
 INFERENCE_LENGTH = 128

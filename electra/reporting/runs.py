@@ -20,10 +20,10 @@ from electra.pretraining.config import (
     CHANGEABLE_ON_RESUME,
     PretrainConfig,
     read_run_record,
-    recipe_settings,
 )
 from electra.pretraining.held_out import held_out_loader_config, max_held_out_rows
 from electra.pretraining.phases import Phase, count_parameters, plan_phases, read_phase_index
+from electra.pretraining.recipes import recipe_settings
 from electra.training.checkpoint import TrainState, find_model_folder, read_training_state
 from electra.training.logging import METRICS, read_metrics
 
