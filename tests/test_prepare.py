@@ -204,13 +204,17 @@ def test_a_stop_signal_ends_the_workers_at_once(tmp_path, to_group):
 
 def test_a_stop_signal_waits_while_locks_are_taken(capfd):
     reached = []
-    with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
+
+    def lock_and_stop() -> None:
         with defer_stop_signals():
             with defer_stop_signals():
                 signal.raise_signal(signal.SIGTERM)
                 reached.append("inner")
             reached.append("outer")
         reached.append("after")
+
+    with pytest.raises(SystemExit, match="143"), clean_up_on_stop_signals():
+        lock_and_stop()
     assert reached == ["inner", "outer"]
     assert capfd.readouterr().err == "electra: stopped by SIGTERM\n"
     with clean_up_on_stop_signals(), defer_stop_signals():  # nothing is left of it
