@@ -336,7 +336,7 @@ def test_every_kind_of_model_can_be_widened(run_config, settings):
     pretrain(config)
     losses = [line["loss"] for line in metrics(config.output, "validation")]
     assert load_pretrained(config.output).encoder.config.width == 32
-    assert losses[1] < 1.05 * losses[0]  # it goes on from there: a new model would be far worse
+    assert losses[1] < 1.05 * losses[0]  # training continues from there: a new model would be far worse
 
 
 def test_the_best_checkpoint_is_of_the_last_phase(run_config):

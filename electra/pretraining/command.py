@@ -20,13 +20,7 @@ from electra.pretraining.checks import (
     write_extended_budget,
 )
 from electra.pretraining.config import PretrainConfig, read_pretraining_state
-from electra.pretraining.describe import (
-    RunEstimate,
-    assess_run,
-    estimate_run,
-    run_warnings,
-    summarize_run,
-)
+from electra.pretraining.describe import RunEstimate, assess_run, estimate_run, run_warnings, summarize_run
 from electra.pretraining.initialize import (
     InitialWeights,
     has_trained_segments,

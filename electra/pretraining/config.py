@@ -20,7 +20,7 @@ from electra.model.config import (
     size_name_for_encoder,
 )
 from electra.objectives.config import MaskingConfig, ObjectiveConfig, ObjectiveName
-from electra.pretraining.recipes import recipe_phases, recipe_settings, setting_name
+from electra.pretraining.recipes import recipe_phases, recipe_settings, split_phase
 from electra.runfolder import CHECKPOINTS, CONFIG, checkpoint_folders, convert_stored, read_json
 from electra.training.config import Budget, Device, HardwareConfig, OptimizerConfig, TrainerConfig
 
@@ -269,10 +269,9 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     stored = read_run_settings(checkpoint)
     task_state = asdict(read_pretraining_state(checkpoint))
     pair = read_model_config(checkpoint)
-    phases = stored.get("phases", ())[task_state["phase"] :][:1]
-    of_phase = {setting_name(part): part.partition("=")[2] for phase in phases for part in phase.split(",")}
-    trained_with = stored | {name: value for name, value in of_phase.items() if name in stored}
-    settings = {name: trained_with[name] for name in inherited_settings() if name in trained_with}
+    if phases := stored.get("phases"):
+        stored |= split_phase(phases[task_state["phase"]])
+    settings = {name: stored[name] for name in inherited_settings() if name in stored}
     settings = convert_values(PretrainConfig, settings)
     settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))

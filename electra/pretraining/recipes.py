@@ -88,10 +88,13 @@ def recipe_phases(phases: tuple[str, ...], explicit_values: dict[str, Any]) -> t
     weights or the encoder's size are given there are none, since they widen a new encoder to the recipe's size."""
     if explicit_values.keys() & {"init", "branch_from", "width", "heads", "feedforward", "embedding_width"}:
         return ()
-    parts = [[part for part in phase.split(",") if setting_name(part) not in explicit_values] for phase in phases]
-    return tuple(map(",".join, parts))
+    kept = [
+        {name: value for name, value in split_phase(phase).items() if name not in explicit_values} for phase in phases
+    ]
+    return tuple(",".join(f"{name.replace('_', '-')}={value}" for name, value in each.items()) for each in kept)
 
 
-def setting_name(part: str) -> str:
-    """The setting in one part of a phase: learning_rate of learning-rate=1e-3."""
-    return part.partition("=")[0].replace("-", "_")
+def split_phase(phase: str) -> dict[str, str]:
+    """The settings in the text of a valid phase, as text: {"learning_rate": "1e-3"} of learning-rate=1e-3."""
+    parts = [part.partition("=") for part in phase.split(",")]
+    return {name.strip().replace("-", "_"): value for name, _, value in parts}

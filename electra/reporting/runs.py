@@ -141,7 +141,8 @@ def describe_changes_from_recipe(config: PretrainConfig) -> str:
     changes = {
         name: value
         for name, value in flat_values(config).items()
-        if name not in NOT_SHOWN and value not in (defaults[name], None, ())  # a model of --init has no recipe's sizes
+        if name not in NOT_SHOWN
+        and value not in (defaults[name], None, ())  # with --init, the recipe's sizes are unset
     }
     names = sorted(changes, key=lambda name: name not in VALUE_ONLY)
     return ", ".join(describe_setting(name, changes[name]) for name in names)
