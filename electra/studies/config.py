@@ -23,6 +23,7 @@ class StudyConfig:
     orderings, are larger than the noise.
 
     electra study objectives --data shards/ --glue glue/ --minutes 3 --seeds 2 --output study/
+
     electra study compare --settings default decay weight_decay=0.3 --data shards/ --minutes 3 --output study/
 
     Runs are those of electra pretrain, in the folder runs of --output, named by their settings: several studies with
