@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from electra.cli import main
@@ -32,10 +33,10 @@ def corrupt_config(finished_run, shards, tmp_path):
     return build
 
 
-def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_config):
+def test_masked_tokens_are_replaced_by_samples_and_the_others_are_kept(corrupt_config, shards):
     result = write_corrupted_rows(corrupt_config())
-    rows = load_file(result.output)
-    is_replaced = rows["input_ids"] != rows["corrupted_ids"]
+    rows = read_corrupted_rows(result.output, open_shards(shards), positions=16)
+    is_replaced = rows.input_ids != rows.corrupted_ids
     assert (result.rows, result.length) == tuple(is_replaced.shape) == (64, 16)
     assert 1 <= is_replaced.sum(1).max() <= 2  # 15 % of 16 tokens
     assert result.replaced_fraction == pytest.approx(is_replaced.float().mean().item())
@@ -50,7 +51,7 @@ def test_metrics_equal_those_of_an_evaluation_with_the_same_generator(
     batches = held_out_batches(run_config(evaluation_rows=32, packing=packing), opened, cpu)
     expected = evaluate(electra, batches, unigram_frequencies(opened, cpu), opened.tokenizer.vocabulary)
     result = write_corrupted_rows(corrupt_config(rows=32, packing=packing))
-    rows = read_corrupted_rows(result.output, opened.tokenizer, positions=16)
+    rows = read_corrupted_rows(result.output, opened, positions=16)
     with torch.no_grad():
         assert rows.evaluate(electra, opened.tokenizer, World(cpu)) == pytest.approx(result.metrics)
     actual = result.metrics
@@ -63,7 +64,7 @@ def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
     config = run_config(corrupted_rows=result.output, steps=2, evaluate_every=1)
     pretrain(config)
     evaluations = [line for line in read_metrics(config.output / "metrics.jsonl") if line["kind"] == "validation"]
-    rows = read_corrupted_rows(result.output, open_shards(shards).tokenizer, positions=16)
+    rows = read_corrupted_rows(result.output, open_shards(shards), positions=16)
     electra = load_model(find_model_folder(config.output)).eval()
     with torch.no_grad():
         expected = rows.evaluate(electra, open_shards(shards).tokenizer, World(torch.device("cpu")))
@@ -73,12 +74,12 @@ def test_a_run_is_evaluated_on_the_rows(corrupt_config, run_config, shards):
 
 def test_a_model_without_discriminator_has_no_metrics(corrupt_config, shards, make_pair):
     result = write_corrupted_rows(corrupt_config())
-    tokenizer = open_shards(shards).tokenizer
-    rows = read_corrupted_rows(result.output, tokenizer, positions=16)
+    opened = open_shards(shards)
+    rows = read_corrupted_rows(result.output, opened, positions=16)
     electra = load_model(find_model_folder(corrupt_config(output=result.output.with_name("other")).model))
     electra.discriminator = None
     assert isinstance(electra, Electra)
-    assert rows.evaluate(electra, tokenizer, World(torch.device("cpu"))) == {}
+    assert rows.evaluate(electra, opened.tokenizer, World(torch.device("cpu"))) == {}
 
 
 def test_rows_are_never_overwritten(corrupt_config):
@@ -112,9 +113,29 @@ def test_rows_longer_than_the_positions_are_refused_before_training(corrupt_conf
 
 def test_rows_of_another_tokenizer_are_an_error(corrupt_config, shards):
     path = write_corrupted_rows(corrupt_config()).output
-    save_file(load_file(path), path, metadata={"tokenizer": "another"})
+    change_metadata(path, tokenizer="another")
     with pytest.raises(DataError, match="another tokenizer"):
-        read_corrupted_rows(path, open_shards(shards).tokenizer, positions=16)
+        read_corrupted_rows(path, open_shards(shards), positions=16)
+
+
+def test_rows_of_other_text_are_an_error(corrupt_config, shards):
+    path = write_corrupted_rows(corrupt_config()).output
+    change_metadata(path, rows="32")  # as if the shards had other rows
+    with pytest.raises(DataError, match="other text"):
+        read_corrupted_rows(path, open_shards(shards), positions=16)
+
+
+def change_metadata(path, **changes) -> None:
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file(load_file(path), path, metadata=metadata | changes)
+
+
+def test_the_file_holds_replaced_tokens_only(corrupt_config, shards):
+    result = write_corrupted_rows(corrupt_config())
+    tensors, rows = load_file(result.output), read_corrupted_rows(result.output, open_shards(shards), positions=16)
+    assert tensors.keys() == {"indices", "token_ids"}
+    assert not (rows.input_ids.flatten()[tensors["indices"].long()] == tensors["token_ids"]).any()
 
 
 def test_damaged_rows_are_an_error(corrupt_config, shards):
@@ -123,13 +144,13 @@ def test_damaged_rows_are_an_error(corrupt_config, shards):
     content[-4] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"is damaged .*checksum differs"):
-        read_corrupted_rows(path, open_shards(shards).tokenizer, positions=16)
+        read_corrupted_rows(path, open_shards(shards), positions=16)
 
 
 def test_other_files_are_an_error(finished_run, shards):
     path = find_model_folder(finished_run) / "model.safetensors"
     with pytest.raises(DataError, match="no corrupted rows"):
-        read_corrupted_rows(path, open_shards(shards).tokenizer, positions=16)
+        read_corrupted_rows(path, open_shards(shards), positions=16)
 
 
 def test_the_command_prints_the_result_as_json(corrupt_config, capsys):

@@ -184,10 +184,11 @@ class PretrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CorruptConfig:
-    """Mask 15 % of the tokens of held-out rows, replace them by samples of a model's generator, and write the rows.
+    """Mask 15 % of the tokens of held-out rows, replace them by samples of a model's generator, and write the samples.
 
-    electra pretrain --corrupted-rows FILE evaluates its discriminator on them: the same rows for every run, whatever
-    its generator, masks and objective."""
+    electra pretrain --corrupted-rows FILE evaluates its discriminator on these rows: the same ones for every run,
+    whatever its generator, masks and objective. The file holds no text, only the replaced tokens: it belongs to the
+    shards it was made with."""
 
     model: Path
     """A run or model folder with a well-trained generator."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from electra.model.storage import (
     open_safetensors,
     read_tensors,
     serialize_tensors,
+    tensors_checksum,
     warn_untrained_length,
 )
 from electra.objectives.evaluation import SEED, DetectionMetrics, MaskedAndCorrupted, mask_and_corrupt
@@ -210,7 +212,7 @@ class CorruptResult:
 
 @torch.no_grad()
 def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
-    """Replace 15 % of the tokens of held-out rows by samples of a model's generator, and write both."""
+    """Replace 15 % of the tokens of held-out rows by samples of a model's generator, and write the samples."""
     shards, folder, device = open_shards(config.data), find_model_folder(config.model), choose_device(config.device)
     electra = load_model(folder).float().to(device).eval()
     if electra.generator is None:
@@ -218,53 +220,90 @@ def write_corrupted_rows(config: CorruptConfig) -> CorruptResult:
     shards.check_same_tokenizer(load_model_tokenizer(folder))
     positions = electra.generator.encoder.config.positions
     default_length = min(HELD_OUT_LENGTH, read_trained_length(folder) or positions)
-    length = default_length if config.length is None else config.length
-    warn_untrained_length(folder, length)
-    loader = LoaderConfig(length=length, batch_size=min(CORRUPTED_ROWS_PER_BATCH, config.rows), packing=config.packing)
-    rows = corrupt_held_out_rows(electra, shards, loader, config.rows, device)
-    tensors = {name: tensor.int().cpu() for name, tensor in asdict(rows).items() if tensor is not None}
-    metadata = {"tokenizer": shards.tokenizer.fingerprint, "generator": str(folder)}
-    write_file(config.output, serialize_tensors(tensors, metadata))
-    metrics = rows.evaluate(electra, shards.tokenizer, World(device))
-    is_replaced = tensors["corrupted_ids"] != tensors["input_ids"]
+    source = HeldOutRows(
+        rows=config.rows, length=default_length if config.length is None else config.length, packing=config.packing
+    )
+    warn_untrained_length(folder, source.length)
+    context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
+    batches = source.read(shards, device)
+    rows = build_corrupted_rows(
+        batches, torch.cat([mask_and_corrupt(electra, batch, context).corrupted.input_ids for batch in batches])
+    )
+    write_file(config.output, serialize_samples(rows, source, shards.tokenizer, folder))
+    is_replaced = rows.corrupted_ids != rows.input_ids
     return CorruptResult(
         output=config.output,
         rows=is_replaced.shape[0],
         length=is_replaced.shape[1],
         replaced_fraction=is_replaced.float().mean().item(),
-        metrics=metrics,
+        metrics=rows.evaluate(electra, shards.tokenizer, World(device)),
     )
 
 
-def corrupt_held_out_rows(
-    electra: Electra, shards: Shards, loader: LoaderConfig, rows: int, device: torch.device
-) -> CorruptedRows:
-    context = ObjectiveContext(vocabulary=shards.tokenizer.vocabulary, seed=SEED)
+@dataclass(frozen=True)
+class HeldOutRows:
+    """Which rows of the validation split are corrupted."""
+
+    rows: int
+    length: int
+    packing: Literal["packed", "examples"]
+
+    def read(self, shards: Shards, device: torch.device) -> list[Batch]:
+        batch_size = min(CORRUPTED_ROWS_PER_BATCH, self.rows)
+        loader = LoaderConfig(length=self.length, batch_size=batch_size, packing=self.packing)
+        return list(validation_batches(shards, loader, max_batches=max(1, self.rows // batch_size), device=device))
+
+
+def build_corrupted_rows(batches: list[Batch], corrupted_ids: Tensor) -> CorruptedRows:
+    """The rows of `batches` with their corrupted tokens [N, L]."""
     columns: dict[str, list[Tensor]] = defaultdict(list)
-    for batch in validation_batches(shards, loader, max_batches=max(1, rows // loader.batch_size), device=device):
+    for batch in batches:
         columns["input_ids"].append(batch.input_ids)
-        columns["corrupted_ids"].append(mask_and_corrupt(electra, batch, context).corrupted.input_ids)
         if batch.segment_ids is not None and batch.document_ids is not None:
             columns["document_ids"].append(batch.document_ids)
             columns["segment_ids"].append(batch.segment_ids)
-    return CorruptedRows(**{name: torch.cat(tensors) for name, tensors in columns.items()})
+    return CorruptedRows(
+        corrupted_ids=corrupted_ids, **{name: torch.cat(tensors).int() for name, tensors in columns.items()}
+    )
 
 
-def read_corrupted_rows(path: Path, tokenizer: TextTokenizer, positions: int) -> CorruptedRows:
-    """Read the rows; raises a DataError if they were made with another tokenizer, or are longer than `positions`."""
+# The file holds the replaced tokens only, not the text: it is small, and can be published where the text cannot.
+
+
+def serialize_samples(rows: CorruptedRows, source: HeldOutRows, tokenizer: TextTokenizer, generator: Path) -> bytes:
+    indices = (rows.corrupted_ids != rows.input_ids).flatten().nonzero().flatten()  # into [N * L]
+    tensors = {"indices": indices, "token_ids": rows.corrupted_ids.flatten()[indices]}
+    metadata = {name: str(value) for name, value in asdict(source).items()}
+    metadata |= {"tokenizer": tokenizer.fingerprint, "generator": str(generator), "text": text_checksum(rows.input_ids)}
+    return serialize_tensors({name: tensor.int().cpu() for name, tensor in tensors.items()}, metadata)
+
+
+def text_checksum(input_ids: Tensor) -> str:
+    return tensors_checksum({"input_ids": input_ids.int().cpu()})
+
+
+def read_corrupted_rows(path: Path, shards: Shards, positions: int) -> CorruptedRows:
+    """The held-out rows of the shards with the samples of a file; raises a DataError if these were made with another
+    tokenizer or text, or if the rows are longer than `positions`."""
     tensors = read_tensors(path)
-    is_rows = all(tensor.ndim == 2 and tensor.dtype == torch.int32 for tensor in tensors.values())
-    names = [field.name for field in fields(CorruptedRows)]
-    if set(tensors) not in (set(names), set(names[:2])) or not is_rows:
-        raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
     with open_safetensors(path) as file:
         metadata = file.metadata() or {}
-    if metadata.get("tokenizer") != tokenizer.fingerprint:
+    if set(tensors) != {"indices", "token_ids"} or "text" not in metadata:
+        raise DataError(f"{path} holds no corrupted rows; create them with: electra corrupt")
+    if metadata["tokenizer"] != shards.tokenizer.fingerprint:
         raise DataError(f"{path} was made with another tokenizer; make one for these shards with: electra corrupt")
-    rows = CorruptedRows(**tensors)
-    if (length := rows.input_ids.shape[1]) > positions:
+    source = HeldOutRows(
+        rows=int(metadata["rows"]), length=int(metadata["length"]), packing=cast(Any, metadata["packing"])
+    )
+    if source.length > positions:
         raise DataError(
-            f"{path} has rows of {length} tokens, longer than the model's {positions} positions; make shorter ones "
-            f"with: electra corrupt --length {positions}"
+            f"{path} has rows of {source.length} tokens, longer than the model's {positions} positions; make shorter "
+            f"ones with: electra corrupt --length {positions}"
         )
-    return rows
+    batches = source.read(shards, torch.device("cpu"))
+    original = torch.cat([batch.input_ids for batch in batches])  # [N, L]
+    if metadata["text"] != text_checksum(original):
+        raise DataError(f"{path} was made from other text; make one for these shards with: electra corrupt")
+    samples = tensors["token_ids"].to(original.dtype)
+    corrupted = original.flatten().scatter(0, tensors["indices"].long(), samples).view_as(original)
+    return build_corrupted_rows(batches, corrupted)

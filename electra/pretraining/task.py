@@ -48,9 +48,7 @@ class PretrainingTask:
         self.held_out = held_out_batches(config, shards, device)
         self.unigram = unigram_frequencies(shards, device)
         positions = min(encoder.positions for encoder in phase.model.encoder_configs().values())
-        self.corrupted_rows = config.corrupted_rows and read_corrupted_rows(
-            config.corrupted_rows, shards.tokenizer, positions
-        )
+        self.corrupted_rows = config.corrupted_rows and read_corrupted_rows(config.corrupted_rows, shards, positions)
         self.context = self.build_objective_context()
         if self.captures_graph and self.objective.has_independent_backward and config.objective.generator == "model":
             from electra.kernels.side_stream import GeneratorStream  # imports torch's compiler: a second or two

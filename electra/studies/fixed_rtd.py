@@ -66,7 +66,7 @@ def measure_fixed_rtd(run: StudyRun, rows: Path, shards: Shards, config: StudyCo
     device = choose_device(config.device)
     electra = load_model(folder).float().to(device).eval()
     positions = min(encoder.positions for encoder in electra.config.encoder_configs().values())
-    metrics = read_corrupted_rows(rows, shards.tokenizer, positions).evaluate(electra, shards.tokenizer, World(device))
+    metrics = read_corrupted_rows(rows, shards, positions).evaluate(electra, shards.tokenizer, World(device))
     path.parent.mkdir(exist_ok=True)
     write_stored(path, asdict(FixedRTD(folder.name, checksum, metrics)))
 
