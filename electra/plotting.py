@@ -249,15 +249,30 @@ def draw_rows_with_errors(axes: Any, panel: ErrorBars) -> None:
     axes.set(xlabel=panel.ylabel)
 
 
-def plot_token_map(path: Path, positions: NDArray, tokens: list[str], num_labels: int) -> bool:
-    """Plot tokens at `positions` [N, 2]; the first `num_labels` of them by name."""
+def plot_token_map(path: Path, positions: NDArray, tokens: list[str]) -> bool:
+    """Plot tokens at `positions` [N, 2], in their order with their names where these do not overlap others."""
+    fontsize = 6
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         axes.scatter(positions[:, 0], positions[:, 1], s=3, color="tab:gray", alpha=0.4)
-        for (x, y), token in list(zip(positions.tolist(), tokens, strict=True))[:num_labels]:
-            axes.text(x, y, token.replace("$", r"\$"), fontsize=6, ha="center", va="center")
         axes.set_title(f"embeddings of the {len(tokens):,} most frequent tokens")
         axes.axis("off")
+        figure.draw_without_rendering()  # the layout is known only then
+        height = fontsize * figure.dpi / 72  # in pixels
+        sizes = np.array([(0.65 * height * len(token), 1.1 * height) for token in tokens])
+        for index in non_overlapping_boxes(axes.transData.transform(positions), sizes):
+            name = tokens[index].replace("$", r"\$")
+            axes.text(*positions[index].tolist(), name, fontsize=fontsize, ha="center", va="center")
 
     return save_figure(path, (12, 12), draw, dpi=110)
+
+
+def non_overlapping_boxes(centers: NDArray, sizes: NDArray) -> list[int]:
+    """Indices of boxes, given by centers and sizes [N, 2], each of which overlaps none before it in the list."""
+    chosen: list[int] = []
+    for index in range(len(centers)):
+        distances = np.abs(centers[chosen] - centers[index])
+        if not (2 * distances < sizes[chosen] + sizes[index]).all(axis=1).any():
+            chosen.append(index)
+    return chosen

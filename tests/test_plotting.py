@@ -15,6 +15,7 @@ from electra.plotting import (
     Panel,
     merge_rare_classes,
     metric_points,
+    non_overlapping_boxes,
     plot_confusion_matrix,
     plot_panels,
     plot_pretraining_curves,
@@ -78,3 +79,9 @@ def test_a_confusion_matrix_of_many_classes_has_the_most_frequent_ones():
     assert merged.sum() == counts.sum()
     assert (merged[:-1, :-1] == counts[6:, 6:]).all()
     assert merged[-1, -1] == counts[:6, :6].sum()
+
+
+def test_names_on_a_map_do_not_overlap():
+    centers = np.array([[0.0, 0.0], [3.0, 0.0], [5.0, 0.0], [3.0, 3.0]])
+    sizes = np.array([[4.0, 2.0]] * 4)
+    assert non_overlapping_boxes(centers, sizes) == [0, 2, 3]  # the second covers a part of the first

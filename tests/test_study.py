@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -20,13 +21,15 @@ from electra.config import build_config
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.probe_results import Estimate
+from electra.pretraining.config import CorruptConfig
+from electra.pretraining.held_out import write_corrupted_rows
 from electra.runfolder import read_json
 from electra.studies import command as command_module
 from electra.studies import measures as measures_module
 from electra.studies import runs as runs_module
 from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
-from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance
+from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance, read_measures
 from electra.studies.results import (
     SettingsComparison,
     check_own_folder,
@@ -35,7 +38,7 @@ from electra.studies.results import (
     plot_study,
     summarize_study,
 )
-from electra.studies.runs import StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
+from electra.studies.runs import RunRecord, StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
 from electra.studies.studies import STUDIES, Study, StudySetting, find_study
 from electra.training.logging import TrainResult
 
@@ -406,20 +409,47 @@ def test_measures_for_a_gpu_are_computed_in_a_process_of_their_own(study_config,
     expected = study(study_config(**probe))
     monkeypatch.setattr(measures_module, "choose_device", lambda device: torch.device("cuda"))
     monkeypatch.setattr(measures_module, "run_probe", lambda *arguments: pytest.fail("in this process"))
-    shutil.rmtree(tmp_path / "out" / "fixed-rtd")
+    shutil.rmtree(tmp_path / "out" / "measures")
     (tmp_path / "out" / "probe.jsonl").unlink()
     assert study(study_config(**probe)).settings == expected.settings
 
 
-def test_the_weights_of_measured_runs_may_be_deleted(study_config):
-    config = study_config()
+def test_the_folders_of_measured_runs_may_be_deleted(study_config, tmp_path):
+    glue = str(write_glue(tmp_path / "glue", rows=40))
+    probe = {"glue": glue, "tasks": ("rte",), "finetuning": ("epochs=1", "length=16")}
+    config = study_config(**probe)
     before = study(config)
-    weights = list((config.output / "runs").glob("*/checkpoints/*/*.safetensors"))
-    assert len(weights) == 4  # the model and the state of the optimizer, of two runs
-    for path in weights:
-        path.unlink()
-    assert study(config).settings == before.settings
-    assert [len(each.runs) for each in study(study_config(seeds=2)).settings] == [2, 2]
+    shutil.rmtree(config.output / "runs")
+    after = study(config)
+    assert (after.settings, after.failed, after.missing) == (before.settings, {}, [])
+    assert not (config.output / "runs").exists()  # nothing was trained
+    with pytest.raises(ConfigError, match=r"--learning-rate was 0\.006 and is now 0\.001"):
+        study(study_config(**probe, pretraining=(*SMALL, "learning_rate=1e-3")))
+    more = study(study_config(**probe, finetuning_seeds=2))
+    assert set(more.failed.values()) == {"its folder was deleted before all fine-tunings of its probe were finished"}
+
+
+def test_metrics_on_other_rows_are_not_compared(study_config, tmp_path):
+    config = study_config()
+    assert all(each.fixed_rtd_loss is not None for each in study(config).settings)
+    shutil.rmtree(config.output / "runs" / "rtd_style-modern_steps-4_seed-0")
+    other = tmp_path / "other.safetensors"
+    rows = {"model": config.output / "runs" / "rtd_steps-4_seed-0", "data": config.data, "device": "cpu"}
+    write_corrupted_rows(build_config(CorruptConfig, **rows, output=other, rows=8))
+    classic, modern = study(replace(config, corrupted_rows=other)).settings
+    assert classic.fixed_rtd_loss is not None
+    assert modern.fixed_rtd_loss is None
+
+
+def test_a_run_that_was_trained_again_is_measured_again(study_config):
+    config = study_config()
+    study(config)
+    [first, *_] = plan_runs(STUDIES["styles"], config)
+    record = first.read_record()
+    [checkpoint] = (first.folder / "checkpoints").iterdir()
+    checkpoint.rename(checkpoint.with_name("step-000000003"))
+    assert record is not None
+    assert first.read_record() is None
 
 
 @pytest.mark.slow
@@ -437,14 +467,27 @@ def test_a_killed_study_continues(study_config, tmp_path):
     assert result.orderings == whole.orderings
 
 
+def test_the_documentation_shows_the_measured_studies():
+    """Runs of a published study have no folders, and its tables need no shards."""
+    root = Path(__file__).parents[1]
+    folder, page = root / "benchmarks" / "study", (root / "docs" / "studies.md").read_text()
+    config = build_config(StudyConfig, name="objectives", data="shards", output=folder, glue="glue", minutes=3)
+    measured = read_measures(plan_runs(STUDIES["objectives"], config), None, config)
+    result = summarize_study("objectives", STUDIES["objectives"], measured, [], {})
+    assert len(result.settings) == len(STUDIES["objectives"].settings)
+    assert all(part in page for part in str(result).split("\n\n")[1:])
+
+
 # Verdicts.
 
 
 def measured(setting: StudySetting, seed: int, score: float | None = None, loss: float | None = None) -> MeasuredRun:
     run = SimpleNamespace(setting=setting, seed=seed, name=f"{setting.label}-{seed}")
-    cost = SimpleNamespace(steps=1, tokens=1, minutes=1.0, flops=1e9, final_metrics={})
+    fixed_rtd = {} if loss is None else {"fixed_rtd_loss": loss, "fixed_rtd_auc": 0.9}
+    costs = {"steps": 1, "tokens": 1, "minutes": 1.0, "flops": 1e9}
+    record = RunRecord(settings={}, checkpoint="step-1", **costs, metrics={}, fixed_rtd=fixed_rtd)
     scores = None if score is None else {"rte": np.array([[score - 0.1], [score + 0.1]])}
-    return MeasuredRun(run, cost, {} if loss is None else {"fixed_rtd_loss": loss, "fixed_rtd_auc": 0.9}, scores)
+    return MeasuredRun(run, record, scores)
 
 
 A, B = StudySetting("a", {}, 85.0), StudySetting("b", {"objective": "mlm"}, 82.0)
@@ -472,7 +515,8 @@ def test_a_difference_counts_if_it_exceeds_two_standard_errors():
 
 def test_encoders_that_learnt_nothing_are_not_judged():
     """A discriminator that guesses, and a masked language model with the loss of token frequencies."""
-    guessing = replace(measured(A, 0, 0.6), fixed_rtd={"fixed_rtd_loss": 0.4, "fixed_rtd_auc": 0.52})
+    guessing = measured(A, 0, 0.6, loss=0.4)
+    guessing.record.fixed_rtd["fixed_rtd_auc"] = 0.52
     learnt, plateau = ({"mlm_loss": loss, "unigram_mlm_loss": 7.0} for loss in (5.0, 6.9))
     for ours, metrics, verdict in (
         (measured(A, 0, 0.6, loss=0.3), learnt, "holds"),
@@ -480,7 +524,7 @@ def test_encoders_that_learnt_nothing_are_not_judged():
         (guessing, learnt, "not learnt"),
     ):
         bert = measured(B, 0, 0.5)
-        bert.cost.final_metrics.update(metrics)
+        bert.record.metrics.update(metrics)
         result = summarize_study("x", STUDY, [ours, bert], [], {})
         assert result.orderings[0].verdict == verdict
     assert "Not judged, because an encoder has learnt little" in result.verdict

@@ -45,7 +45,7 @@ from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 
 ANALYSIS = "analysis.json"
-NEIGHBORS_SHOWN, LABELLED_TOKENS = 12, 250
+NEIGHBORS_SHOWN = 12
 RESIDUAL_ROWS = 64
 DROPOUT = 0.1  # the usual one of fine-tuning
 SUFFIXES = (".png", ".svg")
@@ -193,9 +193,7 @@ def write_analysis(analysis: Analysis, vocabulary_map: VocabularyMap, tokens: li
     files = ["analysis.md", ANALYSIS]
     for suffix in SUFFIXES:
         plots = {
-            "embeddings": plot_token_map(
-                folder / f"embeddings{suffix}", vocabulary_map.positions, tokens, LABELLED_TOKENS
-            ),
+            "embeddings": plot_token_map(folder / f"embeddings{suffix}", vocabulary_map.positions, tokens),
             "detection": plot_panels(folder / f"detection{suffix}", detection_panels(analysis), 2, 4.5),
             "calibration": plot_panels(folder / f"calibration{suffix}", calibration_panels(analysis), 2, 4.5),
             "few-shot": bool(analysis.few_shot) and plot_few_shot(folder / f"few-shot{suffix}", analysis),

@@ -2,11 +2,10 @@
 
 from electra.data.shards import Shards, open_shards
 from electra.errors import DataError, TrainingError
-from electra.finetuning.probe import FOLDS, SLICED_TASKS
 from electra.runfolder import lock_folder
 from electra.signals import explain_stop
 from electra.studies.config import OutputRecord, StudyConfig
-from electra.studies.measures import check_probe, measure_runs, read_measures
+from electra.studies.measures import check_probe, finetunings_per_run, measure_runs, read_measures
 from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.studies.studies import Study, find_study
@@ -21,8 +20,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     record.check(config.output)
     check_own_folder(config.output / config.name)
     if config.dry_run:
-        folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
-        return estimate_study(runs, shards, folds * config.finetuning_seeds if config.glue else 0)
+        return estimate_study(runs, shards, finetunings_per_run(config))
     if config.summarize:
         return summarize(config, study, runs, shards, {})
     check_probe(config)

@@ -1,8 +1,9 @@
 """What all runs of a study are compared by: the probe, and losses on held-out text."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,20 +11,20 @@ from numpy.typing import NDArray
 from electra.config import build_config
 from electra.data.shards import Shards, open_shards
 from electra.finetuning.config import ProbeConfig
-from electra.finetuning.probe import parse_settings, run_probe
-from electra.finetuning.probe_results import Estimate, estimate_mean_of_tasks, read_results, score_arrays
+from electra.finetuning.metrics import none_to_nan
+from electra.finetuning.probe import FOLDS, SLICED_TASKS, parse_settings, run_probe
+from electra.finetuning.probe_results import Estimate, ProbeResult, estimate_mean_of_tasks, read_results, score_arrays
 from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.finetuning.workers import call_in_process
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
-from electra.reporting.runs import Run, read_run
-from electra.runfolder import is_missing_or_empty
+from electra.runfolder import file_checksum
 from electra.studies.config import StudyConfig
-from electra.studies.fixed_rtd import find_corrupted_rows, measure_fixed_rtd, read_fixed_rtd
-from electra.studies.runs import StudyRun
+from electra.studies.records import corrupted_rows_file, find_corrupted_rows, record_run
+from electra.studies.runs import RunRecord, StudyRun
 from electra.training.hardware import choose_device
 
-PROBE = "probe.jsonl"
+PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # metrics of `read_fixed_rtd`
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
 
@@ -35,26 +36,30 @@ class MeasuredRun:
     """A finished run with its measures."""
 
     run: StudyRun
-    cost: Run
-    fixed_rtd: dict[str, float]
+    record: RunRecord
     scores: Scores | None  # of the probe
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Held out, at the end of the run."""
+        return none_to_nan(self.record.metrics)
 
     def token_loss(self) -> float | None:
         """The held-out loss of an encoder that predicts tokens, and None of a discriminator."""
         name = self.token_loss_name()
-        return self.cost.final_metrics[name] if name else None
+        return self.metrics[name] if name else None
 
     def token_loss_name(self) -> str | None:
-        if self.fixed_rtd:
+        if self.record.fixed_rtd:
             return None
-        return next((name for name in TOKEN_LOSSES if name in self.cost.final_metrics), None)
+        return next((name for name in TOKEN_LOSSES if name in self.metrics), None)
 
     def has_learnt(self) -> bool:
         """Whether the encoder has learnt more than guessing (a discriminator) or than token frequencies."""
-        if self.fixed_rtd:
-            return self.fixed_rtd[FIXED_RTD_AUC] >= GUESSING_AUC
+        if self.record.fixed_rtd:
+            return self.record.fixed_rtd[FIXED_RTD_AUC] >= GUESSING_AUC
         name = self.token_loss_name()
-        return name is None or not is_on_plateau(self.cost.final_metrics, name)
+        return name is None or not is_on_plateau(self.metrics, name)
 
 
 def probe_config(config: StudyConfig) -> ProbeConfig:
@@ -72,7 +77,7 @@ def probe_config(config: StudyConfig) -> ProbeConfig:
 
 
 def probe_settings(config: StudyConfig) -> tuple[str, ...]:
-    return ("default", *config.finetuning)
+    return (DEFAULT_SETTING, *config.finetuning)
 
 
 def check_probe(config: StudyConfig) -> None:
@@ -90,31 +95,54 @@ def measure_runs(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
 
 
 def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
-    rows, shards = find_corrupted_rows(runs, config), open_shards(config.data)
-    if rows is not None:
-        for run in runs:
-            measure_fixed_rtd(run, rows, shards, config)
-    return run_probe(probe_config(config), {run.name: run.folder for run in runs}) if config.glue else {}
+    present = [run for run in runs if run.has_folder()]
+    rows, shards = find_corrupted_rows(present, config), open_shards(config.data)
+    for run in present:
+        record_run(run, rows, shards, config)
+    if config.glue is None:
+        return {}
+    errors = run_probe(probe_config(config), {run.name: run.folder for run in present}) if present else {}
+    finished = Counter(result.model for result in read_default_results(runs, config))
+    missing = [run.name for run in runs if run not in present and finished[run.name] < finetunings_per_run(config)]
+    return errors | dict.fromkeys(missing, "its folder was deleted before all fine-tunings of its probe were finished")
+
+
+def finetunings_per_run(config: StudyConfig) -> int:
+    """The number of fine-tunings of the probe."""
+    folds = sum(1 if task in SLICED_TASKS else FOLDS for task in config.tasks)
+    return folds * config.finetuning_seeds if config.glue else 0
 
 
 def read_measures(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> list[MeasuredRun]:
     """The finished runs with those of their measures that were computed."""
+    rows = corrupted_rows_file(config)
+    checksum = file_checksum(rows) if rows.exists() else None
+    measured = []
+    for run, scores in read_scores([run for run in runs if run.is_finished(shards)], config):
+        record = run.read_record() or run.build_record()
+        if record.corrupted_rows != checksum:  # of other rows, and not comparable
+            record = replace(record, fixed_rtd={})
+        measured.append(MeasuredRun(run, record, scores))
+    return measured
+
+
+def read_scores(runs: list[StudyRun], config: StudyConfig) -> list[tuple[StudyRun, Scores | None]]:
+    """The runs with the results of their probe; None if some are missing that others have."""
+    results = read_default_results(runs, config)
+    arrays, tasks = score_arrays(results, "metric"), {result.task for result in results}
+    of_runs = [(run, arrays.get((run.name, DEFAULT_SETTING), {})) for run in runs]
+    return [(run, scores if scores and scores.keys() == tasks else None) for run, scores in of_runs]
+
+
+def read_default_results(runs: list[StudyRun], config: StudyConfig) -> list[ProbeResult]:
+    """The finished fine-tunings of the runs."""
     names = {run.name for run in runs}
-    results = [
+    return [
         result
         for result in read_results(config.output / PROBE)
-        if result.model in names and result.task in config.tasks and result.seed <= config.finetuning_seeds
+        if (result.model in names and result.setting == DEFAULT_SETTING)
+        and (result.task in config.tasks and result.seed <= config.finetuning_seeds)
     ]
-    arrays, tasks = score_arrays(results, "metric"), {result.task for result in results}
-    measured = []
-    for run in runs:
-        if is_missing_or_empty(run.folder) or not run.is_finished(shards):
-            continue
-        scores = arrays.get((run.name, "default"), {})
-        fixed_rtd = read_fixed_rtd(run, config)
-        is_complete = bool(scores) and scores.keys() == tasks
-        measured.append(MeasuredRun(run, read_run(run.folder, None), fixed_rtd, scores if is_complete else None))
-    return measured
 
 
 # Standard errors: that of the probe, which does not shrink with pre-training seeds because all share its rows, and

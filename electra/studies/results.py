@@ -125,7 +125,7 @@ class SettingsComparison:
         return pooled_variance([self.fixed_rtd(label, name) for label in self.runs])
 
     def fixed_rtd(self, label: str, name: str) -> list[float]:
-        return [each.fixed_rtd[name] for each in self.runs[label].values() if name in each.fixed_rtd]
+        return [each.record.fixed_rtd[name] for each in self.runs[label].values() if name in each.record.fixed_rtd]
 
     def token_losses(self, label: str) -> list[float]:
         return [loss for each in self.runs[label].values() if (loss := each.token_loss()) is not None]
@@ -168,10 +168,10 @@ class SettingsComparison:
         return SettingResult(
             label=label,
             runs=[each.run.name for each in runs],
-            steps=mean(lambda each: each.cost.steps),
-            tokens=mean(lambda each: each.cost.tokens),
-            minutes=mean(lambda each: each.cost.minutes),
-            flops=mean(lambda each: each.cost.flops),
+            steps=mean(lambda each: each.record.steps),
+            tokens=mean(lambda each: each.record.tokens),
+            minutes=mean(lambda each: each.record.minutes),
+            flops=mean(lambda each: each.record.flops),
             probe=estimate_probe(scores, self.probe_variance) if scores else None,
             difference=None if label == first else self.difference(label, first),
             fixed_rtd_loss=loss(FIXED_RTD_LOSS),

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
@@ -23,15 +24,31 @@ from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainCo
 from electra.pretraining.describe import estimate_run
 from electra.pretraining.initialize import pair_config
 from electra.pretraining.phases import parse_phases, plan_phases
-from electra.reporting.runs import read_progress
-from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, write_file
+from electra.reporting.runs import read_progress, read_run
+from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, read_stored, write_file
 from electra.studies.config import StudyConfig
 from electra.studies.studies import Study, StudySetting
+from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 
-RUNS, LOGS = "runs", "logs"
+RUNS, LOGS, MEASURES = "runs", "logs", "measures"
 POLL_SECONDS = 0.2
 DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000}  # disk space and time
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a study stores of a finished run. With it and the results of the probe, the run's folder is not needed."""
+
+    settings: dict[str, Any]  # of electra pretrain, those that affect the weights
+    checkpoint: str
+    steps: int
+    tokens: int
+    minutes: float
+    flops: float
+    metrics: dict[str, float | None]  # held out, at the end; None: not a number
+    corrupted_rows: str | None = None  # checksum of the file
+    fixed_rtd: dict[str, float] = field(default_factory=dict)  # metrics on these rows; empty without a discriminator
 
 
 @dataclass(frozen=True)
@@ -50,14 +67,52 @@ class StudyRun:
     def folder(self) -> Path:
         return self.config.output
 
+    @property
+    def record_file(self) -> Path:
+        return self.folder.parent.parent / MEASURES / f"{self.name}.json"
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that affect the weights, as read from JSON."""
+        values = {name: value for name, value in flat_values(self.config).items() if name not in CHANGEABLE_ON_RESUME}
+        return json.loads(dump_json(values))
+
     def is_finished(self, shards: Shards) -> bool:
-        """Whether its budget is used up; raises if its folder was started with other settings."""
-        if not checkpoint_folders(self.folder):
+        """Whether its budget is used up; raises if it was started with other settings."""
+        if self.read_record() is not None:
+            return True
+        if not self.has_folder():
             return False
         stored = read_run_record(self.folder).pretraining
         check_same_settings(self.folder, stored, flat_values(self.config), CHANGEABLE_ON_RESUME)
         phases = plan_phases(self.config, pair_config(self.config, shards))
         return read_progress(self.folder, phases).unfinished is None
+
+    def has_folder(self) -> bool:
+        """Whether the run was started, and its folder was not deleted."""
+        return bool(checkpoint_folders(self.folder))
+
+    def read_record(self) -> RunRecord | None:
+        """The stored record, if there is one, and not of another checkpoint than the folder's."""
+        if not self.record_file.exists():
+            return None
+        record = read_stored(self.record_file, RunRecord)
+        if self.has_folder() and find_model_folder(self.folder).name != record.checkpoint:
+            return None
+        check_same_settings(self.record_file, record.settings, self.settings())
+        return record
+
+    def build_record(self) -> RunRecord:
+        """The record of a finished run, without metrics on corrupted rows."""
+        run = read_run(self.folder, glue_table=None)
+        return RunRecord(
+            settings=self.settings(),
+            checkpoint=find_model_folder(self.folder).name,
+            steps=run.steps,
+            tokens=run.tokens,
+            minutes=run.minutes,
+            flops=run.flops,
+            metrics=dict(run.final_metrics),
+        )
 
 
 def plan_runs(study: Study, config: StudyConfig) -> list[StudyRun]:
