@@ -303,7 +303,7 @@ def example_values(config_class: type) -> dict[str, Any]:
 def test_every_setting_can_come_from_a_config_file(tmp_path, command):
     config_class = COMMANDS[command].load_config_class()
     needed = {"pretrain": {"steps": 7}, "finetune": {"train": "word"}, "report": {"runs": ["word"]}}
-    needed["study"] = {"name": "styles", "steps": 7}
+    needed["study"] = {"name": "styles", "steps": 7, "data": "word"}
     expected = example_values(config_class) | needed.get(command, {})
     (tmp_path / "settings.json").write_text(json.dumps(expected, default=str))
     parsed = flat_values(parse_config(command, config_class, ["--config", str(tmp_path / "settings.json")]))

@@ -29,7 +29,7 @@ from electra.studies import measures as measures_module
 from electra.studies import runs as runs_module
 from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
-from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance, read_measures
+from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance
 from electra.studies.results import (
     SettingsComparison,
     check_own_folder,
@@ -354,7 +354,7 @@ def test_a_process_per_run_trains_as_the_study_itself(study_config, shards, tmp_
     [first, *_] = plan_runs(STUDIES["styles"], config)
     config.output.mkdir()
     assert list(train_on_gpus([first], [""], config.output)) == [(first, None)]
-    assert first.is_finished(open_shards(shards))
+    assert first.is_finished()
 
 
 def test_each_run_is_measured_when_it_ends(study_config, monkeypatch):
@@ -397,7 +397,7 @@ def test_a_killed_measuring_process_does_not_end_the_study(study_config, monkeyp
     result = study(config)
     assert list(result.failed.values()) == ["killed", "killed"]
     assert result.missing == []
-    assert all(run.is_finished(open_shards(config.data)) for run in plan_runs(STUDIES["styles"], config))
+    assert all(run.is_finished() for run in plan_runs(STUDIES["styles"], config))
 
 
 def test_measures_for_a_gpu_are_computed_in_a_process_of_their_own(study_config, monkeypatch, tmp_path):
@@ -467,15 +467,16 @@ def test_a_killed_study_continues(study_config, tmp_path):
     assert result.orderings == whole.orderings
 
 
-def test_the_documentation_shows_the_measured_studies():
-    """Runs of a published study have no folders, and its tables need no shards."""
+def test_the_documentation_shows_the_measured_studies(tmp_path, no_training):
+    """What was measured is published without the folders of its runs, and summarized without shards."""
     root = Path(__file__).parents[1]
-    folder, page = root / "benchmarks" / "study", (root / "docs" / "studies.md").read_text()
-    config = build_config(StudyConfig, name="objectives", data="shards", output=folder, glue="glue", minutes=3)
-    measured = read_measures(plan_runs(STUDIES["objectives"], config), None, config)
-    result = summarize_study("objectives", STUDIES["objectives"], measured, [], {})
+    shutil.copytree(root / "benchmarks" / "study", tmp_path / "out")
+    result = study(build_config(StudyConfig, name="objectives", output=tmp_path / "out", minutes=3, summarize=True))
     assert len(result.settings) == len(STUDIES["objectives"].settings)
-    assert all(part in page for part in str(result).split("\n\n")[1:])
+    table, verdict = str(replace(result, files=[])).split("\n\n")[1:]
+    page = (root / "docs" / "studies.md").read_text()
+    assert table in page
+    assert verdict in page
 
 
 # Verdicts.

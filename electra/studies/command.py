@@ -13,21 +13,23 @@ from electra.studies.studies import Study, find_study
 
 def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     """Train and measure what is not finished, and summarize the study; a dry run returns an estimate instead."""
-    shards, study = open_shards(config.data), find_study(config)
+    study = find_study(config)
     runs = plan_runs(study, config)
+    check_own_folder(config.output / config.name)
+    if config.data is None:
+        return summarize(config, study, runs, {})
+    shards = open_shards(config.data)
     text = {"text in --data": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint}
     record = OutputRecord("study", text)
     record.check(config.output)
-    check_own_folder(config.output / config.name)
     if config.dry_run:
         return estimate_study(runs, shards, finetunings_per_run(config))
     if config.summarize:
-        return summarize(config, study, runs, shards, {})
+        return summarize(config, study, runs, {})
     check_probe(config)
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
         record.write(config.output)
-        failed = train_and_measure(runs, shards, config)
-        return summarize(config, study, runs, shards, failed)
+        return summarize(config, study, runs, train_and_measure(runs, shards, config))
 
 
 def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
@@ -35,30 +37,28 @@ def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig)
     end; returns errors by name."""
     failed = {}
     if not config.parallel:
-        measure_finished(runs, shards, config)  # those of an interrupted command, before others as without a break
+        measure_finished(runs, config)  # those of an interrupted command, before others as without a break
     for run, error in train_runs(runs, shards, config):
         if error is not None:
             failed[run.name] = error
         elif not config.parallel:
-            measure_finished([run], shards, config)
+            measure_finished([run], config)
     # once more: what failed, and runs that ended before there was a generator to corrupt rows for all of them
-    return failed | measure_finished(runs, shards, config)
+    return failed | measure_finished(runs, config)
 
 
-def measure_finished(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
+def measure_finished(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
     """Compute missing measures of those runs that are finished; returns errors by name."""
-    finished = [run for run in runs if run.is_finished(shards)]
+    finished = [run for run in runs if run.is_finished()]
     try:
         return measure_runs(finished, config) if finished else {}
     except TrainingError as error:  # the process that measures was killed
         return dict.fromkeys((run.name for run in finished), str(error))
 
 
-def summarize(
-    config: StudyConfig, study: Study, runs: list[StudyRun], shards: Shards, failed: dict[str, str]
-) -> StudyResult:
+def summarize(config: StudyConfig, study: Study, runs: list[StudyRun], failed: dict[str, str]) -> StudyResult:
     """Write the tables and figures of the finished runs."""
-    measured = read_measures(runs, shards, config)
+    measured = read_measures(runs, config)
     if not measured:
         reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise DataError(

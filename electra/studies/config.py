@@ -48,8 +48,8 @@ class StudyConfig:
     two-stage and adversarial training; sharing: of weights; compute: ELECTRA and BERT over budgets and sizes;
     mask-fraction; sizes: tiny, small and base with equal budgets; styles: classic and modern encoders; compare: those
     of --settings."""
-    data: Path
-    """Folder of shards, written by electra shard."""
+    data: Path | None = None
+    """Folder of shards, written by electra shard; not needed with --summarize."""
     output: Path
     """Folder for the runs, their measures, and a folder of tables and figures for each study."""
     glue: str | None = None
@@ -89,6 +89,8 @@ class StudyConfig:
     def __post_init__(self) -> None:
         check_range(self, "seeds", "finetuning_seeds", at_least=1)
         check_range(self, "probe_rows", at_least=20)
+        if self.data is None and not self.summarize:
+            raise ConfigError("electra study needs --data, the folder of shards; only --summarize does without")
         if (self.name == "compare") != bool(self.settings):
             raise ConfigError("electra study compare needs --settings, and no other study takes it")
         for name in ("pretraining", "finetuning"):

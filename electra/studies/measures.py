@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from electra.config import build_config
-from electra.data.shards import Shards, open_shards
+from electra.data.shards import open_shards
 from electra.finetuning.config import ProbeConfig
 from electra.finetuning.metrics import none_to_nan
 from electra.finetuning.probe import FOLDS, SLICED_TASKS, parse_settings, run_probe
@@ -95,6 +95,7 @@ def measure_runs(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
 
 
 def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
+    assert config.data is not None
     present = [run for run in runs if run.has_folder()]
     rows, shards = find_corrupted_rows(present, config), open_shards(config.data)
     for run in present:
@@ -113,12 +114,12 @@ def finetunings_per_run(config: StudyConfig) -> int:
     return folds * config.finetuning_seeds if config.glue else 0
 
 
-def read_measures(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> list[MeasuredRun]:
+def read_measures(runs: list[StudyRun], config: StudyConfig) -> list[MeasuredRun]:
     """The finished runs with those of their measures that were computed."""
     rows = corrupted_rows_file(config)
     checksum = file_checksum(rows) if rows.exists() else None
     measured = []
-    for run, scores in read_scores([run for run in runs if run.is_finished(shards)], config):
+    for run, scores in read_scores([run for run in runs if run.is_finished()], config):
         record = run.read_record() or run.build_record()
         if record.corrupted_rows != checksum:  # of other rows, and not comparable
             record = replace(record, fixed_rtd={})

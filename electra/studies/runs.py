@@ -19,10 +19,10 @@ from electra.config import build_config, flat_values, replace_settings
 from electra.data.shards import Shards
 from electra.errors import ConfigError, TrainingError, format_count
 from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
+from electra.model.storage import read_model_config
 from electra.pretraining.command import plan_and_check_phases, pretrain
 from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainConfig, read_run_record
 from electra.pretraining.describe import estimate_run
-from electra.pretraining.initialize import pair_config
 from electra.pretraining.phases import parse_phases, plan_phases
 from electra.reporting.runs import read_progress, read_run
 from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, read_stored, write_file
@@ -33,6 +33,7 @@ from electra.training.hardware import choose_device
 
 RUNS, LOGS, MEASURES = "runs", "logs", "measures"
 POLL_SECONDS = 0.2
+UNUSED_DATA = Path("shards")  # of runs that are only summarized
 DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000}  # disk space and time
 
 
@@ -76,7 +77,7 @@ class StudyRun:
         values = {name: value for name, value in flat_values(self.config).items() if name not in CHANGEABLE_ON_RESUME}
         return json.loads(dump_json(values))
 
-    def is_finished(self, shards: Shards) -> bool:
+    def is_finished(self) -> bool:
         """Whether its budget is used up; raises if it was started with other settings."""
         if self.read_record() is not None:
             return True
@@ -84,7 +85,7 @@ class StudyRun:
             return False
         stored = read_run_record(self.folder).pretraining
         check_same_settings(self.folder, stored, flat_values(self.config), CHANGEABLE_ON_RESUME)
-        phases = plan_phases(self.config, pair_config(self.config, shards))
+        phases = plan_phases(self.config, read_model_config(self.folder))
         return read_progress(self.folder, phases).unfinished is None
 
     def has_folder(self) -> bool:
@@ -119,7 +120,7 @@ def plan_runs(study: Study, config: StudyConfig) -> list[StudyRun]:
     """All runs of a study, the first seed of every setting first."""
     words = [word.partition("=") for word in config.pretraining]
     common: dict[str, Any] = DEFAULTS | {key.replace("-", "_"): value for key, _, value in words}
-    common |= {"data": config.data, "device": config.device}
+    common |= {"data": config.data or UNUSED_DATA, "device": config.device}
     return [plan_run(setting, seed, common, config) for seed in range(config.seeds) for setting in study.settings]
 
 
@@ -209,7 +210,7 @@ def without_repetition(runs: list[StudyRun]) -> list[StudyRun]:
 def estimate_study(runs: list[StudyRun], shards: Shards, finetunings_per_run: int) -> StudyEstimate:
     """Count runs, and estimate their minutes and tokens as `electra pretrain --dry-run` does."""
     runs = without_repetition(runs)
-    left = [run for run in runs if not run.is_finished(shards)]
+    left = [run for run in runs if not run.is_finished()]
     estimates = [
         estimate_run(
             run.config, plan_and_check_phases(run.config, shards), shards, choose_device(run.config.hardware.device)
@@ -228,7 +229,7 @@ def estimate_study(runs: list[StudyRun], shards: Shards, finetunings_per_run: in
 
 def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> Iterator[tuple[StudyRun, str | None]]:
     """Train the runs that are not finished; yields each when it ends, with its error if it failed."""
-    pending = [run for run in without_repetition(runs) if not run.is_finished(shards)]
+    pending = [run for run in without_repetition(runs) if not run.is_finished()]
     for run in pending:
         plan_and_check_phases(run.config, shards)  # raises before anything is trained
     if choose_device(config.device).type == "cuda":
