@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -23,7 +23,7 @@ from electra.errors import ConfigError, DataError, TrainingError
 from electra.finetuning.probe_results import Estimate
 from electra.pretraining.config import CorruptConfig
 from electra.pretraining.held_out import write_corrupted_rows
-from electra.runfolder import read_json
+from electra.runfolder import read_json, write_stored
 from electra.studies import command as command_module
 from electra.studies import measures as measures_module
 from electra.studies import runs as runs_module
@@ -439,6 +439,20 @@ def test_metrics_on_other_rows_are_not_compared(study_config, tmp_path):
     classic, modern = study(replace(config, corrupted_rows=other)).settings
     assert classic.fixed_rtd_loss is not None
     assert modern.fixed_rtd_loss is None
+
+
+def test_records_of_versions_with_fewer_or_more_settings_are_used(study_config, no_training):
+    config = study_config()
+    [first, *_] = plan_runs(STUDIES["styles"], config)
+    settings = first.settings() | {"removed": 3}
+    del settings["temperature"]  # its default, 1, is what the run has
+    record = RunRecord(settings, "step-4", steps=4, tokens=1, minutes=1.0, flops=1.0, metrics={})
+    first.record_file.parent.mkdir(parents=True)
+    write_stored(first.record_file, asdict(record))
+    assert first.read_record() == record
+    other = study_config(pretraining=(*SMALL, "temperature=2"))
+    with pytest.raises(ConfigError, match=r"--temperature was 1\.0 and is now 2\.0"):
+        plan_runs(STUDIES["styles"], other)[0].read_record()
 
 
 def test_a_run_that_was_trained_again_is_measured_again(study_config):

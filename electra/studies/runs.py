@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import IO, Any
 
-from electra.config import build_config, flat_values, replace_settings
+from electra.config import build_config, flat_defaults, flat_values, replace_settings
 from electra.data.shards import Shards
 from electra.errors import ConfigError, TrainingError, format_count
 from electra.finetuning.workers import CONTINUE, VISIBLE_DEVICES, visible_gpus
@@ -99,7 +99,9 @@ class StudyRun:
         record = read_stored(self.record_file, RunRecord)
         if self.has_folder() and find_model_folder(self.folder).name != record.checkpoint:
             return None
-        check_same_settings(self.record_file, record.settings, self.settings())
+        settings = self.settings()  # those that are new since then had no effect, those that are gone were not set
+        before = {name: record.settings.get(name, flat_defaults(PretrainConfig).get(name)) for name in settings}
+        check_same_settings(self.record_file, before, settings)
         return record
 
     def build_record(self) -> RunRecord:
