@@ -22,8 +22,9 @@ from electra.finetuning.kinds import define_task
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBias
 from electra.kernels.side_stream import GeneratorStream
+from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
-from electra.model.encoder import ClassicLayer, Encoder, make_attention_bias
+from electra.model.encoder import ClassicLayer, Encoder
 from electra.model.heads import RTDHead
 from electra.objectives.config import MaskingConfig
 from electra.objectives.losses import total_loss
