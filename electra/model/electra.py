@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from electra.errors import ConfigError
+from electra.kernels.dispatch import can_use_kernel
 from electra.model.config import AuxiliaryHead, ElectraConfig, EncoderConfig, Sharing
 from electra.model.encoder import Encoder, create_disentangled_embeddings
 from electra.model.heads import BaselineHead, CopyGate, MLMHead, RTDHead, TokenPredictions
@@ -77,15 +78,19 @@ class CopyMaskedLanguageModel(MaskedLanguageModel):
     def log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Log-probabilities [B, M] of `labels`, where the model's input is `input_ids` [B, M], from `hidden` [B, M, D].
 
-        Computed in chunks, again in the backward pass, so that only one chunk's vocabulary logits are in memory.
+        Computed in chunks. Unless the fused MLM head keeps their logits in half precision, they are computed again in
+        the backward pass, so that only one chunk's are in memory.
         """
         columns = (hidden.flatten(0, 1), input_ids.flatten(), labels.flatten())
         chunks = zip(*(column.split(CHUNK_SIZE) for column in columns), strict=True)
-        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
-        return torch.cat([recomputed(self.chunk_log_likelihood, *chunk) for chunk in chunks]).view_as(labels)
+        run = self.chunk_log_likelihood
+        if not can_use_kernel("mlm_head", hidden):
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
+        return torch.cat([run(*chunk) for chunk in chunks]).view_as(labels)
 
     def chunk_log_likelihood(self, hidden: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
-        log_probs = self.predict(hidden).logits.float().log_softmax(1).gather(1, labels[:, None])  # [N, 1]
+        """[N] for a chunk of N positions."""
+        log_probs = -self.predict(hidden[None]).mlm_losses(labels[None])[0, :, None]  # [N, 1]
         return self.gate(hidden, log_probs, (input_ids == labels)[:, None]).squeeze(1)
 
 

@@ -56,14 +56,16 @@ class TokenPredictions:
     def mlm_loss_sum(self, labels: Tensor, weights: Tensor) -> Tensor:
         """Sum of the negative log-likelihoods of `labels` [B, M] at positions with weight 1 in `weights` [B, M]."""
         if self.cached_loss is None:
-            if self.can_fuse():
-                keys = labels.new_zeros(len(labels), 2)  # the sample is not used
-                losses, _ = mlm_loss_and_sample(self.states, self.table, self.bias, labels, keys, keys)
-            else:
-                logits = self.logits.float().flatten(0, 1)
-                losses = functional.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)
-            self.cached_loss = (losses * weights).sum()
+            self.cached_loss = (self.mlm_losses(labels) * weights).sum()
         return self.cached_loss
+
+    def mlm_losses(self, labels: Tensor) -> Tensor:
+        """The negative log-likelihood of each of `labels` [B, M]."""
+        if self.can_fuse():
+            keys = labels.new_zeros(len(labels), 2)  # the sample is not used
+            return mlm_loss_and_sample(self.states, self.table, self.bias, labels, keys, keys)[0]
+        logits = self.logits.float().flatten(0, 1)
+        return functional.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)
 
     def can_fuse(self) -> bool:
         """Whether loss and sample can be computed without the logits."""
