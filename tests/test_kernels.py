@@ -134,10 +134,10 @@ def test_encoder_equals_the_eager_one(kernels_off, style, bias, has_positions):
 def test_encoder_with_dropped_tokens_equals_the_eager_one(kernels_off):
     encoder = small_encoder("classic", layers=5)
     input_ids, document_ids = torch.randint(5, 60, (3, 21)), (torch.rand(3, 21) < 0.1).cumsum(1)
-    middle_positions = torch.rand(3, 21).topk(11).indices.sort(1).values
+    kept_positions = torch.rand(3, 21).topk(11).indices.sort(1).values
 
     def run() -> tuple[Tensor]:
-        states = encoder(input_ids, document_ids=document_ids, middle_positions=middle_positions)
+        states = encoder(input_ids, document_ids=document_ids, kept_positions=kept_positions)
         weighted_sum(states).backward()
         return (states,)
 

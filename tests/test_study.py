@@ -1,6 +1,7 @@
 """electra study: shared and resumed runs, measures, verdicts, figures."""
 
 import csv
+import math
 import re
 import shutil
 import subprocess
@@ -304,6 +305,7 @@ def test_a_folder_of_tables_of_others_is_refused(tmp_path):
     [
         (["objective"], "must be one of objectives, generator-size"),
         (["objectives", "--steps", "2", "--minutes", "1"], "give one of"),
+        (["objectives", "--steps", "2", "--dry-run", "--summarize"], "leave one out"),
         (["objectives", "--steps", "2", "--pretraining", "tiny"], "--pretraining has 'tiny'; write KEY=VALUE"),
         (["objectives", "--steps", "2", "--pretraining", "siz=tiny"], "did you mean size"),
     ],
@@ -423,10 +425,21 @@ def test_the_folders_of_measured_runs_may_be_deleted(study_config, tmp_path):
     after = study(config)
     assert (after.settings, after.failed, after.missing) == (before.settings, {}, [])
     assert not (config.output / "runs").exists()  # nothing was trained
+    (config.output / "corrupted.safetensors").rename(tmp_path / "rows")
+    assert study(study_config(**probe, data=None, summarize=True)).settings == before.settings
+    (tmp_path / "rows").rename(config.output / "corrupted.safetensors")
     with pytest.raises(ConfigError, match=r"--learning-rate was 0\.006 and is now 0\.001"):
         study(study_config(**probe, pretraining=(*SMALL, "learning_rate=1e-3")))
     more = study(study_config(**probe, finetuning_seeds=2))
     assert set(more.failed.values()) == {"its folder was deleted before all fine-tunings of its probe were finished"}
+    with pytest.raises(ConfigError, match="with other --finetuning settings: --epochs was 1 and is now 2"):
+        study(study_config(**probe | {"finetuning": ("epochs=2", "length=16")}, seeds=2))
+    with pytest.raises(ConfigError, match="which do not compare; use another --probe-rows"):
+        study(study_config(**probe, seeds=2, probe_rows=20))
+    shutil.rmtree(config.output / "measures")
+    with pytest.raises(DataError, match=r"has results of .*, but the folder of this run and its record in measures"):
+        study(config)
+    assert not any((config.output / "runs").glob("rtd_*seed-0"))  # refused before the training
 
 
 def test_metrics_on_other_rows_are_not_compared(study_config, tmp_path):
@@ -446,7 +459,9 @@ def test_records_of_versions_with_fewer_or_more_settings_are_used(study_config, 
     [first, *_] = plan_runs(STUDIES["styles"], config)
     settings = first.settings() | {"removed": 3}
     del settings["temperature"]  # its default, 1, is what the run has
-    record = RunRecord(settings, "step-4", steps=4, tokens=1, minutes=1.0, flops=1.0, metrics={})
+    del settings["phases"]  # an empty tuple
+    source = {"checkpoint": "step-4", "device": "cpu", "commit": "", "evaluation_rows": 16}
+    record = RunRecord(settings, **source, steps=4, tokens=1, minutes=1.0, flops=1.0, metrics={"loss": None})
     first.record_file.parent.mkdir(parents=True)
     write_stored(first.record_file, asdict(record))
     assert first.read_record() == record
@@ -455,15 +470,19 @@ def test_records_of_versions_with_fewer_or_more_settings_are_used(study_config, 
         plan_runs(STUDIES["styles"], other)[0].read_record()
 
 
-def test_a_run_that_was_trained_again_is_measured_again(study_config):
+def test_a_run_that_was_trained_again_is_measured_again(study_config, monkeypatch):
     config = study_config()
     study(config)
     [first, *_] = plan_runs(STUDIES["styles"], config)
     record = first.read_record()
     [checkpoint] = (first.folder / "checkpoints").iterdir()
-    checkpoint.rename(checkpoint.with_name("step-000000003"))
+    checkpoint.rename(checkpoint.with_name("step-000000005"))
     assert record is not None
     assert first.read_record() is None
+    (config.output / "corrupted.safetensors").unlink()
+    monkeypatch.setattr(measures_module, "find_corrupted_rows", lambda runs, config: None)
+    study(config)
+    assert first.read_record() == replace(record, checkpoint="step-000000005", corrupted_rows=None, fixed_rtd={})
 
 
 @pytest.mark.slow
@@ -500,7 +519,9 @@ def measured(setting: StudySetting, seed: int, score: float | None = None, loss:
     run = SimpleNamespace(setting=setting, seed=seed, name=f"{setting.label}-{seed}")
     fixed_rtd = {} if loss is None else {"fixed_rtd_loss": loss, "fixed_rtd_auc": 0.9}
     costs = {"steps": 1, "tokens": 1, "minutes": 1.0, "flops": 1e9}
-    record = RunRecord(settings={}, checkpoint="step-1", **costs, metrics={}, fixed_rtd=fixed_rtd)
+    source = {"checkpoint": "step-1", "device": "cpu", "commit": "", "evaluation_rows": 16}
+    metrics = {} if loss is None else {"unigram_rtd_auc": 0.9}
+    record = RunRecord(settings={}, **source, **costs, metrics=metrics, fixed_rtd=fixed_rtd)
     scores = None if score is None else {"rte": np.array([[score - 0.1], [score + 0.1]])}
     return MeasuredRun(run, record, scores)
 
@@ -595,3 +616,21 @@ def test_the_figure_has_our_points_and_the_papers(name, suffix, tmp_path, real_p
     assert plot_study(path, STUDIES[name], result)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+def test_metrics_that_are_not_numbers_are_stored(study_config, monkeypatch):
+    config = study_config()
+    study(config)
+    [first, *_] = plan_runs(STUDIES["styles"], config)
+    record = replace(first.read_record(), fixed_rtd={"fixed_rtd_loss": math.nan, "fixed_rtd_auc": 0.6})
+    write_stored(first.record_file, asdict(record))
+    assert math.isnan(study(config).settings[0].fixed_rtd_loss.mean)
+
+
+def test_runs_on_different_devices_are_mentioned():
+    runs = [measured(A, 0, 0.6), measured(B, 0, 0.5)]
+    assert "devices" not in summarize_study("x", STUDY, runs, [], {}).verdict
+    other = replace(runs[1], record=replace(runs[1].record, device="NVIDIA H200", evaluation_rows=32))
+    verdict = summarize_study("x", STUDY, [runs[0], other], [], {}).verdict
+    assert "on different devices (NVIDIA H200, cpu), where equal minutes are not equal compute" in verdict
+    assert "MLM losses are of different numbers of held-out rows" in verdict

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from electra.data.loader import compute_cu_seqlens
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBackend, AttentionBias
 from electra.kernels.reference import gather_positions
@@ -277,11 +278,11 @@ class Encoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        middle_positions: Tensor | None = None,
+        kept_positions: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, L, D], or [B, M, D] at `positions` [B, M], to which the last layer is then restricted.
 
-        With `middle_positions` [B, K], sorted, the other tokens skip all layers but the first and last two (classic).
+        With `kept_positions` [B, N], sorted, the other tokens skip all layers but the first and last two (classic).
 
         `attention_mask` is False at padding, which must be at one end of a row; `segment_ids` is 1 in segment B; tokens
         attend only to tokens with their `document_ids`. None means no padding, segment A, one document a row.
@@ -290,15 +291,14 @@ class Encoder(nn.Module):
         self.config.check_length(input_ids.shape[1])
         hidden = self.embed(input_ids, segment_ids)
         biases = self.attention_biases(input_ids, attention_mask, document_ids, cu_seqlens)
-        if middle_positions is not None:
-            mask, documents = (
-                None if each is None else each.gather(1, middle_positions) for each in (attention_mask, document_ids)
-            )
-            middle_biases = self.attention_biases(input_ids.gather(1, middle_positions), mask, documents, None)
-            return self.run_layers_with_dropping(hidden, biases, middle_biases, positions, middle_positions)
-        if self.can_fuse_modern_layers(hidden, biases):
-            return self.final_norm(self.run_fused_modern_layers(hidden, biases, positions))
-        return self.final_norm(self.run_layers(hidden, biases, positions))
+        if kept_positions is not None:
+            middle_biases = self.kept_attention_biases(kept_positions, attention_mask, document_ids, cu_seqlens)
+            hidden = self.run_layers_with_dropping(hidden, biases, middle_biases, positions, kept_positions)
+        elif self.can_fuse_modern_layers(hidden, biases):
+            hidden = self.run_fused_modern_layers(hidden, biases, positions)
+        else:
+            hidden = self.run_layers(hidden, biases, positions)
+        return self.final_norm(hidden)
 
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, segment_ids: Tensor | None = None
@@ -333,14 +333,15 @@ class Encoder(nn.Module):
         biases: list[AttentionBias],
         middle_biases: list[AttentionBias],
         positions: Tensor | None,
-        middle_positions: Tensor,
+        kept_positions: Tensor,
     ) -> Tensor:
-        """`run_layers`, with the states at `middle_positions` only in all layers but the first and last ones."""
+        """`run_layers`, with the states at `kept_positions` only in all layers but the first and last ones."""
         first, last = LAYERS_WITHOUT_DROPPING, len(self.layers) - LAYERS_WITHOUT_DROPPING
+        assert first < last
         hidden = self.run_layers(hidden, biases[:first], None)
-        kept = gather_positions(hidden, middle_positions)  # [B, K, D]
+        kept = gather_positions(hidden, kept_positions)  # [B, N, D]
         kept = self.run_layers(kept, middle_biases[first:last], None, begin=first)
-        hidden = hidden.scatter(1, middle_positions[:, :, None].expand_as(kept), kept)
+        hidden = hidden.scatter(1, kept_positions[:, :, None].expand_as(kept), kept)
         return self.run_layers(hidden, biases[last:], positions, begin=last)
 
     def can_fuse_modern_layers(self, hidden: Tensor, biases: list[AttentionBias]) -> bool:
@@ -384,6 +385,22 @@ class Encoder(nn.Module):
             local_bias = limit_to_window(bias, config.local_attention // 2, length, device)
             local_bias = replace(local_bias, rope=make_rope(length, head_width, config.local_theta, device))
         return [global_bias if config.has_global_attention(number) else local_bias for number in range(config.layers)]
+
+    def kept_attention_biases(
+        self,
+        kept_positions: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> list[AttentionBias]:
+        """The attention bias of each layer between the tokens at `kept_positions` [B, N]."""
+        assert not self.config.is_modern()  # rotary positions would be those of rows without gaps
+        if attention_mask is not None:
+            attention_mask = attention_mask.gather(1, kept_positions)
+        if document_ids is not None:
+            document_ids = document_ids.gather(1, kept_positions)
+            cu_seqlens = None if cu_seqlens is None else compute_cu_seqlens(document_ids, len(cu_seqlens) - 1)
+        return self.attention_biases(kept_positions, attention_mask, document_ids, cu_seqlens)
 
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""

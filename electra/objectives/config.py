@@ -66,8 +66,8 @@ class ObjectiveConfig:
     """Temperature of the softmax that replacements are sampled from."""
     token_dropping: float = 0.0
     """Fraction of the tokens, chosen at random, that skip all layers of the discriminator but the first two and the
-    last two in training, so that steps take less time (random layerwise token dropping, arXiv 2211.11586); the loss is
-    over all tokens. Classic style only."""
+    last two in training, so that steps take less time (token dropping, arXiv 2203.13240, where tokens are chosen by
+    importance); the loss is over all tokens. Classic style only."""
     disallow_correct: bool = False
     """Never sample the original token."""
     correct_sample_label: CorrectSampleLabel = "original"

@@ -221,13 +221,13 @@ def detect_replaced(
     discriminator = electra.require_discriminator()
     inputs = batch.encoder_inputs()
     if context.objective.token_dropping and discriminator.training:
-        inputs |= {"middle_positions": choose_kept_positions(batch, context)}
+        inputs |= {"kept_positions": choose_kept_positions(batch, context)}
     hidden = discriminator.encoder(corrupted.input_ids, **inputs)
     return hidden, rtd_losses(discriminator.head(hidden), corrupted)
 
 
 def choose_kept_positions(batch: Batch, context: ObjectiveContext) -> Tensor:
-    """[B, K] the sorted positions of tokens that are not dropped, [CLS] among them."""
+    """[B, N] the sorted positions of tokens that are not dropped, [CLS] among them."""
     length = batch.input_ids.shape[1]
     rows = RowRandomness(context.seed, batch.step, batch.row_ids)
     scores = random_bits(rows.keys(Purpose.TOKEN_DROPPING), length)  # [B, L]
@@ -236,7 +236,7 @@ def choose_kept_positions(batch: Batch, context: ObjectiveContext) -> Tensor:
 
 
 def num_kept_tokens(length: int, token_dropping: float) -> int:
-    """K, of a row of `length` tokens."""
+    """N, of a row of `length` tokens."""
     return max(1, length - round(token_dropping * length))
 
 

@@ -26,7 +26,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
         return estimate_study(runs, shards, finetunings_per_run(config))
     if config.summarize:
         return summarize(config, study, runs, {})
-    check_probe(config)
+    check_probe(runs, config)
     with lock_folder(config.output), explain_stop(lambda: "the same command continues the study"):
         record.write(config.output)
         return summarize(config, study, runs, train_and_measure(runs, shards, config))

@@ -91,6 +91,8 @@ class StudyConfig:
         check_range(self, "probe_rows", at_least=20)
         if self.data is None and not self.summarize:
             raise ConfigError("electra study needs --data, the folder of shards; only --summarize does without")
+        if self.summarize and self.dry_run:
+            raise ConfigError("--dry-run estimates what is left to train, --summarize trains nothing; leave one out")
         if (self.name == "compare") != bool(self.settings):
             raise ConfigError("electra study compare needs --settings, and no other study takes it")
         for name in ("pretraining", "finetuning"):

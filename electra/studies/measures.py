@@ -1,16 +1,18 @@
 """What all runs of a study are compared by: the probe, and losses on held-out text."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from electra.config import build_config
-from electra.data.shards import open_shards
-from electra.finetuning.config import ProbeConfig
+from electra.errors import ConfigError, DataError
+from electra.finetuning.config import ProbeConfig, TuningConfig
 from electra.finetuning.metrics import none_to_nan
 from electra.finetuning.probe import FOLDS, SLICED_TASKS, parse_settings, run_probe
 from electra.finetuning.probe_results import Estimate, ProbeResult, estimate_mean_of_tasks, read_results, score_arrays
@@ -18,14 +20,15 @@ from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.finetuning.workers import call_in_process
 from electra.objectives.evaluation import TOKEN_LOSSES, is_on_plateau
 from electra.pretraining.describe import GUESSING_AUC
-from electra.runfolder import file_checksum
+from electra.runfolder import describe_changed_settings, dump_json, file_checksum
 from electra.studies.config import StudyConfig
 from electra.studies.records import corrupted_rows_file, find_corrupted_rows, record_run
-from electra.studies.runs import RunRecord, StudyRun
+from electra.studies.runs import MEASURES, RunRecord, StudyRun
 from electra.training.hardware import choose_device
 
 PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
-FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # metrics of `read_fixed_rtd`
+FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `RunRecord.fixed_rtd`
+UNIGRAM_RTD_AUC = "unigram_rtd_auc"  # of all discriminators
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
@@ -42,7 +45,10 @@ class MeasuredRun:
     @property
     def metrics(self) -> dict[str, float]:
         """Held out, at the end of the run."""
-        return none_to_nan(self.record.metrics)
+        return none_to_nan(self.record.metrics | self.record.fixed_rtd)
+
+    def is_discriminator(self) -> bool:
+        return UNIGRAM_RTD_AUC in self.metrics
 
     def token_loss(self) -> float | None:
         """The held-out loss of an encoder that predicts tokens, and None of a discriminator."""
@@ -50,14 +56,12 @@ class MeasuredRun:
         return self.metrics[name] if name else None
 
     def token_loss_name(self) -> str | None:
-        if self.record.fixed_rtd:
-            return None
-        return next((name for name in TOKEN_LOSSES if name in self.metrics), None)
+        return None if self.is_discriminator() else next((name for name in TOKEN_LOSSES if name in self.metrics), None)
 
     def has_learnt(self) -> bool:
         """Whether the encoder has learnt more than guessing (a discriminator) or than token frequencies."""
-        if self.record.fixed_rtd:
-            return self.record.fixed_rtd[FIXED_RTD_AUC] >= GUESSING_AUC
+        if self.is_discriminator():
+            return self.metrics.get(FIXED_RTD_AUC, self.metrics[UNIGRAM_RTD_AUC]) >= GUESSING_AUC
         name = self.token_loss_name()
         return name is None or not is_on_plateau(self.metrics, name)
 
@@ -80,9 +84,18 @@ def probe_settings(config: StudyConfig) -> tuple[str, ...]:
     return (DEFAULT_SETTING, *config.finetuning)
 
 
-def check_probe(config: StudyConfig) -> None:
-    """Raise, before anything is trained, if the probe's settings or the data of its tasks are unusable."""
-    parse_settings(probe_settings(config))
+def check_probe(runs: list[StudyRun], config: StudyConfig) -> None:
+    """Raise, before anything is trained, if the probe's settings, the data of its tasks or its results so far are
+    unusable."""
+    tuning = parse_settings(probe_settings(config))[DEFAULT_SETTING]
+    results = read_default_results(runs, config)
+    check_same_tuning(results, asdict(tuning), config)
+    without_run = {run.name for run in runs if not run.has_folder() and run.read_record() is None}
+    for result in (result for result in results if result.model in without_run):
+        raise DataError(
+            f"{config.output / PROBE} has results of {result.model}, but the folder of this run and its record in "
+            f"{MEASURES} were deleted; delete the lines of the run there, or choose another --output"
+        )
     if config.glue is not None:
         for name in config.tasks:
             next(read_split_rows(get_glue_task(name, config.glue), "train"))
@@ -95,11 +108,10 @@ def measure_runs(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
 
 
 def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
-    assert config.data is not None
     present = [run for run in runs if run.has_folder()]
-    rows, shards = find_corrupted_rows(present, config), open_shards(config.data)
+    rows = find_corrupted_rows(present, config)
     for run in present:
-        record_run(run, rows, shards, config)
+        record_run(run, rows, config)
     if config.glue is None:
         return {}
     errors = run_probe(probe_config(config), {run.name: run.folder for run in present}) if present else {}
@@ -116,23 +128,49 @@ def finetunings_per_run(config: StudyConfig) -> int:
 
 def read_measures(runs: list[StudyRun], config: StudyConfig) -> list[MeasuredRun]:
     """The finished runs with those of their measures that were computed."""
+    finished = [run for run in runs if run.is_finished()]
+    records = [run.read_record() or run.build_record() for run in finished]
     rows = corrupted_rows_file(config)
-    checksum = file_checksum(rows) if rows.exists() else None
+    checksums = {file_checksum(rows)} if rows.exists() else {record.corrupted_rows for record in records}
     measured = []
-    for run, scores in read_scores([run for run in runs if run.is_finished()], config):
-        record = run.read_record() or run.build_record()
-        if record.corrupted_rows != checksum:  # of other rows, and not comparable
-            record = replace(record, fixed_rtd={})
-        measured.append(MeasuredRun(run, record, scores))
+    for record, (run, scores) in zip(records, read_scores(finished, config), strict=True):
+        is_comparable = checksums == {record.corrupted_rows}  # others were measured on other rows
+        measured.append(MeasuredRun(run, record if is_comparable else replace(record, fixed_rtd={}), scores))
     return measured
 
 
 def read_scores(runs: list[StudyRun], config: StudyConfig) -> list[tuple[StudyRun, Scores | None]]:
     """The runs with the results of their probe; None if some are missing that others have."""
     results = read_default_results(runs, config)
+    if results:
+        check_same_tuning(results, asdict(TuningConfig()) | results[0].tuning, config)
+        check_same_rows(results, config)
     arrays, tasks = score_arrays(results, "metric"), {result.task for result in results}
     of_runs = [(run, arrays.get((run.name, DEFAULT_SETTING), {})) for run in runs]
     return [(run, scores if scores and scores.keys() == tasks else None) for run, scores in of_runs]
+
+
+def check_same_tuning(results: list[ProbeResult], expected: dict[str, Any], config: StudyConfig) -> None:
+    """Raise a ConfigError if fine-tunings had settings other than those that are expected."""
+    defaults = asdict(TuningConfig())  # also of settings that are newer than a result
+    for result in results:
+        if changes := describe_changed_settings(defaults | result.tuning, json.loads(dump_json(expected))):
+            raise ConfigError(
+                f"{config.output / PROBE} has results of {result.model} with other --finetuning settings: "
+                f"{'; '.join(changes)}; use the same settings or another --output"
+            )
+
+
+def check_same_rows(results: list[ProbeResult], config: StudyConfig) -> None:
+    """Raise a ConfigError if fine-tunings that are compared had different numbers of rows."""
+    first: dict[tuple[str, int], ProbeResult] = {}
+    for result in results:
+        other = first.setdefault((result.task, result.fold), result)
+        if other.rows != result.rows:
+            raise ConfigError(
+                f"{config.output / PROBE} has results of {result.task} with {result.rows} rows ({result.model}) and "
+                f"with {other.rows} ({other.model}), which do not compare; use another --probe-rows or --output"
+            )
 
 
 def read_default_results(runs: list[StudyRun], config: StudyConfig) -> list[ProbeResult]:

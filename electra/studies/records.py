@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from electra.config import build_config
-from electra.data.shards import Shards
+from electra.data.shards import open_shards
 from electra.model.storage import load_model, read_model_config
 from electra.pretraining.config import CorruptConfig
 from electra.pretraining.held_out import read_corrupted_rows, write_corrupted_rows
@@ -49,17 +49,19 @@ def corrupted_rows_file(config: StudyConfig) -> Path:
 
 
 @torch.no_grad()
-def record_run(run: StudyRun, rows: Path | None, shards: Shards, config: StudyConfig) -> None:
+def record_run(run: StudyRun, rows: Path | None, config: StudyConfig) -> None:
     """Store the record of a finished run, with the metrics of its discriminator on the corrupted rows."""
     checksum = None if rows is None else file_checksum(rows)
-    record = run.read_record() or run.build_record()
-    if run.record_file.exists() and record.corrupted_rows == checksum:
+    stored = run.read_record()
+    if stored is not None and stored.corrupted_rows == checksum:
         return
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     if rows is not None:
-        device = choose_device(config.device)
+        assert config.data is not None
+        shards, device = open_shards(config.data), choose_device(config.device)
         electra = load_model(find_model_folder(run.folder)).float().to(device).eval()
         positions = min(encoder.positions for encoder in electra.config.encoder_configs().values())
-        metrics = read_corrupted_rows(rows, shards, positions).evaluate(electra, shards.tokenizer, World(device))
+        metrics |= read_corrupted_rows(rows, shards, positions).evaluate(electra, shards.tokenizer, World(device))
     run.record_file.parent.mkdir(exist_ok=True)
-    write_stored(run.record_file, asdict(replace(record, corrupted_rows=checksum, fixed_rtd=metrics)))
+    record = replace(stored or run.build_record(), corrupted_rows=checksum, fixed_rtd=metrics)
+    write_stored(run.record_file, asdict(record))

@@ -125,7 +125,7 @@ class SettingsComparison:
         return pooled_variance([self.fixed_rtd(label, name) for label in self.runs])
 
     def fixed_rtd(self, label: str, name: str) -> list[float]:
-        return [each.record.fixed_rtd[name] for each in self.runs[label].values() if name in each.record.fixed_rtd]
+        return [each.metrics[name] for each in self.runs[label].values() if name in each.metrics]
 
     def token_losses(self, label: str) -> list[float]:
         return [loss for each in self.runs[label].values() if (loss := each.token_loss()) is not None]
@@ -203,6 +203,20 @@ class SettingsComparison:
         )
         return f"Standard errors include folds and fine-tuning seeds of the probe, and {between}."
 
+    def describe_differences_of_runs(self) -> str:
+        """What makes runs less comparable: other hardware, or fewer held-out rows."""
+        records = [each.record for runs in self.runs.values() for each in runs.values()]
+        devices = sorted({record.device for record in records})
+        sentences = []
+        if len(devices) > 1:
+            sentences.append(
+                f"The runs were trained on different devices ({', '.join(devices)}), where equal minutes are not equal "
+                "compute."
+            )
+        if len({record.evaluation_rows for record in records}) > 1:
+            sentences.append("MLM losses are of different numbers of held-out rows (--evaluation-rows).")
+        return " ".join(sentences)
+
 
 def judge(difference: Estimate | None, has_learnt: bool = True) -> Verdict:
     """Whether a difference, positive in the paper, is positive here by more than its error allows.
@@ -235,7 +249,9 @@ def summarize_study(
         measure=comparison.measure,
         settings=settings,
         orderings=orderings,
-        verdict=f"{findings} {comparison.describe_errors()}".strip(),
+        verdict=" ".join(
+            filter(None, (findings, comparison.describe_errors(), comparison.describe_differences_of_runs()))
+        ),
         missing=missing,
         failed=failed,
     )

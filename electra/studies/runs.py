@@ -25,7 +25,14 @@ from electra.pretraining.config import BUDGETS, CHANGEABLE_ON_RESUME, PretrainCo
 from electra.pretraining.describe import estimate_run
 from electra.pretraining.phases import parse_phases, plan_phases
 from electra.reporting.runs import read_progress, read_run
-from electra.runfolder import check_same_settings, checkpoint_folders, dump_json, read_stored, write_file
+from electra.runfolder import (
+    check_same_settings,
+    checkpoint_folders,
+    describe_changed_settings,
+    dump_json,
+    read_stored,
+    write_file,
+)
 from electra.studies.config import StudyConfig
 from electra.studies.studies import Study, StudySetting
 from electra.training.checkpoint import find_model_folder
@@ -43,13 +50,16 @@ class RunRecord:
 
     settings: dict[str, Any]  # of electra pretrain, those that affect the weights
     checkpoint: str
+    device: str
+    commit: str
+    evaluation_rows: int
     steps: int
     tokens: int
     minutes: float
     flops: float
     metrics: dict[str, float | None]  # held out, at the end; None: not a number
     corrupted_rows: str | None = None  # checksum of the file
-    fixed_rtd: dict[str, float] = field(default_factory=dict)  # metrics on these rows; empty without a discriminator
+    fixed_rtd: dict[str, float | None] = field(default_factory=dict)  # metrics on these rows, of a discriminator
 
 
 @dataclass(frozen=True)
@@ -99,17 +109,24 @@ class StudyRun:
         record = read_stored(self.record_file, RunRecord)
         if self.has_folder() and find_model_folder(self.folder).name != record.checkpoint:
             return None
-        settings = self.settings()  # those that are new since then had no effect, those that are gone were not set
-        before = {name: record.settings.get(name, flat_defaults(PretrainConfig).get(name)) for name in settings}
-        check_same_settings(self.record_file, before, settings)
+        settings, defaults = self.settings(), json.loads(dump_json(flat_defaults(PretrainConfig)))
+        before = {name: record.settings.get(name, defaults[name]) for name in settings}  # some may be newer
+        if changes := describe_changed_settings(before, settings):
+            raise ConfigError(
+                f"{self.record_file} is of a run with other settings: {'; '.join(changes)}; use the same settings or "
+                "another --output"
+            )
         return record
 
     def build_record(self) -> RunRecord:
         """The record of a finished run, without metrics on corrupted rows."""
-        run = read_run(self.folder, glue_table=None)
+        run, environment = read_run(self.folder, glue_table=None), read_run_record(self.folder).environment
         return RunRecord(
             settings=self.settings(),
             checkpoint=find_model_folder(self.folder).name,
+            device=environment.get("device", ""),
+            commit=environment.get("commit", ""),
+            evaluation_rows=self.config.evaluation_rows,
             steps=run.steps,
             tokens=run.tokens,
             minutes=run.minutes,
