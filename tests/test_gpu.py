@@ -400,18 +400,31 @@ def difference(one, other) -> float:
     return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
+AUXILIARY = {"corrective_lm_weight": 1.0, "bag_of_words_weight": 1.0}
+RTD_LOSSES = ["generator", "discriminator"]
+
+
 @COMPILED
-@pytest.mark.parametrize(("precision", "auxiliary"), [("bf16", False), ("bf16", True), ("fp16", False)])
-@pytest.mark.parametrize("style", ["classic", "modern"])
+@pytest.mark.parametrize(
+    ("style", "precision", "settings", "names"),
+    [
+        *((style, "bf16", {}, RTD_LOSSES) for style in ("classic", "modern")),
+        *((style, "fp16", {}, RTD_LOSSES) for style in ("classic", "modern")),
+        *(
+            (style, "bf16", AUXILIARY, [*RTD_LOSSES, "corrective_lm", "bag_of_words"])
+            for style in ("classic", "modern")
+        ),
+        ("classic", "bf16", {"objective": "all-tokens-mlm"}, ["generator", "all_tokens_mlm"]),
+        ("classic", "bf16", {"token_dropping": 0.5, "layers": 6}, RTD_LOSSES),
+    ],
+)
 def test_compiled_half_precision_training_follows_eager_fp32_training(
-    run_config, style, precision, auxiliary, monkeypatch
+    run_config, style, precision, settings, names, monkeypatch
 ):
     monkeypatch.setattr(
         "electra.training.optimizer.INITIAL_LOSS_SCALE", 16.0
     )  # a step that overflows in fp16 would be skipped
     positions = {} if style == "classic" else {"sinusoidal_positions": False}
-    weights = dict.fromkeys(("corrective_lm_weight", "bag_of_words_weight"), float(auxiliary))
-    names = ["generator", "discriminator"] + (["corrective_lm", "bag_of_words"] if auxiliary else [])
     same = {
         "device": "cuda",
         "style": style,
@@ -419,7 +432,7 @@ def test_compiled_half_precision_training_follows_eager_fp32_training(
         "log_every": 1,
         "width": 64,
         "generator_width": 64,
-        **(positions | weights),
+        **(positions | settings),
     }
     plain = run_config("plain", compile="off", precision="fp32", **same)
     fast = run_config("fast", precision=precision, **same)
