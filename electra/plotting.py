@@ -1,5 +1,6 @@
 """Plots as PNG or SVG files. Without matplotlib, which is optional, none are written and functions return False."""
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import nan
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from electra.runfolder import open_atomic
 
 CURVES = "curves.png"
+TITLE_CHARACTERS = 60  # in the width of a panel
 MAX_CLASSES = 30  # a larger confusion matrix is unreadable
 
 Points = list[tuple[float, float]]
@@ -216,7 +218,7 @@ def plot_error_bars(path: Path, panels: list[ErrorBars], title: str) -> bool:
     """Plot points with error bars of one standard error, panels side by side."""
 
     def draw(figure: Any) -> None:
-        figure.suptitle(title)
+        figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS * len(panels)))
         for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False).flat, strict=True):
             if panel.xlabel:
                 draw_lines_with_errors(axes, panel)

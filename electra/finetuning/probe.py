@@ -36,7 +36,7 @@ from electra.finetuning.probe_results import Key, ProbeResult, ProbeScores, appe
 from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
 from electra.finetuning.workers import run_here_or_in_workers
 from electra.objectives.evaluation import roc_auc
-from electra.runfolder import dump_json, lock_file
+from electra.runfolder import describe_changed_settings, dump_json, lock_file
 from electra.training.config import Device
 
 FOLDS = 5
@@ -168,9 +168,10 @@ def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
         stored = asdict(results[job.key]) if job.key in results else {}
         for name, value in job.identity().items() if stored else ():
             if stored[name] != value:
+                changes = describe_changed_settings({name: stored[name]}, {name: value})[0].removeprefix("--")
                 raise ConfigError(
-                    f"{output} has results of {' '.join(map(str, job.key))} with {name} {stored[name]}, "
-                    f"but now it is {value}; choose another --output or another name for the setting"
+                    f"{output} has results of {' '.join(map(str, job.key))} where {changes}; choose another --output "
+                    "or another name for the setting, or delete the file to repeat all fine-tunings"
                 )
     return [job for job in jobs if job.key not in results]
 

@@ -285,6 +285,8 @@ def text_checksum(input_ids: Tensor) -> str:
 def read_corrupted_rows(path: Path, shards: Shards, positions: int) -> CorruptedRows:
     """The held-out rows of the shards with the samples of a file; raises a DataError if these were made with another
     tokenizer or text, or if the rows are longer than `positions`."""
+    if not path.is_file():
+        raise DataError(f"no file {path}; create it with: electra corrupt")
     tensors = read_tensors(path)
     with open_safetensors(path) as file:
         metadata = file.metadata() or {}

@@ -91,7 +91,8 @@ class Analysis:
         if self.few_shot:
             parts.append("Score by the number of training examples, in percent:\n\n" + few_shot_table(self.few_shot))
         parts += [f"failed: {name}: {error}" for name, error in self.failed.items()]
-        return "\n\n".join([*parts, f"written to {self.output}: {', '.join(self.files)}"])
+        written = [f"written to {self.output}: {', '.join(self.files)}"] if self.files else []
+        return "\n\n".join([*parts, *written])
 
 
 def analyze(config: AnalyzeConfig) -> Analysis:
@@ -201,7 +202,8 @@ def write_analysis(analysis: Analysis, vocabulary_map: VocabularyMap, tokens: li
         files += [f"{name}{suffix}" for name, is_written in plots.items() if is_written]
     analysis = replace(analysis, files=files)
     images = [f"![]({file})" for file in files if file.endswith(".png")]
-    write_file(folder / "analysis.md", "\n\n".join([f"# {analysis.model}", str(analysis), *images]) + "\n")
+    page = "\n\n".join([f"# {analysis.model}", str(replace(analysis, files=[])), *images])
+    write_file(folder / "analysis.md", page + "\n")
     write_json(folder / ANALYSIS, asdict(analysis))
     return analysis
 

@@ -62,10 +62,13 @@ def summarize(config: StudyConfig, study: Study, runs: list[StudyRun], failed: d
     if not measured:
         reasons = "; ".join(f"{name}: {error}" for name, error in failed.items())
         raise DataError(
-            f"no run of the study {config.name} in {config.output} is finished{'; ' * bool(reasons)}{reasons}"
+            f"no run of the study {config.name} with these settings is finished in {config.output}"
+            f"{'; ' * bool(reasons)}{reasons}"
         )
     finished = {each.run.name for each in measured}
     missing = [run.name for run in runs if run.name not in finished]
     return write_study(
-        summarize_study(config.name, study, measured, missing, failed), study, config.output / config.name
+        summarize_study(config.name, study, measured, missing, failed, wants_probe=config.glue is not None),
+        study,
+        config.output / config.name,
     )

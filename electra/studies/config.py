@@ -8,7 +8,14 @@ from electra.config import Positional
 from electra.errors import ConfigError, DataError, check_range
 from electra.finetuning.config import Glue6Task
 from electra.pretraining.config import BudgetConfig
-from electra.runfolder import CONFIG, check_same_settings, is_missing_or_empty, read_json, read_stored, write_stored
+from electra.runfolder import (
+    CONFIG,
+    describe_changed_settings,
+    is_missing_or_empty,
+    read_json,
+    read_stored,
+    write_stored,
+)
 from electra.training.config import Device
 
 StudyName = Literal[
@@ -161,7 +168,10 @@ class OutputRecord:
             raise DataError(
                 f"{folder} is not empty and not the output of electra {self.command}; choose another --output"
             )
-        check_same_settings(folder, read_stored(folder / CONFIG, OutputRecord).settings, self.settings)
+        stored = read_stored(folder / CONFIG, OutputRecord).settings
+        if changes := describe_changed_settings(stored, self.settings):
+            changed = "; ".join(changes).replace("--tokenizer", "tokenizer")
+            raise ConfigError(f"{folder} was started with others: {changed}; use the same or another --output")
 
     def write(self, folder: Path) -> None:
         write_stored(folder / CONFIG, asdict(self))

@@ -18,6 +18,7 @@ from electra.data.shards import Shards
 from electra.data.tokenizer import read_trained_length
 from electra.model.electra import Electra
 from electra.model.encoder import ClassicLayer, Encoder
+from electra.objectives.config import MaskingConfig
 from electra.objectives.evaluation import SEED, mask_and_corrupt, roc_auc
 from electra.objectives.masking import maskable_tokens
 from electra.objectives.objectives import ObjectiveContext
@@ -78,12 +79,17 @@ def held_out_batches(electra: Electra, shards: Shards, folder: Path, rows: int) 
 
 @torch.no_grad()
 def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, config: AnalyzeConfig) -> Detections:
-    """Corrupt held-out rows by the model's generator, or by token frequencies, and apply the discriminator."""
+    """Corrupt held-out rows by the model's generator, or by token frequencies, and apply the discriminator.
+
+    As many tokens are masked as in the training of the run, because probabilities are calibrated to that."""
     discriminator = electra.require_discriminator()
     device = next(discriminator.parameters()).device
     frequencies = unigram_frequencies(shards, device)
     context = ObjectiveContext(
         vocabulary=shards.tokenizer.vocabulary,
+        masking=MaskingConfig(
+            mask_fraction=read_run_settings(folder).get("mask_fraction", MaskingConfig.mask_fraction)
+        ),
         seed=SEED,
         frequencies=frequencies if electra.generator is None else None,
     )

@@ -89,7 +89,8 @@ def check_probe(runs: list[StudyRun], config: StudyConfig) -> None:
     unusable."""
     tuning = parse_settings(probe_settings(config))[DEFAULT_SETTING]
     results = read_default_results(runs, config)
-    check_same_tuning(results, asdict(tuning), config)
+    if config.glue is not None:
+        check_same_tuning(results, asdict(tuning), config)
     without_run = {run.name for run in runs if not run.has_folder() and run.read_record() is None}
     for result in (result for result in results if result.model in without_run):
         raise DataError(
@@ -116,8 +117,13 @@ def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
         return {}
     errors = run_probe(probe_config(config), {run.name: run.folder for run in present}) if present else {}
     finished = Counter(result.model for result in read_default_results(runs, config))
-    missing = [run.name for run in runs if run not in present and finished[run.name] < finetunings_per_run(config)]
-    return errors | dict.fromkeys(missing, "its folder was deleted before all fine-tunings of its probe were finished")
+    wanted = finetunings_per_run(config)
+    return errors | {
+        run.name: f"its folder was deleted; {finished[run.name]} of {wanted} fine-tunings of the probe are finished. "
+        f"To train it again, delete {run.record_file} and the lines of the run in {config.output / PROBE}"
+        for run in runs
+        if run not in present and finished[run.name] < wanted
+    }
 
 
 def finetunings_per_run(config: StudyConfig) -> int:
@@ -157,7 +163,7 @@ def check_same_tuning(results: list[ProbeResult], expected: dict[str, Any], conf
         if changes := describe_changed_settings(defaults | result.tuning, json.loads(dump_json(expected))):
             raise ConfigError(
                 f"{config.output / PROBE} has results of {result.model} with other --finetuning settings: "
-                f"{'; '.join(changes)}; use the same settings or another --output"
+                f"{'; '.join(changes)}; use the same settings, or delete the file to repeat all fine-tunings"
             )
 
 

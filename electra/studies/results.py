@@ -105,14 +105,17 @@ class StudyResult:
 class SettingsComparison:
     """Measures of the finished runs of a study, by setting and seed."""
 
-    def __init__(self, study: Study, measured: list[MeasuredRun]) -> None:
+    def __init__(self, study: Study, measured: list[MeasuredRun], wants_probe: bool = True) -> None:
         self.study = study
         self.runs = {
             setting.label: {each.run.seed: each for each in measured if each.run.setting == setting}
             for setting in study.settings
         }
-        has_scores = any(each.scores is not None for each in measured)
-        self.measure: MeasureName = "probe" if has_scores else "fixed RTD loss"
+        has_scores = [each.scores is not None for each in measured]
+        is_probed = (
+            any(has_scores) if wants_probe else all(has_scores)
+        )  # other studies may have probed some of the runs
+        self.measure: MeasureName = "probe" if is_probed else "fixed RTD loss"
         variance = pooled_variance(
             [[probe_mean(each.scores) for each in runs.values() if each.scores] for runs in self.runs.values()]
         )
@@ -232,9 +235,14 @@ def judge(difference: Estimate | None, has_learnt: bool = True) -> Verdict:
 
 
 def summarize_study(
-    name: str, study: Study, measured: list[MeasuredRun], missing: list[str], failed: dict[str, str]
+    name: str,
+    study: Study,
+    measured: list[MeasuredRun],
+    missing: list[str],
+    failed: dict[str, str],
+    wants_probe: bool = True,
 ) -> StudyResult:
-    comparison = SettingsComparison(study, measured)
+    comparison = SettingsComparison(study, measured, wants_probe)
     orderings = [comparison.ordering(*labels) for labels in study.orderings]
     results = [comparison.setting_result(setting) for setting in study.settings]
     settings = [result for result in results if result is not None]

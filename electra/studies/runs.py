@@ -34,7 +34,7 @@ from electra.runfolder import (
     write_file,
 )
 from electra.studies.config import StudyConfig
-from electra.studies.studies import Study, StudySetting
+from electra.studies.studies import SET_BY_STUDY, Study, StudySetting
 from electra.training.checkpoint import find_model_folder
 from electra.training.hardware import choose_device
 
@@ -120,13 +120,13 @@ class StudyRun:
 
     def build_record(self) -> RunRecord:
         """The record of a finished run, without metrics on corrupted rows."""
-        run, environment = read_run(self.folder, glue_table=None), read_run_record(self.folder).environment
+        run, stored = read_run(self.folder, glue_table=None), read_run_record(self.folder)
         return RunRecord(
             settings=self.settings(),
             checkpoint=find_model_folder(self.folder).name,
-            device=environment.get("device", ""),
-            commit=environment.get("commit", ""),
-            evaluation_rows=self.config.evaluation_rows,
+            device=stored.environment.get("device", ""),
+            commit=stored.environment.get("commit", ""),
+            evaluation_rows=stored.pretraining["evaluation_rows"],
             steps=run.steps,
             tokens=run.tokens,
             minutes=run.minutes,
@@ -138,7 +138,12 @@ class StudyRun:
 def plan_runs(study: Study, config: StudyConfig) -> list[StudyRun]:
     """All runs of a study, the first seed of every setting first."""
     words = [word.partition("=") for word in config.pretraining]
-    common: dict[str, Any] = DEFAULTS | {key.replace("-", "_"): value for key, _, value in words}
+    given = {key.replace("-", "_"): value for key, _, value in words}
+    for name in given.keys() & {*SET_BY_STUDY, *study.varied_settings()}:
+        raise ConfigError(
+            f"has {name}, which electra study {config.name} sets itself; leave it out", field="pretraining"
+        )
+    common: dict[str, Any] = DEFAULTS | given
     common |= {"data": config.data or UNUSED_DATA, "device": config.device}
     return [plan_run(setting, seed, common, config) for seed in range(config.seeds) for setting in study.settings]
 
@@ -216,7 +221,8 @@ class StudyEstimate:
         ]
         if left:
             lines.append(
-                f"the {left} others: about {self.minutes:.1f} minutes of training on one device, {self.tokens:,} tokens"
+                f"the {left} that are left: about {self.minutes:.1f} minutes of training on one device, "
+                f"{self.tokens:,} tokens"
             )
         return "\n".join([*lines, f"{self.finetunings} fine-tunings of the probe in all"])
 

@@ -6,6 +6,7 @@ Sections, tables and figures are those of arXiv 2003.10555. Its scores are means
 training than a study usually has: orderings compare, values do not.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -15,6 +16,7 @@ from electra.errors import ConfigError
 from electra.pretraining.config import BUDGETS, PretrainConfig
 from electra.studies.config import StudyConfig, StudyName
 
+MASKING_OF_BERT = {"mask_token_probability", "random_token_probability"}
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
 EQUAL_GENERATOR = {"generator_width": Fraction(1)}
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"} | EQUAL_GENERATOR
@@ -52,6 +54,13 @@ class Study:
     xlabel: str = ""  # of a figure with lines; empty: a figure with a row for each setting
     is_log: bool = False
     paper_lines: list[PaperLine] = field(default_factory=list)
+
+    def varied_settings(self) -> set[str]:
+        """The settings of electra pretrain that tell its settings apart: some have another value than the default.
+
+        What all of them set, and the probabilities that only BERT has, may differ from the default in the others."""
+        counts = Counter(name for setting in self.settings for name in setting.settings)
+        return {name for name, count in counts.items() if count < len(self.settings)} - MASKING_OF_BERT
 
 
 def above(better: list[str], worse: list[str]) -> list[tuple[str, str]]:
