@@ -56,9 +56,11 @@ class Study:
     paper_lines: list[PaperLine] = field(default_factory=list)
 
     def varied_settings(self) -> set[str]:
-        """The settings of electra pretrain that tell its settings apart: some have another value than the default.
+        """The settings of electra pretrain whose default one of this study's settings has: it must stay the default.
 
-        What all of them set, and the probabilities that only BERT has, may differ from the default in the others."""
+        BERT's probabilities may be those of the others, too, and settings of the user's own may be anything."""
+        if not self.source:
+            return set()
         counts = Counter(name for setting in self.settings for name in setting.settings)
         return {name for name, count in counts.items() if count < len(self.settings)} - MASKING_OF_BERT
 
