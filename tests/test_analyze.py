@@ -73,7 +73,7 @@ def test_an_analysis_has_numbers_tables_and_figures(analyze_config, shards):
     assert analysis.tokens == sum(each.tokens for each in analysis.by_position)
     assert analysis.tokens == sum(each.tokens for each in analysis.by_frequency)
     assert analysis.tokens == sum(each.tokens for each in analysis.calibration)
-    assert 0 < analysis.replaced_fraction < 0.3  # masked in the run
+    assert 0.15 < analysis.replaced_fraction < 0.3  # as many are masked as in the run
     assert analysis.auc_with_dropout != analysis.auc
     vocabulary = load_tokenizer(shards / "tokenizer").library.get_vocab()
     for token, others in analysis.neighbors.items():
