@@ -183,7 +183,7 @@ def test_results_are_kept_and_failing_jobs_are_reported(run, tmp_path):
     assert kept[:-1] == results[:-1]
     assert kept[-1].metrics == results[-1].metrics
     assert again.scores == tables.scores
-    with pytest.raises(ConfigError, match="small rte 0 1 where tuning epochs was 1 and is now 2"):
+    with pytest.raises(ConfigError, match="small rte 0 1: its tuning epochs was 1 and is now 2"):
         run("small", "epochs=2", tasks=("rte", "sst2"))
 
 

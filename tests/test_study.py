@@ -39,7 +39,7 @@ from electra.studies.results import (
     plot_study,
     summarize_study,
 )
-from electra.studies.runs import RunRecord, StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
+from electra.studies.runs import StudyRecord, StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
 from electra.studies.studies import STUDIES, Study, StudySetting, find_study
 from electra.training.logging import TrainResult
 
@@ -467,7 +467,7 @@ def test_records_of_versions_with_fewer_or_more_settings_are_used(study_config, 
     del settings["temperature"]  # its default, 1, is what the run has
     del settings["phases"]  # an empty tuple
     source = {"checkpoint": "step-4", "device": "cpu", "commit": "", "evaluation_rows": 16}
-    record = RunRecord(settings, **source, steps=4, tokens=1, minutes=1.0, flops=1.0, metrics={"loss": None})
+    record = StudyRecord(settings, **source, steps=4, tokens=1, minutes=1.0, flops=1.0, metrics={"loss": None})
     first.record_file.parent.mkdir(parents=True)
     write_stored(first.record_file, asdict(record))
     assert first.read_record() == record
@@ -527,7 +527,7 @@ def measured(setting: StudySetting, seed: int, score: float | None = None, loss:
     costs = {"steps": 1, "tokens": 1, "minutes": 1.0, "flops": 1e9}
     source = {"checkpoint": "step-1", "device": "cpu", "commit": "", "evaluation_rows": 16}
     metrics = {} if loss is None else {"unigram_rtd_auc": 0.9}
-    record = RunRecord(settings={}, **source, **costs, metrics=metrics, fixed_rtd=fixed_rtd)
+    record = StudyRecord(settings={}, **source, **costs, metrics=metrics, fixed_rtd=fixed_rtd)
     scores = None if score is None else {"rte": np.array([[score - 0.1], [score + 0.1]])}
     return MeasuredRun(run, record, scores)
 

@@ -168,10 +168,10 @@ def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
         stored = asdict(results[job.key]) if job.key in results else {}
         for name, value in job.identity().items() if stored else ():
             if stored[name] != value:
-                changes = describe_changed_settings({name: stored[name]}, {name: value})[0].removeprefix("--")
+                [change] = describe_changed_settings({f"its {name}": stored[name]}, {f"its {name}": value})
                 raise ConfigError(
-                    f"{output} has results of {' '.join(map(str, job.key))} where {changes}; choose another --output "
-                    "or another name for the setting, or delete the file to repeat all fine-tunings"
+                    f"{output} has results of {' '.join(map(str, job.key))}: {change}; choose another --output or "
+                    "another name for the setting"
                 )
     return [job for job in jobs if job.key not in results]
 

@@ -1,4 +1,4 @@
-"""What restricts attention, and where rotary positions come from: padding, documents, windows."""
+"""Attention biases, from padding, documents and windows, and rotary positions."""
 
 from dataclasses import replace
 

@@ -290,7 +290,7 @@ class Encoder(nn.Module):
         long rows need them to avoid a mask [B, 1, L, L]."""
         self.config.check_length(input_ids.shape[1])
         hidden = self.embed(input_ids, segment_ids)
-        biases = self.attention_biases(input_ids, attention_mask, document_ids, cu_seqlens)
+        biases = self.attention_biases(input_ids.shape[1], attention_mask, document_ids, cu_seqlens)
         if kept_positions is not None:
             middle_biases = self.kept_attention_biases(kept_positions, attention_mask, document_ids, cu_seqlens)
             hidden = self.run_layers_with_dropping(hidden, biases, middle_biases, positions, kept_positions)
@@ -307,7 +307,9 @@ class Encoder(nn.Module):
         `transformers` with output_hidden_states."""
         self.config.check_length(input_ids.shape[1])
         states = [self.embed(input_ids, segment_ids)]
-        for layer, bias in zip(self.layers, self.attention_biases(input_ids, attention_mask, None, None), strict=True):
+        for layer, bias in zip(
+            self.layers, self.attention_biases(input_ids.shape[1], attention_mask, None, None), strict=True
+        ):
             states.append(layer(states[-1], bias))
         return [*states[:-1], self.final_norm(states[-1])]
 
@@ -368,13 +370,13 @@ class Encoder(nn.Module):
 
     def attention_biases(
         self,
-        input_ids: Tensor,
+        length: int,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> list[AttentionBias]:
-        """The attention bias of each layer."""
-        config, length, device = self.config, input_ids.shape[1], input_ids.device
+        """The attention bias of each layer, in rows of `length` tokens."""
+        config, device = self.config, next(self.layers.parameters()).device
         backend = self.attention_backend(length, has_cu_seqlens=document_ids is None or cu_seqlens is not None)
         bias = make_attention_bias(attention_mask, document_ids, cu_seqlens, backend=backend)
         if not config.is_modern():
@@ -400,7 +402,7 @@ class Encoder(nn.Module):
         if document_ids is not None:
             document_ids = document_ids.gather(1, kept_positions)
             cu_seqlens = None if cu_seqlens is None else compute_cu_seqlens(document_ids, len(cu_seqlens) - 1)
-        return self.attention_biases(kept_positions, attention_mask, document_ids, cu_seqlens)
+        return self.attention_biases(kept_positions.shape[1], attention_mask, document_ids, cu_seqlens)
 
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""

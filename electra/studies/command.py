@@ -19,8 +19,8 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     if config.data is None:
         return summarize(config, study, runs, {})
     shards = open_shards(config.data)
-    text = {"text in --data": shards.index.totals_by_split("tokens"), "tokenizer": shards.tokenizer.fingerprint}
-    record = OutputRecord("study", text)
+    text = {"text in --data": shards.index.totals_by_split("tokens")}
+    record = OutputRecord("study", text | {"tokenizer of --data": shards.tokenizer.fingerprint})
     record.check(config.output)
     if config.dry_run:
         return estimate_study(runs, shards, finetunings_per_run(config))

@@ -170,8 +170,9 @@ class OutputRecord:
             )
         stored = read_stored(folder / CONFIG, OutputRecord).settings
         if changes := describe_changed_settings(stored, self.settings):
-            changed = "; ".join(changes).replace("--tokenizer", "tokenizer")
-            raise ConfigError(f"{folder} was started with others: {changed}; use the same or another --output")
+            raise ConfigError(
+                f"{folder} was started with others: {'; '.join(changes)}; use the same or another --output"
+            )
 
     def write(self, folder: Path) -> None:
         write_stored(folder / CONFIG, asdict(self))

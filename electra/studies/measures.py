@@ -23,11 +23,11 @@ from electra.pretraining.describe import GUESSING_AUC
 from electra.runfolder import describe_changed_settings, dump_json, file_checksum
 from electra.studies.config import StudyConfig
 from electra.studies.records import corrupted_rows_file, find_corrupted_rows, record_run
-from electra.studies.runs import MEASURES, RunRecord, StudyRun
+from electra.studies.runs import MEASURES, StudyRecord, StudyRun
 from electra.training.hardware import choose_device
 
 PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
-FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `RunRecord.fixed_rtd`
+FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `StudyRecord.fixed_rtd`
 UNIGRAM_RTD_AUC = "unigram_rtd_auc"  # of all discriminators
 PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
 
@@ -39,7 +39,7 @@ class MeasuredRun:
     """A finished run with its measures."""
 
     run: StudyRun
-    record: RunRecord
+    record: StudyRecord
     scores: Scores | None  # of the probe
 
     @property
@@ -163,7 +163,7 @@ def check_same_tuning(results: list[ProbeResult], expected: dict[str, Any], conf
         if changes := describe_changed_settings(defaults | result.tuning, json.loads(dump_json(expected))):
             raise ConfigError(
                 f"{config.output / PROBE} has results of {result.model} with other --finetuning settings: "
-                f"{'; '.join(changes)}; use the same settings, or delete the file to repeat all fine-tunings"
+                f"{'; '.join(changes)}; use the same settings or another --output"
             )
 
 

@@ -112,9 +112,8 @@ class SettingsComparison:
             for setting in study.settings
         }
         has_scores = [each.scores is not None for each in measured]
-        is_probed = (
-            any(has_scores) if wants_probe else all(has_scores)
-        )  # other studies may have probed some of the runs
+        # without --glue, the probe of some of the runs may be there because another study has them, too
+        is_probed = any(has_scores) if wants_probe else all(has_scores)
         self.measure: MeasureName = "probe" if is_probed else "fixed RTD loss"
         variance = pooled_variance(
             [[probe_mean(each.scores) for each in runs.values() if each.scores] for runs in self.runs.values()]

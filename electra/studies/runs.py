@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000}  # di
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class StudyRecord:
     """What a study stores of a finished run. With it and the results of the probe, the run's folder is not needed."""
 
     settings: dict[str, Any]  # of electra pretrain, those that affect the weights
@@ -102,11 +102,11 @@ class StudyRun:
         """Whether the run was started, and its folder was not deleted."""
         return bool(checkpoint_folders(self.folder))
 
-    def read_record(self) -> RunRecord | None:
+    def read_record(self) -> StudyRecord | None:
         """The stored record, if there is one, and not of another checkpoint than the folder's."""
         if not self.record_file.exists():
             return None
-        record = read_stored(self.record_file, RunRecord)
+        record = read_stored(self.record_file, StudyRecord)
         if self.has_folder() and find_model_folder(self.folder).name != record.checkpoint:
             return None
         settings, defaults = self.settings(), json.loads(dump_json(flat_defaults(PretrainConfig)))
@@ -118,10 +118,10 @@ class StudyRun:
             )
         return record
 
-    def build_record(self) -> RunRecord:
+    def build_record(self) -> StudyRecord:
         """The record of a finished run, without metrics on corrupted rows."""
         run, stored = read_run(self.folder, glue_table=None), read_run_record(self.folder)
-        return RunRecord(
+        return StudyRecord(
             settings=self.settings(),
             checkpoint=find_model_folder(self.folder).name,
             device=stored.environment.get("device", ""),

@@ -16,7 +16,6 @@ from electra.errors import ConfigError
 from electra.pretraining.config import BUDGETS, PretrainConfig
 from electra.studies.config import StudyConfig, StudyName
 
-MASKING_OF_BERT = {"mask_token_probability", "random_token_probability"}
 BERT = {"objective": "mlm", "mask_token_probability": 0.8, "random_token_probability": 0.1}
 EQUAL_GENERATOR = {"generator_width": Fraction(1)}
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"} | EQUAL_GENERATOR
@@ -56,13 +55,12 @@ class Study:
     paper_lines: list[PaperLine] = field(default_factory=list)
 
     def varied_settings(self) -> set[str]:
-        """The settings of electra pretrain whose default one of this study's settings has: it must stay the default.
-
-        BERT's probabilities may be those of the others, too, and settings of the user's own may be anything."""
-        if not self.source:
+        """The names that some rows of the study set and others leave at their default, which --pretraining must not
+        change, except for the masking of BERT, which the other objectives may have as well."""
+        if not self.source:  # settings of the user's own
             return set()
         counts = Counter(name for setting in self.settings for name in setting.settings)
-        return {name for name, count in counts.items() if count < len(self.settings)} - MASKING_OF_BERT
+        return {name for name, count in counts.items() if count < len(self.settings)} - (BERT.keys() - {"objective"})
 
 
 def above(better: list[str], worse: list[str]) -> list[tuple[str, str]]:
