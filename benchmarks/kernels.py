@@ -29,7 +29,7 @@ from torch.nn import functional
 from electra.kernels import dispatch
 from electra.kernels.dispatch import HAS_TRITON
 from electra.kernels.reference import apply_rope
-from electra.model.attention import make_rope
+from electra.model.encoder import make_rope
 
 if HAS_TRITON:
     import triton

@@ -27,7 +27,6 @@ class Purpose(IntEnum):
     SAMPLE_BLOCK = 2
     SAMPLE_TOKEN = 3
     SPLITS = 4
-    TOKEN_DROPPING = 5
 
 
 def hash_uint32(value: Number) -> Number:

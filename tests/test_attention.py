@@ -9,7 +9,7 @@ from electra.data.loader import compute_cu_seqlens
 from electra.kernels import dispatch
 from electra.kernels.dispatch import AttentionBias, attention
 from electra.kernels.reference import apply_rope
-from electra.model.attention import limit_to_window, make_attention_bias, make_rope
+from electra.model.encoder import limit_to_window, make_attention_bias, make_rope
 
 CPU = torch.device("cpu")
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()

@@ -8,9 +8,7 @@ from conftest import MODERN, WIDE
 from torch import Tensor, nn
 from torch.nn import functional
 
-from electra.data.loader import compute_cu_seqlens
 from electra.errors import ConfigError
-from electra.model.attention import make_attention_bias
 from electra.model.config import EncoderConfig
 from electra.model.encoder import ClassicLayer, Encoder
 from electra.model.heads import RTDHead
@@ -226,45 +224,3 @@ def test_classic_layer_has_its_parameters_in_the_order_of_the_fused_layer():
     names = [name for name, _ in ClassicLayer(EncoderConfig()).named_parameters()]
     modules = "attention.qkv attention.output attention_norm feedforward.up feedforward.down feedforward_norm"
     assert names == [f"{module}.{kind}" for module in modules.split() for kind in ("weight", "bias")]
-
-
-DEEP = replace(WIDE, layers=6, init_std=0.2)
-
-
-def test_dropped_tokens_skip_the_middle_layers():
-    torch.manual_seed(0)
-    encoder = Encoder(DEEP).eval()
-    input_ids, document_ids = torch.randint(5, 60, (2, 8)), torch.tensor([[0] * 3 + [1] * 5, [0] * 6 + [1] * 2])
-    kept = torch.tensor([[0, 2, 3, 6], [0, 1, 4, 7]])
-    states = encoder(input_ids, document_ids=document_ids, kept_positions=kept)
-
-    whole, part = (
-        make_attention_bias(None, ids, backend="sdpa") for ids in (document_ids, document_ids.gather(1, kept))
-    )
-    expected = encoder.embed(input_ids, None)
-    for layer in encoder.layers[:2]:
-        expected = layer(expected, whole)
-    middle = torch.stack([row[positions] for row, positions in zip(expected, kept, strict=True)])
-    for layer in encoder.layers[2:4]:
-        middle = layer(middle, part)
-    expected = torch.stack([row.index_copy(0, kept[at], middle[at]) for at, row in enumerate(expected)])
-    for layer in encoder.layers[4:]:
-        expected = layer(expected, whole)
-    torch.testing.assert_close(states, expected)
-
-
-def test_without_dropped_tokens_all_layers_have_all_tokens():
-    torch.manual_seed(0)
-    encoder = Encoder(DEEP).eval()
-    input_ids, attention_mask = torch.randint(5, 60, (2, 8)), torch.arange(8) < torch.tensor([[8], [5]])
-    states = encoder(input_ids, attention_mask, kept_positions=torch.arange(8).expand(2, -1))
-    torch.testing.assert_close(states[attention_mask], encoder(input_ids, attention_mask)[attention_mask])
-
-
-def test_kept_tokens_of_long_rows_have_boundaries_of_documents_in_a_static_shape(monkeypatch):
-    """In a compiled graph, attention without a mask needs them."""
-    encoder = Encoder(DEEP)
-    monkeypatch.setattr(encoder, "attention_backend", lambda length, has_cu_seqlens: "varlen" if has_cu_seqlens else "")
-    document_ids, kept = torch.tensor([[0, 0, 1, 1, 2, 2]]), torch.tensor([[0, 1, 4]])
-    biases = encoder.kept_attention_biases(kept, None, document_ids, compute_cu_seqlens(document_ids, 4))
-    assert biases[0].cu_seqlens.tolist() == [0, 2, 3, 3, 3]  # document 1 is dropped

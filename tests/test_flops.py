@@ -74,15 +74,6 @@ def test_flops_of_an_objective_equal_torchs_count(make_pair, make_batch, vocabul
     )
 
 
-def test_flops_with_dropped_tokens_equal_torchs_count(make_pair, make_batch, vocabulary):
-    electra = make_pair("none", size=replace(WIDE, layers=7))
-    context = ObjectiveContext(vocabulary=vocabulary, objective=ObjectiveConfig(token_dropping=0.25))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        sum(loss.sum for loss in OBJECTIVES["rtd"].losses(electra, make_batch(), context).values()).backward()
-    masked = max_masked(16, context.masking)
-    assert counter.get_total_flops() == 4 * training_flops_per_row(electra.config, 16, masked, dropped_tokens=4)
-
-
 @pytest.mark.parametrize("size", [WIDE, MODERN], ids=["classic", "modern"])
 def test_flops_and_parameters_of_auxiliary_heads_equal_torchs_count(make_pair, make_batch, vocabulary, size):
     electra = make_pair("none", size=size, auxiliary_heads=("corrective_lm", "bag_of_words"))

@@ -23,7 +23,6 @@ from electra.objectives.objectives import (
     adversarial,
     all_tokens_mlm,
     baseline_loss,
-    choose_kept_positions,
     corrupt,
     electra_15,
     frozen_generator_rtd,
@@ -588,43 +587,3 @@ def test_without_a_weight_there_are_no_auxiliary_losses(make_pair, make_batch, c
     assert ObjectiveConfig(bag_of_words_weight=1.0).auxiliary_heads() == ("bag_of_words",)
     with pytest.raises(ConfigError, match="at least 0"):
         ObjectiveConfig(corrective_lm_weight=-1.0)
-
-
-def test_kept_positions_are_random_by_row_and_sorted_and_contain_cls(make_batch, context):
-    context, batch = with_objective(context, token_dropping=0.4), make_batch(rows=64)
-    kept = choose_kept_positions(batch, context)
-    assert kept.shape == (64, 10)  # 16 − round(0.4 · 16)
-    assert (kept[:, 0] == 0).all()
-    assert (kept.diff(dim=1) > 0).all()
-    counts = kept[:, 1:].flatten().bincount(minlength=16)[1:]  # each of 15 tokens is kept in 9 of 15 rows
-    assert (counts - 64 * 9 / 15).abs().max() < 4 * (64 * 0.6 * 0.4) ** 0.5
-    part = batch.micro_batches(2)[1]
-    assert torch.equal(choose_kept_positions(part, context), kept[32:])
-    assert not torch.equal(choose_kept_positions(make_batch(rows=64, step=1), context), kept)
-
-
-@pytest.mark.parametrize("objective", ["rtd", "electra-15", "adversarial", "frozen-rtd"])
-def test_tokens_are_dropped_in_training_only_and_keep_their_loss(make_pair, make_batch, context, objective):
-    electra = make_pair(objective=objective, size=replace(WIDE, layers=5))
-    batch, dropping = make_batch(lengths=[16, 12, 7, 3]), with_objective(context, token_dropping=0.5)
-    whole, dropped = (
-        OBJECTIVES[objective].losses(electra, batch, each)["discriminator"] for each in (context, dropping)
-    )
-    assert not torch.equal(whole.sum, dropped.sum)
-    assert torch.equal(whole.count, dropped.count)
-    electra.eval()
-    whole, dropped = (
-        OBJECTIVES[objective].losses(electra, batch, each)["discriminator"] for each in (context, dropping)
-    )
-    assert torch.equal(whole.sum, dropped.sum)
-
-
-def test_token_dropping_compiles_to_one_graph(make_pair, make_batch, context):
-    electra, batch = make_pair(size=replace(WIDE, layers=5)), make_batch()
-    context = with_objective(context, token_dropping=0.5)
-
-    def loss(input_ids, step, row_ids):
-        return total_loss(replaced_token_detection(electra, Batch(input_ids, step, row_ids), context))
-
-    inputs = (batch.input_ids, batch.step, batch.row_ids)
-    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(*inputs), loss(*inputs))

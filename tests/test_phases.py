@@ -120,10 +120,6 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
         ({"phases": ("schedule=cosine", "length=8")}, "schedule cosine and linear in consecutive phases of one objec"),
         ({"phases": ("warmup=0.2", "warmup=0.3")}, "warmup 0.2 and 0.3 in consecutive phases"),
         (WIDENED | {"init": Path("model")}, "a width is for new weights; leave it out with --init"),
-        ({"token_dropping": 0.5, "layers": 4}, "more than 4 layers, but the discriminator is classic and has 4"),
-        ({"token_dropping": 0.5, "style": "modern", "sinusoidal_positions": False}, "discriminator is modern"),
-        ({"token_dropping": 0.5, "objective": "mlm"}, "not for --objective mlm"),
-        ({"token_dropping": 1.0}, "at least 0 and below 1"),
         (
             {"phases": ("width=16,schedule=decay", "length=8"), "embedding_width": 8},
             "--schedule decay anneals a trained",

@@ -20,7 +20,6 @@ EmbeddingPooling = Literal["mean", "cls", "max"]
 
 MAX_SIZE = 2**31 - 1  # of a dimension; torch overflows beyond
 MAX_LAYERS = 1000  # no model is deeper, and millions would be built for hours
-LAYERS_WITHOUT_DROPPING = 2  # at each end of an encoder, if tokens are dropped
 
 MODERN_FIELDS = ("global_attention_every", "local_attention", "global_theta", "local_theta")
 

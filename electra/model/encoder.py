@@ -22,8 +22,7 @@ from electra.data.loader import compute_cu_seqlens
 from electra.kernels import dispatch, reference
 from electra.kernels.dispatch import AttentionBackend, AttentionBias
 from electra.kernels.reference import gather_positions
-from electra.model.attention import limit_to_window, make_attention_bias, make_rope
-from electra.model.config import LAYERS_WITHOUT_DROPPING, EncoderConfig
+from electra.model.config import EncoderConfig
 
 
 class Fp32LayerNorm(nn.LayerNorm):
@@ -120,6 +119,56 @@ class ModernEmbeddingNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dropout(self.norm(hidden))
+
+
+def make_attention_bias(
+    attention_mask: Tensor | None,
+    document_ids: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: AttentionBackend,
+) -> AttentionBias:
+    """The bias of rows with padding at one end (`attention_mask` False), several documents, both or neither.
+
+    `cu_seqlens` are the documents' boundaries, if they are already computed (`electra.data.loader`)."""
+    if document_ids is None and attention_mask is None:
+        return AttentionBias(backend)
+    if document_ids is None and backend == "sdpa":
+        assert attention_mask is not None
+        return AttentionBias(mask=attention_mask.bool()[:, None, None, :])
+    if attention_mask is not None:  # padding becomes another document
+        ids = torch.zeros_like(attention_mask, dtype=torch.int32) if document_ids is None else document_ids
+        count = len(ids) if document_ids is None else None if cu_seqlens is None else len(cu_seqlens) - 1
+        max_documents = None if count is None else count + len(ids)
+        document_ids = ids.masked_fill(~attention_mask.bool(), -1)
+        cu_seqlens = compute_cu_seqlens(document_ids, max_documents) if backend == "varlen" else None
+    assert document_ids is not None
+    if backend == "short":
+        return AttentionBias(backend, document_ids=document_ids.int().contiguous())  # the kernel assumes this layout
+    if backend == "varlen":
+        return AttentionBias(backend, cu_seqlens=compute_cu_seqlens(document_ids) if cu_seqlens is None else cu_seqlens)
+    return AttentionBias(mask=document_ids[:, None, :, None] == document_ids[:, None, None, :])
+
+
+def limit_to_window(bias: AttentionBias, window: int, length: int, device: torch.device) -> AttentionBias:
+    """Restrict attention to tokens at most `window` positions away, in rows of `length` tokens."""
+    if length <= window + 1:
+        return bias
+    if bias.backend == "short" or bias.cu_seqlens is not None:
+        return replace(bias, window=window)
+    position = torch.arange(length, device=device)
+    distance = (position[:, None] - position).abs()[None, None]  # [1, 1, L, L]
+    if bias.mask is None:
+        return replace(bias, backend="sdpa", mask=distance <= window)
+    mask = bias.mask | (distance == 0)  # padding far from all tokens attends to itself: a softmax of nothing is NaN
+    return replace(bias, mask=mask & (distance <= window))
+
+
+def make_rope(length: int, head_width: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines [2, L, 1, K/2] of rotary positions in fp32; frequencies fall from 1 towards 1/theta."""
+    frequencies = 1.0 / theta ** (torch.arange(0, head_width, 2, device=device) / head_width)
+    angles = torch.arange(length, device=device)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()])[:, :, None]
 
 
 class Attention(nn.Module):
@@ -278,11 +327,8 @@ class Encoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         *,
         positions: Tensor | None = None,
-        kept_positions: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [B, L, D], or [B, M, D] at `positions` [B, M], to which the last layer is then restricted.
-
-        With `kept_positions` [B, N], sorted, the other tokens skip all layers but the first and last two (classic).
 
         `attention_mask` is False at padding, which must be at one end of a row; `segment_ids` is 1 in segment B; tokens
         attend only to tokens with their `document_ids`. None means no padding, segment A, one document a row.
@@ -290,15 +336,10 @@ class Encoder(nn.Module):
         long rows need them to avoid a mask [B, 1, L, L]."""
         self.config.check_length(input_ids.shape[1])
         hidden = self.embed(input_ids, segment_ids)
-        biases = self.attention_biases(input_ids.shape[1], attention_mask, document_ids, cu_seqlens)
-        if kept_positions is not None:
-            middle_biases = self.kept_attention_biases(kept_positions, attention_mask, document_ids, cu_seqlens)
-            hidden = self.run_layers_with_dropping(hidden, biases, middle_biases, positions, kept_positions)
-        elif self.can_fuse_modern_layers(hidden, biases):
-            hidden = self.run_fused_modern_layers(hidden, biases, positions)
-        else:
-            hidden = self.run_layers(hidden, biases, positions)
-        return self.final_norm(hidden)
+        biases = self.attention_biases(input_ids, attention_mask, document_ids, cu_seqlens)
+        is_fused = self.can_fuse_modern_layers(hidden, biases)
+        run_layers = self.run_fused_modern_layers if is_fused else self.run_layers
+        return self.final_norm(run_layers(hidden, biases, positions))
 
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, segment_ids: Tensor | None = None
@@ -307,9 +348,7 @@ class Encoder(nn.Module):
         `transformers` with output_hidden_states."""
         self.config.check_length(input_ids.shape[1])
         states = [self.embed(input_ids, segment_ids)]
-        for layer, bias in zip(
-            self.layers, self.attention_biases(input_ids.shape[1], attention_mask, None, None), strict=True
-        ):
+        for layer, bias in zip(self.layers, self.attention_biases(input_ids, attention_mask, None, None), strict=True):
             states.append(layer(states[-1], bias))
         return [*states[:-1], self.final_norm(states[-1])]
 
@@ -320,31 +359,11 @@ class Encoder(nn.Module):
             embedded = add_noise(embedded, self.embedding_noise)
         return self.embedding_norm(self.project(embedded))
 
-    def run_layers(
-        self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None, begin: int = 0
-    ) -> Tensor:
-        """The layers from `begin` on, one for each of `biases`; `positions` restrict the last layer of the encoder."""
-        for number, bias in enumerate(biases, start=begin):
+    def run_layers(self, hidden: Tensor, biases: list[AttentionBias], positions: Tensor | None) -> Tensor:
+        for number, (layer, bias) in enumerate(zip(self.layers, biases, strict=True)):
             is_last = number == len(self.layers) - 1
-            hidden = self.call_maybe_checkpointed(self.layers[number], hidden, bias, positions if is_last else None)
+            hidden = self.call_maybe_checkpointed(layer, hidden, bias, positions if is_last else None)
         return hidden
-
-    def run_layers_with_dropping(
-        self,
-        hidden: Tensor,
-        biases: list[AttentionBias],
-        middle_biases: list[AttentionBias],
-        positions: Tensor | None,
-        kept_positions: Tensor,
-    ) -> Tensor:
-        """`run_layers`, with the states at `kept_positions` only in all layers but the first and last ones."""
-        first, last = LAYERS_WITHOUT_DROPPING, len(self.layers) - LAYERS_WITHOUT_DROPPING
-        assert first < last
-        hidden = self.run_layers(hidden, biases[:first], None)
-        kept = gather_positions(hidden, kept_positions)  # [B, N, D]
-        kept = self.run_layers(kept, middle_biases[first:last], None, begin=first)
-        hidden = hidden.scatter(1, kept_positions[:, :, None].expand_as(kept), kept)
-        return self.run_layers(hidden, biases[last:], positions, begin=last)
 
     def can_fuse_modern_layers(self, hidden: Tensor, biases: list[AttentionBias]) -> bool:
         is_modern = all(isinstance(layer, ModernLayer) and not layer.has_dropout() for layer in self.layers)
@@ -370,13 +389,13 @@ class Encoder(nn.Module):
 
     def attention_biases(
         self,
-        length: int,
+        input_ids: Tensor,
         attention_mask: Tensor | None,
         document_ids: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> list[AttentionBias]:
-        """The attention bias of each layer, in rows of `length` tokens."""
-        config, device = self.config, next(self.layers.parameters()).device
+        """The attention bias of each layer."""
+        config, length, device = self.config, input_ids.shape[1], input_ids.device
         backend = self.attention_backend(length, has_cu_seqlens=document_ids is None or cu_seqlens is not None)
         bias = make_attention_bias(attention_mask, document_ids, cu_seqlens, backend=backend)
         if not config.is_modern():
@@ -387,22 +406,6 @@ class Encoder(nn.Module):
             local_bias = limit_to_window(bias, config.local_attention // 2, length, device)
             local_bias = replace(local_bias, rope=make_rope(length, head_width, config.local_theta, device))
         return [global_bias if config.has_global_attention(number) else local_bias for number in range(config.layers)]
-
-    def kept_attention_biases(
-        self,
-        kept_positions: Tensor,
-        attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-    ) -> list[AttentionBias]:
-        """The attention bias of each layer between the tokens at `kept_positions` [B, N]."""
-        assert not self.config.is_modern()  # rotary positions would be those of rows without gaps
-        if attention_mask is not None:
-            attention_mask = attention_mask.gather(1, kept_positions)
-        if document_ids is not None:
-            document_ids = document_ids.gather(1, kept_positions)
-            cu_seqlens = None if cu_seqlens is None else compute_cu_seqlens(document_ids, len(cu_seqlens) - 1)
-        return self.attention_biases(kept_positions.shape[1], attention_mask, document_ids, cu_seqlens)
 
     def attention_backend(self, length: int, has_cu_seqlens: bool = False) -> AttentionBackend:
         """The attention backend for rows of `length` tokens; `has_cu_seqlens` also where there are no documents."""

@@ -12,7 +12,7 @@ backward pass like a forward pass.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from electra.model.config import LAYERS_WITHOUT_DROPPING, ElectraConfig, EncoderConfig
+from electra.model.config import ElectraConfig, EncoderConfig
 
 TRAINING_FACTOR = 3  # forward pass, gradients of inputs, gradients of weights
 PUBLISHED_TRAINING_FACTOR = 2  # forward and backward pass
@@ -65,12 +65,6 @@ def encoder_costs(config: EncoderConfig, length: int, last_layer_tokens: int) ->
         norm_cost("attention norm", (config.layers - is_modern) * D, has_bias),  # the first modern layer has none
         *([norm_cost("final norm", D, has_bias)] if is_modern else []),
     ]
-
-
-def layers_flops(config: EncoderConfig, length: int) -> int:
-    """Operations of the layers of an encoder, without embeddings."""
-    costs = encoder_costs(config, length, last_layer_tokens=length)
-    return total_flops(cost for cost in costs if cost.name != "embeddings to hidden")
 
 
 def mlm_costs(config: EncoderConfig, length: int, num_masked: int, last_layer_tokens: int) -> list[ComponentCost]:
@@ -144,15 +138,10 @@ def total_parameters(costs: Iterable[ComponentCost]) -> int:
 
 
 def training_flops_per_row(
-    config: ElectraConfig, length: int, num_masked: int, is_generator_frozen: bool = False, dropped_tokens: int = 0
+    config: ElectraConfig, length: int, num_masked: int, is_generator_frozen: bool = False
 ) -> int:
-    """Operations of a training step over one row; a frozen generator has a forward pass only, and dropped tokens skip
-    the middle layers of the discriminator."""
+    """Operations of a training step over one row; a frozen generator has a forward pass only."""
     forward = {part: total_flops(costs) for part, costs in component_costs(config, length, num_masked).items()}
-    if config.discriminator is not None and dropped_tokens:
-        middle = replace(config.discriminator, layers=config.discriminator.layers - 2 * LAYERS_WITHOUT_DROPPING)
-        whole, kept = (layers_flops(middle, tokens) for tokens in (length, length - dropped_tokens))
-        forward["discriminator"] -= whole - kept
     return sum(
         (1 if is_generator_frozen and part == "generator" else TRAINING_FACTOR) * flops
         for part, flops in forward.items()

@@ -64,10 +64,6 @@ class ObjectiveConfig:
     the document. 0: no such loss."""
     temperature: float = 1.0
     """Temperature of the softmax that replacements are sampled from."""
-    token_dropping: float = 0.0
-    """Fraction of the tokens, chosen at random, that skip all layers of the discriminator but the first two and the
-    last two in training, so that steps take less time (token dropping, arXiv 2203.13240, where tokens are chosen by
-    importance); the loss is over all tokens. Classic style only."""
     disallow_correct: bool = False
     """Never sample the original token."""
     correct_sample_label: CorrectSampleLabel = "original"
@@ -78,8 +74,6 @@ class ObjectiveConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ConfigError(f"is {self.temperature}; it must be above 0, usually 1", field="temperature")
-        if not 0 <= self.token_dropping < 1:
-            raise ConfigError(f"is {self.token_dropping}; it must be at least 0 and below 1", field="token_dropping")
         weights = {
             "discriminator_weight": 50,
             "corrective_lm_weight": 1,

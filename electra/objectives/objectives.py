@@ -16,7 +16,7 @@ from electra.model.heads import TokenPredictions
 from electra.objectives.config import CorrectSampleLabel, MaskingConfig, ObjectiveConfig, ObjectiveName
 from electra.objectives.losses import Counts, Loss, Losses, sum_token_losses
 from electra.objectives.masking import Masked, count_masked, mask
-from electra.random import BITS, Purpose, RowRandomness, random_bits, sample_from_frequencies
+from electra.random import Purpose, RowRandomness, sample_from_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def replaced_token_detection(electra: Electra, batch: Batch, context: ObjectiveC
     predictions = predict_masked(electra, masked, batch, context)  # p_G at the masked positions
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
-    hidden, losses = detect_replaced(electra, corrupted, batch, context)
+    hidden, losses = detect_replaced(electra, corrupted, batch)
     loss = sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)
     auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
     return generator_loss(predictions, masked) | {"discriminator": loss} | auxiliary
@@ -59,7 +59,7 @@ def electra_15(electra: Electra, batch: Batch, context: ObjectiveContext) -> Los
     predictions = predict_masked(electra, masked, batch, context)
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
-    hidden, losses = detect_replaced(electra, corrupted, batch, context)
+    hidden, losses = detect_replaced(electra, corrupted, batch)
     at_masked = losses.gather(1, masked.positions)  # [B, M]
     loss = sum_token_losses(at_masked, masked.weights, context.objective.discriminator_weight)
     auxiliary = auxiliary_losses(electra, hidden, masked, batch, context)
@@ -106,7 +106,7 @@ def adversarial(electra: Electra, batch: Batch, context: ObjectiveContext) -> Lo
     policy = predictions.sampling_logits(masked.labels, config.temperature, config.disallow_correct)  # [B, M, V]
     sampled = sample(predictions, masked, batch, context)  # [B, M]
     corrupted = corrupt(batch.input_ids, masked, sampled, config.correct_sample_label)
-    hidden, losses = detect_replaced(electra, corrupted, batch, context)
+    hidden, losses = detect_replaced(electra, corrupted, batch)
     rewards = losses.detach().gather(1, masked.positions)  # [B, M]
     baseline = electra.require_baseline()(predictions.hidden.detach()).float()  # [B, M] logits
     advantages = rewards - functional.softplus(-baseline).detach()  # R − b
@@ -124,7 +124,7 @@ def frozen_generator_rtd(electra: Electra, batch: Batch, context: ObjectiveConte
         predictions = predict_masked(electra, masked, batch, context)
         sampled = sample(predictions, masked, batch, context)
     corrupted = corrupt(batch.input_ids, masked, sampled, context.objective.correct_sample_label)
-    hidden, losses = detect_replaced(electra, corrupted, batch, context)
+    hidden, losses = detect_replaced(electra, corrupted, batch)
     loss = sum_token_losses(losses, token_weights(batch), context.objective.discriminator_weight)
     return {"discriminator": loss} | auxiliary_losses(electra, hidden, masked, batch, context)
 
@@ -214,30 +214,11 @@ def corrupt(
     return Corrupted(corrupted, is_replaced=corrupted != input_ids)
 
 
-def detect_replaced(
-    electra: Electra, corrupted: Corrupted, batch: Batch, context: ObjectiveContext
-) -> tuple[Tensor, Tensor]:
+def detect_replaced(electra: Electra, corrupted: Corrupted, batch: Batch) -> tuple[Tensor, Tensor]:
     """The discriminator's hidden states [B, L, D] and the loss of each token [B, L]."""
     discriminator = electra.require_discriminator()
-    inputs = batch.encoder_inputs()
-    if context.objective.token_dropping and discriminator.training:
-        inputs |= {"kept_positions": choose_kept_positions(batch, context)}
-    hidden = discriminator.encoder(corrupted.input_ids, **inputs)
+    hidden = discriminator.encoder(corrupted.input_ids, **batch.encoder_inputs())
     return hidden, rtd_losses(discriminator.head(hidden), corrupted)
-
-
-def choose_kept_positions(batch: Batch, context: ObjectiveContext) -> Tensor:
-    """[B, N] the sorted positions of tokens that are not dropped, [CLS] among them."""
-    length = batch.input_ids.shape[1]
-    rows = RowRandomness(context.seed, batch.step, batch.row_ids)
-    scores = random_bits(rows.keys(Purpose.TOKEN_DROPPING), length)  # [B, L]
-    scores = scores.index_fill(1, scores.new_zeros(1), 2**BITS)  # above all others
-    return scores.topk(num_kept_tokens(length, context.objective.token_dropping), dim=1).indices.sort(1).values
-
-
-def num_kept_tokens(length: int, token_dropping: float) -> int:
-    """N, of a row of `length` tokens."""
-    return max(1, length - round(token_dropping * length))
 
 
 def auxiliary_losses(

@@ -10,7 +10,7 @@ from typing import Any
 from electra.config import flat_values
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.model.config import LAYERS_WITHOUT_DROPPING, ElectraConfig, get_size_preset
+from electra.model.config import ElectraConfig, get_size_preset
 from electra.model.storage import load_model_tokenizer, read_model_config
 from electra.objectives.config import ObjectiveName
 from electra.objectives.objectives import OBJECTIVES
@@ -116,21 +116,6 @@ def check_init_settings(config: PretrainConfig, objectives: list[ObjectiveName])
             f"--phases starts with {objectives[0]}, which trains only a generator: --init {init.model} must be a "
             f"masked language model, and be given as --init-generator too"
         )
-
-
-def check_token_dropping(phases: list[Phase]) -> None:
-    """Check that phases with dropped tokens have a discriminator with layers that can be skipped."""
-    for phase in phases:
-        encoder, objective = phase.model.discriminator, phase.config.objective
-        if not objective.token_dropping:
-            continue
-        if encoder is None or OBJECTIVES[objective.name].head != "rtd":
-            raise ConfigError(f"--token-dropping is for replaced token detection, not for --objective {objective.name}")
-        if encoder.is_modern() or encoder.layers <= 2 * LAYERS_WITHOUT_DROPPING:
-            raise ConfigError(
-                f"--token-dropping needs --style classic and more than {2 * LAYERS_WITHOUT_DROPPING} layers, but the "
-                f"discriminator is {encoder.style} and has {encoder.layers}"
-            )
 
 
 def check_discriminator_init(phases: list[Phase]) -> None:

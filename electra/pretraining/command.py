@@ -16,7 +16,6 @@ from electra.pretraining.checks import (
     check_branch_matches_trunk,
     check_discriminator_init,
     check_new_run_settings,
-    check_token_dropping,
     find_resume_checkpoint,
     write_extended_budget,
 )
@@ -65,7 +64,6 @@ def plan_and_check_phases(config: PretrainConfig, shards: Shards) -> list[Phase]
         check_new_run_settings(config)
     phases = plan_phases(config, pair_config(config, shards))
     check_discriminator_init(phases)
-    check_token_dropping(phases)
     if is_new and config.init.branch_from is not None:
         check_branch_matches_trunk(config, phases[0].model, shards)
     return phases

@@ -106,8 +106,6 @@ def describe_phase(phase: Phase) -> str:
         budget = format_count(phase.budget.steps, "step")
     batch = f"{config.loader.batch_size} × {config.loader.length} tokens per step"
     masked = f"{100 * config.masking.mask_fraction:g} % masked"
-    if dropping := config.objective.token_dropping:
-        masked += f", {100 * dropping:g} % dropped in the middle layers"
     optimizer = config.optimizer
     schedule = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule} schedule"
     return f"{config.objective.name}, {budget}: {batch}, {masked}; {schedule}"

@@ -13,7 +13,7 @@ from electra.model.electra import Electra, meta_device
 from electra.model.flops import training_flops_per_row
 from electra.objectives.config import ObjectiveConfig, ObjectiveName
 from electra.objectives.masking import max_masked
-from electra.objectives.objectives import OBJECTIVES, num_kept_tokens
+from electra.objectives.objectives import OBJECTIVES
 from electra.pretraining.config import PretrainConfig, main_encoder_config, read_pretraining_state
 from electra.runfolder import damaged_file_error
 from electra.training.checkpoint import STATE
@@ -31,7 +31,6 @@ PHASE_SETTINGS = (
     "decay_fraction",
     "mask_fraction",
     "temperature",
-    "token_dropping",
     "packing",
     "dropout",
     "generator_dropout",
@@ -68,10 +67,7 @@ class Phase:
         loader = self.config.loader
         masked = max_masked(loader.length, self.config.masking)
         is_generator_frozen = OBJECTIVES[self.config.objective.name].is_generator_frozen
-        dropped = loader.length - num_kept_tokens(loader.length, self.config.objective.token_dropping)
-        return loader.batch_size * training_flops_per_row(
-            self.model, loader.length, masked, is_generator_frozen, dropped
-        )
+        return loader.batch_size * training_flops_per_row(self.model, loader.length, masked, is_generator_frozen)
 
     def tokens_per_step(self) -> int:
         return self.config.loader.batch_size * self.config.loader.length
