@@ -4,9 +4,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 STOP_SIGNALS = tuple(
@@ -14,6 +16,7 @@ STOP_SIGNALS = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP")
     if hasattr(signal, name)  # Windows has no SIGHUP
 )
+POLL_SECONDS = 0.05
 
 
 @contextmanager
@@ -47,6 +50,12 @@ def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iter
 
     with handle_signals(handle, *STOP_SIGNALS):
         yield received
+
+
+def wait_for_file(path: Path | None, received: Sequence[int]) -> None:
+    """Wait until a file exists or a signal is in `received`; does not wait without a path."""
+    while path is not None and not path.exists() and not received:
+        time.sleep(POLL_SECONDS)
 
 
 @contextmanager

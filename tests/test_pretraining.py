@@ -364,8 +364,10 @@ def test_a_run_without_a_checkpoint_may_be_replaced(run_config, monkeypatch, cap
 
 @pytest.fixture(scope="session")
 def stopped_session_run(shards, tmp_path_factory) -> Path:
-    """A run of six steps in two phases, stopped after the second step."""
+    """A run of six steps in two phases, stopped after the second step; its start file exists no longer."""
     output, step = tmp_path_factory.mktemp("stopped") / "run", Trainer.step
+    start_file = output.with_name("start")
+    start_file.touch()
     rows = "--batch-size 4 --length 16 --evaluation-rows 8 --phases fraction=0.5 fraction=0.5,length=8"
 
     def stop_after_two(self):
@@ -374,10 +376,12 @@ def stopped_session_run(shards, tmp_path_factory) -> Path:
             os.kill(os.getpid(), signal.SIGTERM)
 
     command = f"pretrain --data {shards} --output {output} --steps 6 --device cpu --json {SIZE} {rows}"
+    command += f" --start-file {start_file}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "step", stop_after_two)
         with pytest.raises(SystemExit):
             main(command.split())
+    start_file.unlink()
     return output
 
 
@@ -388,7 +392,8 @@ def stopped_run(stopped_session_run, tmp_path) -> Path:
 
 def test_a_resumed_run_takes_its_settings_from_its_folder(stopped_run, capsys):
     main(f"pretrain --output {stopped_run} --resume --save-every 1".split())
-    assert capsys.readouterr().out.startswith("finished: 6 steps")  # not as JSON: that is not a setting of the run
+    # not as JSON, and without waiting for a start file: these are not settings of the run
+    assert capsys.readouterr().out.startswith("finished: 6 steps")
     assert len(checkpoint_folders(stopped_run)) == 3
 
 

@@ -39,7 +39,7 @@ from electra.studies.results import (
     plot_study,
     summarize_study,
 )
-from electra.studies.runs import StudyRecord, StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
+from electra.studies.runs import RunProcess, StudyRecord, StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
 from electra.studies.studies import STUDIES, Study, StudySetting, find_study
 from electra.training.logging import TrainResult
 
@@ -321,17 +321,20 @@ def test_wrong_flags(flags, message, shards, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def start_python(code: str) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-S", "-c", code])
+def start_python(code: str, run: StudyRun, output: Path) -> RunProcess:
+    """A process instead of electra pretrain; `code` may use the path of its start file."""
+    path = output / f"{run.name}.start"
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"import os, time\npath = {str(path)!r}\n{code}"])
+    return RunProcess(run, process, path)
 
 
 def test_each_gpu_has_one_run_at_a_time(study_config, monkeypatch, tmp_path):
     started: list[tuple[str, str]] = []
-    codes = {"rtd_steps-4_seed-0": "import time; time.sleep(1)", "electra-15_steps-4_seed-0": "raise SystemExit(3)"}
+    codes = {"rtd_steps-4_seed-0": "time.sleep(1)", "electra-15_steps-4_seed-0": "raise SystemExit(3)"}
 
     def start(run, gpu, output, log):
         started.append((run.name, gpu))
-        return start_python(codes.get(run.name, ""))
+        return start_python(codes.get(run.name, ""), run, output)
 
     monkeypatch.setattr(runs_module, "start_run", start)
     runs = plan_runs(STUDIES["objectives"], study_config("objectives"))
@@ -341,27 +344,50 @@ def test_each_gpu_has_one_run_at_a_time(study_config, monkeypatch, tmp_path):
     assert errors == {"electra-15_steps-4_seed-0": "electra pretrain ended with exit code 3"}
 
 
+def test_the_next_run_is_started_early_and_waits_for_its_turn(study_config, monkeypatch, tmp_path):
+    events = tmp_path / "events"
+
+    def start(run, gpu, output, log):
+        waiting = "while not os.path.exists(path): time.sleep(0.01)"
+        lines = [f"open({str(events)!r}, 'a').write('{event} {run.name}\\n')" for event in ("ready", "begin", "end")]
+        return start_python("\n".join([lines[0], waiting, lines[1], "time.sleep(0.5)", lines[2]]), run, output)
+
+    monkeypatch.setattr(runs_module, "start_run", start)
+    runs = plan_runs(STUDIES["objectives"], study_config("objectives"))[:3]
+    assert list(train_on_gpus(runs, ["0"], tmp_path, overlap=True)) == [(run, None) for run in runs]
+    first, second, third = (run.name for run in runs)
+    order = events.read_text().splitlines()
+    turns = [event for event in order if not event.startswith("ready")]
+    assert turns == [f"{event} {name}" for name in (first, second, third) for event in ("begin", "end")]
+    assert order.index(f"ready {second}") < order.index(f"end {first}") < order.index(f"ready {third}")
+
+
 def test_runs_on_gpus_are_stopped_and_awaited(study_config, monkeypatch, tmp_path):
-    process = start_python("import time; time.sleep(60)")
-    monkeypatch.setattr(runs_module, "start_run", lambda *arguments: process)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(run, gpu, output, log):
+        each = start_python("time.sleep(60)", run, output)
+        processes.append(each.process)
+        return each
 
     def interrupt(seconds):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(runs_module, "start_run", start)
     monkeypatch.setattr(runs_module.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(train_on_gpus(plan_runs(STUDIES["styles"], study_config()), ["0"], tmp_path))
-    assert process.returncode == -15
+        list(train_on_gpus(plan_runs(STUDIES["styles"], study_config()), ["0"], tmp_path, overlap=True))
+    assert [process.returncode for process in processes] == [-15, -15]
 
 
 @pytest.mark.slow
 def test_a_process_per_run_trains_as_the_study_itself(study_config, shards, tmp_path):
     """The path of GPUs, with electra pretrain on the CPU."""
     config = study_config()
-    [first, *_] = plan_runs(STUDIES["styles"], config)
+    runs = plan_runs(STUDIES["styles"], config)
     config.output.mkdir()
-    assert list(train_on_gpus([first], [""], config.output)) == [(first, None)]
-    assert first.is_finished()
+    assert list(train_on_gpus(runs, [""], config.output, overlap=True)) == [(run, None) for run in runs]
+    assert all(run.is_finished() for run in runs)
 
 
 def test_each_run_is_measured_when_it_ends(study_config, monkeypatch):
@@ -510,9 +536,10 @@ def test_the_documentation_shows_the_measured_studies(tmp_path, no_training):
     """What was measured is published without the folders of its runs, and summarized without shards."""
     root = Path(__file__).parents[1]
     shutil.copytree(root / "benchmarks" / "study", tmp_path / "out")
-    result = study(build_config(StudyConfig, name="objectives", output=tmp_path / "out", minutes=3, summarize=True))
+    settings = {"name": "objectives", "minutes": 3, "seeds": 2, "summarize": True}
+    result = study(build_config(StudyConfig, output=tmp_path / "out", **settings))
     assert len(result.settings) == len(STUDIES["objectives"].settings)
-    table, verdict = str(replace(result, files=[])).split("\n\n")[1:]
+    table, verdict = str(replace(result, files=[])).split("\n\n")[1:3]
     page = (root / "docs" / "studies.md").read_text()
     assert table in page
     assert verdict in page
@@ -537,10 +564,17 @@ STUDY = Study("Which?", "Table 0", [A, B], [("a", "b")])
 
 
 def test_seeds_and_folds_add_to_the_error_of_a_difference():
-    pairs = [({"rte": np.array([[0.7], [0.9]])}, {"rte": np.array([[0.6], [0.7]])})]
-    difference = estimate_probe_difference(pairs, variance=0.01**2)
+    ours, other = {"rte": np.array([[0.7], [0.9]])}, {"rte": np.array([[0.6], [0.7]])}
+    difference = estimate_probe_difference([ours], [other], variance=0.01**2)
     assert difference.mean == pytest.approx(0.15)
     assert difference.error**2 == pytest.approx(0.05**2 + 2 * 0.01**2)  # differences of folds: 0.1 and 0.2
+
+
+def test_all_runs_of_two_settings_count_in_their_difference():
+    ours, others = [{"rte": np.array([[score], [score]])} for score in (0.7, 0.9)], [{"rte": np.array([[0.6], [0.6]])}]
+    difference = estimate_probe_difference(ours, others, variance=0.02**2)
+    assert difference.mean == pytest.approx(0.2)
+    assert difference.error**2 == pytest.approx(0.02**2 / 2 + 0.02**2)
 
 
 def test_the_variance_between_seeds_is_pooled_over_settings():
@@ -582,11 +616,6 @@ def test_orderings_are_judged_by_the_probe(score, verdict):
     assert ordering.difference.error == pytest.approx(0.6 * 2**0.5)
     assert ordering.describe(result.measure).endswith("paper: 85.0 and 82.0)")
     assert result.settings[1].difference.mean == pytest.approx(100 * score - 60)
-
-
-def test_only_common_seeds_are_compared():
-    comparison = SettingsComparison(STUDY, [measured(A, 0, 0.5), measured(A, 1, 0.9), measured(B, 1, 0.6)])
-    assert comparison.difference("a", "b").mean == pytest.approx(30)
 
 
 def test_a_lower_loss_is_better_and_a_model_without_discriminator_is_not_measured():

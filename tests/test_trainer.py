@@ -106,7 +106,15 @@ class ToyTask:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-INTERVALS = ("micro_batches", "log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps")
+TRAINER_SETTINGS = (
+    "start_file",
+    "micro_batches",
+    "log_every",
+    "evaluate_every",
+    "save_every",
+    "keep_checkpoints",
+    "max_nonfinite_steps",
+)
 
 
 @pytest.fixture
@@ -116,7 +124,7 @@ def make_trainer(tmp_path):
     def build(task: ToyTask, steps: int = 20, folder: str = "run", budget: Budget | None = None, **settings) -> Trainer:
         (tmp_path / folder).mkdir(exist_ok=True)
         intervals = {"log_every": 5, "evaluate_every": 10, "save_every": 10}
-        intervals |= {name: settings.pop(name) for name in INTERVALS if name in settings}
+        intervals |= {name: settings.pop(name) for name in TRAINER_SETTINGS if name in settings}
         loss_scaling = settings.pop("loss_scaling", False)
         optimizer, config = OptimizerConfig(**{"learning_rate": 0.01} | settings), TrainerConfig(**intervals)
         budget = budget or Budget(steps=steps)
@@ -253,6 +261,23 @@ def test_a_signal_saves_a_checkpoint_and_stops(make_trainer, monkeypatch, capfd,
     assert "stopping after this step" in capfd.readouterr().err
     assert f"stopped by {signal.Signals(number).name}, continue with --resume" in str(result)
     assert signal.getsignal(number) == handler
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_training_waits_after_its_first_step_for_its_start_file_or_a_signal(
+    make_trainer, monkeypatch, tmp_path, is_stopped
+):
+    start_file, polls = tmp_path / "start", itertools.count()
+    trainer = make_trainer(ToyTask(), start_file=start_file)
+
+    def poll(seconds):
+        assert (trainer.state.step, trainer.state.seconds) == (1, 0.0)
+        if next(polls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM) if is_stopped else start_file.touch()
+
+    monkeypatch.setattr("electra.signals.time", SimpleNamespace(sleep=poll))
+    assert trainer.train().step == (1 if is_stopped else 20)
+    assert next(polls) == 3
 
 
 def test_resuming_a_finished_training_changes_nothing(make_trainer):

@@ -32,7 +32,7 @@ CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they
     *("data", "output", "resume", "dry_run", "json"),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches", "shard_weights"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
-    *("corrupted_rows", "tensorboard", "track"),
+    *("corrupted_rows", "tensorboard", "track", "start_file"),
 }
 
 
@@ -226,7 +226,7 @@ def read_resumed_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
         return {}
-    not_resumed = ("output", "resume", "dry_run", "json")
+    not_resumed = ("output", "resume", "dry_run", "json", "start_file")
     return {name: value for name, value in read_run_record(run).pretraining.items() if name not in not_resumed}
 
 

@@ -33,15 +33,15 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
 
 
 def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
-    """Train the runs, and measure each when it ends or, if several are trained at the same time, all of them at the
+    """Train the runs, and measure each when it ends or, if several use the GPUs at the same time, all of them at the
     end; returns errors by name."""
-    failed = {}
-    if not config.parallel:
+    failed, one_by_one = {}, not (config.parallel or config.overlap)
+    if one_by_one:
         measure_finished(runs, config)  # those of an interrupted command, before others as without a break
     for run, error in train_runs(runs, shards, config):
         if error is not None:
             failed[run.name] = error
-        elif not config.parallel:
+        elif one_by_one:
             measure_finished([run], config)
     # once more: what failed, and runs that ended before there was a generator to corrupt rows for all of them
     return failed | measure_finished(runs, config)

@@ -207,16 +207,20 @@ def probe_mean(scores: Scores) -> float:
 
 def estimate_probe(runs: Sequence[Scores], variance: float) -> Estimate:
     """The mean over runs, which differ by their seed; `variance` is that between seeds."""
-    estimates = [estimate_mean_of_tasks(scores.values()) for scores in runs]
-    errors = [estimate.error or 0.0 for estimate in estimates]
-    squared = float(np.mean(np.square(errors))) + variance / len(runs)
-    return Estimate(float(np.mean([estimate.mean for estimate in estimates])), math.sqrt(squared))
+    return estimate_scores(runs, variance / len(runs))
 
 
-def estimate_probe_difference(pairs: list[tuple[Scores, Scores]], variance: float) -> Estimate:
-    """The mean difference of pairs of runs with the same seed, paired by task, fold and fine-tuning seed."""
-    differences = [{task: first[task] - second[task] for task in first} for first, second in pairs]
-    return estimate_probe(differences, 2 * variance)
+def estimate_probe_difference(ours: Sequence[Scores], others: Sequence[Scores], variance: float) -> Estimate:
+    """The mean of the runs of one setting minus that of another, paired by task, fold and fine-tuning seed."""
+    differences = [{task: one[task] - other[task] for task in one} for one in ours for other in others]
+    return estimate_scores(differences, variance / len(ours) + variance / len(others))
+
+
+def estimate_scores(scores: Sequence[Scores], seed_variance: float) -> Estimate:
+    """The mean over runs, with the error of the probe and the variance of that mean between pre-training seeds."""
+    estimates = [estimate_mean_of_tasks(each.values()) for each in scores]
+    squared = float(np.mean([(estimate.error or 0.0) ** 2 for estimate in estimates]))
+    return Estimate(float(np.mean([estimate.mean for estimate in estimates])), math.sqrt(squared + seed_variance))
 
 
 def estimate_loss(values: list[float], variance: float | None) -> Estimate:

@@ -19,6 +19,7 @@ from electra.studies.measures import (
     FIXED_RTD_LOSS,
     PRETRAINING_SD,
     MeasuredRun,
+    Scores,
     estimate_loss,
     estimate_probe,
     estimate_probe_difference,
@@ -133,23 +134,22 @@ class SettingsComparison:
         return [loss for each in self.runs[label].values() if (loss := each.token_loss()) is not None]
 
     def difference(self, first: str, second: str) -> Estimate | None:
-        """How much better the first setting is than the second, by the seeds that both have."""
+        """How much better the runs of the first setting are than those of the second, in the mean."""
         if self.measure == "probe":
-            pairs = [
-                (one.scores, other.scores)
-                for seed, one in self.runs[first].items()
-                if (other := self.runs[second].get(seed)) and one.scores is not None and other.scores is not None
-            ]
-            if not pairs:
+            ours, others = self.probe_scores(first), self.probe_scores(second)
+            if not ours or not others:
                 return None
-            difference = estimate_probe_difference(pairs, self.probe_variance)
+            difference = estimate_probe_difference(ours, others, self.probe_variance)
             return Estimate(100 * difference.mean, None if difference.error is None else 100 * difference.error)
-        losses, others = (self.fixed_rtd(label, FIXED_RTD_LOSS) for label in (first, second))
-        if not losses or not others:
+        losses, other_losses = (self.fixed_rtd(label, FIXED_RTD_LOSS) for label in (first, second))
+        if not losses or not other_losses:
             return None
         variance = self.loss_variance[FIXED_RTD_LOSS]
-        error = None if variance is None else (variance / len(losses) + variance / len(others)) ** 0.5
-        return Estimate(float(np.mean(others) - np.mean(losses)), error)  # a lower loss is better
+        error = None if variance is None else (variance / len(losses) + variance / len(other_losses)) ** 0.5
+        return Estimate(float(np.mean(other_losses) - np.mean(losses)), error)  # a lower loss is better
+
+    def probe_scores(self, label: str) -> list[Scores]:
+        return [each.scores for each in self.runs[label].values() if each.scores is not None]
 
     def setting_result(self, setting: StudySetting) -> SettingResult | None:
         """The measures of a setting; None without a finished run."""
@@ -157,7 +157,7 @@ class SettingsComparison:
         runs = list(self.runs[label].values())
         if not runs:
             return None
-        scores = [each.scores for each in runs if each.scores is not None]
+        scores = self.probe_scores(label)
 
         def mean(value: Callable[[MeasuredRun], float]) -> float:
             return float(np.mean([value(each) for each in runs]))

@@ -41,7 +41,7 @@ from electra.training.hardware import choose_device
 RUNS, LOGS, MEASURES = "runs", "logs", "measures"
 POLL_SECONDS = 0.2
 UNUSED_DATA = Path("shards")  # of runs that are only summarized
-DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000}  # disk space and time
+DEFAULTS: dict[str, Any] = {"keep_checkpoints": 1, "evaluate_every": 4000, "save_every": 4000}  # disk space and time
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,8 @@ def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> Ite
     for run in pending:
         plan_and_check_phases(run.config, shards)  # raises before anything is trained
     if choose_device(config.device).type == "cuda":
-        yield from train_on_gpus(pending, visible_gpus() if config.parallel else visible_gpus()[:1], config.output)
+        gpus = visible_gpus() if config.parallel else visible_gpus()[:1]
+        yield from train_on_gpus(pending, gpus, config.output, config.overlap)
         return
     for number, run in enumerate(pending, start=1):
         print(f"run {number} of {len(pending)}: {run.name}", file=sys.stderr, flush=True)
@@ -273,24 +274,42 @@ def train_runs(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> Ite
         yield run, error
 
 
-def train_on_gpus(runs: list[StudyRun], gpus: list[str], output: Path) -> Iterator[tuple[StudyRun, str | None]]:
-    """Train each run in a process of its own, at most one on each GPU; yields each with its error when it ends.
+@dataclass(frozen=True)
+class RunProcess:
+    """A run that is trained in a process of its own."""
+
+    run: StudyRun
+    process: "subprocess.Popen[bytes]"
+    start_file: Path
+
+
+def train_on_gpus(
+    runs: list[StudyRun], gpus: list[str], output: Path, overlap: bool = False
+) -> Iterator[tuple[StudyRun, str | None]]:
+    """Train each run in a process of its own, at most one on each GPU; yields each with its error when it ends. With
+    `overlap`, a second process of each GPU is ready to train when the first one ends.
 
     One process cannot train all of them: torch compiles a function for a few models only and then runs it eagerly."""
     pending = list(runs)
-    active: dict[str, tuple[StudyRun, subprocess.Popen[bytes]]] = {}
+    active: dict[str, list[RunProcess]] = {gpu: [] for gpu in gpus}
     with stop_processes_on_error(active), ExitStack() as logs:
-        while pending or active:
-            for gpu in [gpu for gpu in gpus if gpu not in active][: len(pending)]:
-                run = pending.pop(0)
-                print(f"run {len(runs) - len(pending)} of {len(runs)}: {run.name}", file=sys.stderr, flush=True)
-                log = logs.enter_context(open_log(output, run)) if len(gpus) > 1 else None
-                active[gpu] = run, start_run(run, gpu, output, log)
+        while pending or any(active.values()):
+            for count in range(2 if overlap else 1):
+                for gpu in [gpu for gpu in gpus if len(active[gpu]) == count][: len(pending)]:
+                    run = pending.pop(0)
+                    log = logs.enter_context(open_log(output, run)) if len(gpus) > 1 or overlap else None
+                    active[gpu].append(start_run(run, gpu, output, log))
+            for first in [processes[0] for processes in active.values() if processes]:
+                if not first.start_file.exists():
+                    print(
+                        f"run {runs.index(first.run) + 1} of {len(runs)}: {first.run.name}", file=sys.stderr, flush=True
+                    )
+                    first.start_file.touch()
             time.sleep(POLL_SECONDS)
-            for gpu, (run, process) in list(active.items()):
-                if (code := process.poll()) is not None:
-                    del active[gpu]
-                    yield run, f"electra pretrain ended with exit code {code}" if code else None
+            for each in [each for processes in active.values() for each in processes]:
+                if (code := each.process.poll()) is not None:
+                    next(processes for processes in active.values() if each in processes).remove(each)
+                    yield each.run, f"electra pretrain ended with exit code {code}" if code else None
 
 
 def open_log(output: Path, run: StudyRun) -> IO[bytes]:
@@ -298,27 +317,30 @@ def open_log(output: Path, run: StudyRun) -> IO[bytes]:
     return (output / LOGS / f"{run.name}.txt").open("ab")
 
 
-def start_run(run: StudyRun, gpu: str, output: Path, log: IO[bytes] | None) -> "subprocess.Popen[bytes]":
-    """Start `electra pretrain` on a GPU, with the settings of a run in a file."""
+def start_run(run: StudyRun, gpu: str, output: Path, log: IO[bytes] | None) -> RunProcess:
+    """Start `electra pretrain` on a GPU, with the settings of a run in a file; after its first step it waits for its
+    start file."""
     (output / LOGS).mkdir(exist_ok=True)
-    settings = output / LOGS / f"{run.name}.json"
-    write_file(
-        settings, dump_json({name: value for name, value in flat_values(run.config).items() if value is not None})
-    )
+    settings, start_file = (output / LOGS / f"{run.name}.{kind}" for kind in ("json", "start"))
+    start_file.unlink(missing_ok=True)  # of an interrupted study
+    values = flat_values(replace_settings(run.config, start_file=start_file))
+    write_file(settings, dump_json({name: value for name, value in values.items() if value is not None}))
     command = [sys.executable, "-m", "electra", "pretrain", "--config", str(settings)]
     messages = sys.stderr if log is None else log  # standard output is the study's
-    return subprocess.Popen(command, env=os.environ | {VISIBLE_DEVICES: gpu}, stdout=messages, stderr=messages)
+    environment = os.environ | {VISIBLE_DEVICES: gpu}
+    return RunProcess(run, subprocess.Popen(command, env=environment, stdout=messages, stderr=messages), start_file)
 
 
 @contextmanager
-def stop_processes_on_error(active: "dict[str, tuple[StudyRun, subprocess.Popen[bytes]]]") -> Iterator[None]:
+def stop_processes_on_error(active: dict[str, list[RunProcess]]) -> Iterator[None]:
     """After an error or a signal, let all runs save a checkpoint, and wait for them."""
     try:
         yield
     except BaseException as error:
-        for _, process in active.values():
+        processes = [each.process for processes in active.values() for each in processes]
+        for process in processes:
             process.terminate()
-        for _, process in active.values():
+        for process in processes:
             process.wait()
         if not isinstance(error, GeneratorExit):  # an error elsewhere, which has its own message
             print(f"stopped; {CONTINUE}", file=sys.stderr)

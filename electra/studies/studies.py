@@ -71,7 +71,17 @@ def compute_setting(name: str, settings: dict[str, Any], size: str, budget: Frac
     return StudySetting(f"{name}, {size}, {budget}", settings | {"size": size}, series=f"{name}, {size}", budget=budget)
 
 
-SET_BY_STUDY = ("data", "output", "seed", "device", "resume", "dry_run", "json", *BUDGETS)  # not by settings
+SET_BY_STUDY = (
+    "data",
+    "output",
+    "seed",
+    "device",
+    "resume",
+    "dry_run",
+    "json",
+    "start_file",
+    *BUDGETS,
+)  # not by settings
 COMPUTE_SIZES, COMPUTE_BUDGETS = ("small", "tiny"), (Fraction(1), Fraction(1, 2), Fraction(1, 4))
 
 STUDIES: dict[StudyName, Study] = {

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -79,6 +80,9 @@ class TrainerConfig:
     """Also write the metrics as TensorBoard events, into the folder tensorboard of the run."""
     track: TrackerName = "none"
     """Also send the metrics and settings to Weights & Biases or to Trackio; a resumed run continues there, too."""
+    start_file: Path | None = None
+    """Wait after the first step, which includes compilation, until this file exists: to prepare a run while another one
+    uses the GPU."""
 
     def __post_init__(self) -> None:
         check_range(self, *(field.name for field in fields(self) if field.type is int), at_least=1)

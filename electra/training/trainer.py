@@ -15,7 +15,7 @@ from electra.kernels.cuda_graph import CaptureError, GraphedStep
 from electra.kernels.dispatch import disable_largest_kernel, is_out_of_shared_memory
 from electra.objectives.losses import Counts, Losses, total_loss
 from electra.runfolder import CHECKPOINTS, checkpoint_folders
-from electra.signals import collect_stop_signals
+from electra.signals import collect_stop_signals, wait_for_file
 from electra.training.checkpoint import (
     CheckpointState,
     TrainState,
@@ -209,6 +209,8 @@ class Trainer:
         self.state.seconds += seconds or 0.0
         for averages in (self.averages, self.screen_averages):
             averages.add_step(metrics, tokens, seconds)
+        if not self.is_warm:
+            wait_for_file(self.config.start_file, self.received)
         self.is_warm = True
         self.wait_policy.update()
         if not self.cuda_graphs:  # with CUDA graphs, reading the device each step would stall it
@@ -414,9 +416,8 @@ class Trainer:
         if not self.is_finished():  # the result shows the last ones
             loss, lowest = self.metrics["loss"], self.state.best_loss
             text = f"loss {loss:.3f}" + (f" (lowest: {lowest:.3f})" if lowest is not None and loss > lowest else "")
-            self.bar.print_line(
-                f"step {self.state.step:,}, evaluation: {text}, {self.task.describe_metrics(self.metrics)}"
-            )
+            description = self.task.describe_metrics(self.metrics)
+            self.bar.print_line(f"step {self.state.step:,}, evaluation: {text}, {description}")
 
     def save_checkpoint(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
@@ -430,8 +431,7 @@ class Trainer:
         optimizer_states = optimizer_state_tensors(self.task.model, self.optimizers)
         if not self.world.is_main:
             return self.folder / CHECKPOINTS / checkpoint_name(state.step)
-        trainer_state = replace(state, nonfinite_steps=self.count_nonfinite_steps())
-        content = CheckpointState(trainer_state, self.task.state_dict())
+        content = CheckpointState(replace(state, nonfinite_steps=self.count_nonfinite_steps()), self.task.state_dict())
         folder = save_checkpoint(self.folder, optimizer_states, content, self.task.write_model)
         prune_checkpoints(self.folder, self.config.keep_checkpoints, state.best_checkpoint)
         return folder
