@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from electra.errors import TrainingError
+
 STOP_SIGNALS = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -53,8 +55,13 @@ def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iter
 
 
 def wait_for_file(path: Path | None, received: Sequence[int]) -> None:
-    """Wait until a file exists or a signal is in `received`; does not wait without a path."""
+    """Wait until a file exists or a signal is in `received`; does not wait without a path.
+
+    Raises a TrainingError if the process that started this one ends meanwhile: nobody else would create the file."""
+    parent = os.getppid()
     while path is not None and not path.exists() and not received:
+        if os.getppid() != parent:
+            raise TrainingError(f"the process that started this one ended before it created {path}")
         time.sleep(POLL_SECONDS)
 
 

@@ -32,7 +32,6 @@ from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
 from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance
 from electra.studies.results import (
-    SettingsComparison,
     check_own_folder,
     describe_orderings,
     judge,

@@ -280,6 +280,13 @@ def test_a_training_waits_after_its_first_step_for_its_start_file_or_a_signal(
     assert next(polls) == 3
 
 
+def test_a_training_whose_parent_process_ended_does_not_wait_for_its_start_file(make_trainer, monkeypatch, tmp_path):
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr("electra.signals.os", SimpleNamespace(getppid=lambda: next(parents)))
+    with pytest.raises(TrainingError, match=r"ended before it created .*start"):
+        make_trainer(ToyTask(), start_file=tmp_path / "start").train()
+
+
 def test_resuming_a_finished_training_changes_nothing(make_trainer):
     trainer = make_trainer(ToyTask())
     checkpoint = Path(trainer.train().checkpoint)
