@@ -19,6 +19,7 @@ STOP_SIGNALS = tuple(
     if hasattr(signal, name)  # Windows has no SIGHUP
 )
 POLL_SECONDS = 0.05
+PARENT = os.getppid()  # another one later: the process that started this one has ended
 
 
 @contextmanager
@@ -57,10 +58,12 @@ def collect_stop_signals(quiet: bool = False, is_launched: bool = False) -> Iter
 def wait_for_file(path: Path | None, received: Sequence[int]) -> None:
     """Wait until a file exists or a signal is in `received`; does not wait without a path.
 
-    Raises a TrainingError if the process that started this one ends meanwhile: nobody else would create the file."""
-    parent = os.getppid()
-    while path is not None and not path.exists() and not received:
-        if os.getppid() != parent:
+    Raises a TrainingError if the process that started this one has ended: nobody else would create the file."""
+    if path is None or path.exists():
+        return
+    print(f"ready; waiting for {path}", file=sys.stderr, flush=True)
+    while not path.exists() and not received:
+        if os.getppid() != PARENT:
             raise TrainingError(f"the process that started this one ended before it created {path}")
         time.sleep(POLL_SECONDS)
 

@@ -30,7 +30,7 @@ from electra.studies import measures as measures_module
 from electra.studies import runs as runs_module
 from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
-from electra.studies.measures import MeasuredRun, estimate_probe_difference, pooled_variance
+from electra.studies.measures import MeasuredRun, estimate_loss, estimate_probe_difference, pooled_variance
 from electra.studies.results import (
     check_own_folder,
     describe_orderings,
@@ -340,25 +340,51 @@ def test_each_gpu_has_one_run_at_a_time(study_config, monkeypatch, tmp_path):
     errors = {run.name: error for run, error in train_on_gpus(runs, ["0", "1"], tmp_path) if error}
     assert [name for name, _ in started] == [run.name for run in runs]
     assert [gpu for _, gpu in started] == ["0", "1", "1", "1", "1"]
-    assert errors == {"electra-15_steps-4_seed-0": "electra pretrain ended with exit code 3"}
+    [(failed, error)] = errors.items()
+    assert failed == "electra-15_steps-4_seed-0"
+    assert error.startswith("electra pretrain ended with exit code 3; its messages are in ")
 
 
 def test_the_next_run_is_started_early_and_waits_for_its_turn(study_config, monkeypatch, tmp_path):
     events = tmp_path / "events"
+    events.touch()
+    runs = plan_runs(STUDIES["objectives"], study_config("objectives"))[:4]
+    names = [run.name for run in runs]
+    after = dict(zip(names, [*names[1:], names[-1]], strict=True))  # a run ends when the one after it is ready
 
     def start(run, gpu, output, log):
-        waiting = "while not os.path.exists(path): time.sleep(0.01)"
-        lines = [f"open({str(events)!r}, 'a').write('{event} {run.name}\\n')" for event in ("ready", "begin", "end")]
-        return start_python("\n".join([lines[0], waiting, lines[1], "time.sleep(0.5)", lines[2]]), run, output)
+        code = f"""
+def write(event): open({str(events)!r}, "a").write(f"{{event}} {run.name}\\n")
+def wait(condition):
+    while not condition(): time.sleep(0.01)
+write("ready")
+wait(lambda: os.path.exists(path))
+write("begin")
+wait(lambda: "ready {after[run.name]}" in open({str(events)!r}).read())
+write("end")
+raise SystemExit({int(run.name == names[1])})
+"""
+        return start_python(code, run, output)
 
     monkeypatch.setattr(runs_module, "start_run", start)
-    runs = plan_runs(STUDIES["objectives"], study_config("objectives"))[:3]
-    assert list(train_on_gpus(runs, ["0"], tmp_path, overlap=True)) == [(run, None) for run in runs]
-    first, second, third = (run.name for run in runs)
-    order = events.read_text().splitlines()
-    turns = [event for event in order if not event.startswith("ready")]
-    assert turns == [f"{event} {name}" for name in (first, second, third) for event in ("begin", "end")]
-    assert order.index(f"ready {second}") < order.index(f"end {first}") < order.index(f"ready {third}")
+    log = tmp_path / "logs" / f"{names[1]}.txt"
+    errors = [None, f"electra pretrain ended with exit code 1; its messages are in {log}", None, None]
+    assert list(train_on_gpus(runs, ["0"], tmp_path, overlap=True)) == list(zip(runs, errors, strict=True))
+    turns = [event for event in events.read_text().splitlines() if not event.startswith("ready")]
+    assert turns == [f"{event} {name}" for name in names for event in ("begin", "end")]
+
+
+def test_with_overlap_each_gpu_has_one_run_before_any_has_two(study_config, monkeypatch, tmp_path):
+    started: list[str] = []
+
+    def start(run, gpu, output, log):
+        started.append(gpu)
+        return start_python("", run, output)
+
+    monkeypatch.setattr(runs_module, "start_run", start)
+    runs = plan_runs(STUDIES["objectives"], study_config("objectives"))[:4]
+    list(train_on_gpus(runs, ["0", "1"], tmp_path, overlap=True))
+    assert started == ["0", "1", "0", "1"]
 
 
 def test_runs_on_gpus_are_stopped_and_awaited(study_config, monkeypatch, tmp_path):
@@ -579,6 +605,16 @@ def test_all_runs_of_two_settings_count_in_their_difference():
 def test_the_variance_between_seeds_is_pooled_over_settings():
     assert pooled_variance([[1.0, 3.0], [5.0, 5.0], []]) == pytest.approx((2 + 0) / 2)
     assert pooled_variance([[1.0], [2.0]]) is None
+
+
+def test_an_assumed_variance_counts_with_its_degrees_of_freedom():
+    assert pooled_variance([[1.0, 3.0], [5.0]], assumed=0.5, assumed_degrees=3) == pytest.approx((2 + 3 * 0.5) / 4)
+    assert pooled_variance([[1.0], [2.0]], assumed=0.5, assumed_degrees=3) == pytest.approx(0.5)
+
+
+def test_a_loss_of_one_run_has_no_error():
+    assert estimate_loss([2.0], variance=0.01) == Estimate(2.0, None)
+    assert estimate_loss([2.0, 4.0], variance=0.02) == Estimate(3.0, pytest.approx(0.1))
 
 
 def test_a_difference_counts_if_it_exceeds_two_standard_errors():

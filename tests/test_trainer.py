@@ -280,10 +280,17 @@ def test_a_training_waits_after_its_first_step_for_its_start_file_or_a_signal(
     assert next(polls) == 3
 
 
-def test_a_training_whose_parent_process_ended_does_not_wait_for_its_start_file(make_trainer, monkeypatch, tmp_path):
-    parents = iter([7, 7, 1])
-    monkeypatch.setattr("electra.signals.os", SimpleNamespace(getppid=lambda: next(parents)))
+def test_a_training_whose_parent_process_has_ended_does_not_wait_for_its_start_file(
+    make_trainer, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("electra.signals.PARENT", -1)
     with pytest.raises(TrainingError, match=r"ended before it created .*start"):
+        make_trainer(ToyTask(), start_file=tmp_path / "start").train()
+
+
+def test_a_prepared_training_is_not_divided_because_another_run_uses_the_memory(make_trainer, monkeypatch, tmp_path):
+    limit_rows(monkeypatch, 3)
+    with pytest.raises(ConfigError, match="no memory for a second run"):
         make_trainer(ToyTask(), start_file=tmp_path / "start").train()
 
 

@@ -9,6 +9,7 @@ from electra.studies.measures import check_probe, finetunings_per_run, measure_r
 from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
 from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.studies.studies import Study, find_study
+from electra.training.hardware import choose_device
 
 
 def study(config: StudyConfig) -> StudyResult | StudyEstimate:
@@ -35,9 +36,9 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
 def train_and_measure(runs: list[StudyRun], shards: Shards, config: StudyConfig) -> dict[str, str]:
     """Train the runs, and measure each when it ends or, if several use the GPUs at the same time, all of them at the
     end; returns errors by name."""
-    failed, one_by_one = {}, not (config.parallel or config.overlap)
-    if one_by_one:
-        measure_finished(runs, config)  # those of an interrupted command, before others as without a break
+    failed, on_gpu = {}, choose_device(config.device).type == "cuda"
+    one_by_one = not (on_gpu and (config.parallel or config.overlap))
+    measure_finished(runs, config)  # those of an interrupted command, before others as without a break
     for run, error in train_runs(runs, shards, config):
         if error is not None:
             failed[run.name] = error

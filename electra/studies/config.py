@@ -85,9 +85,9 @@ class StudyConfig:
     parallel: bool = False
     """Use all GPUs, one run on each; their messages are in the folder logs of --output."""
     overlap: bool = False
-    """On a GPU, start each run while the one before it is trained, so that it is compiled when its turn comes: about
-    half a minute less for each run, and memory for two of them; messages are in the folder logs of --output, and
-    the runs are measured when all have ended."""
+    """On a GPU, start each run while the one before it is trained, so that it is compiled when its turn comes. It needs
+    memory for two runs, and compilation takes a little of the minutes of the run that is trained; messages are in the
+    folder logs of --output, and new runs are measured when all have ended."""
     summarize: bool = False
     """Train nothing: tables and figures of what is finished."""
     dry_run: bool = False

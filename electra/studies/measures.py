@@ -29,7 +29,8 @@ from electra.training.hardware import choose_device
 PROBE, DEFAULT_SETTING = "probe.jsonl", "default"
 FIXED_RTD_LOSS, FIXED_RTD_AUC = "fixed_rtd_loss", "fixed_rtd_auc"  # of `StudyRecord.fixed_rtd`
 UNIGRAM_RTD_AUC = "unigram_rtd_auc"  # of all discriminators
-PRETRAINING_SD = 0.006  # of the probe's mean between pre-training seeds, where a study has one: docs/log.md
+PRETRAINING_SD = 0.006  # assumed, of the probe's mean between pre-training seeds: docs/log.md
+ASSUMED_DEGREES = 4  # of freedom, that PRETRAINING_SD counts as beside what a study measures with few seeds
 
 Scores = Mapping[str, NDArray]  # [folds, fine-tuning seeds] by task
 
@@ -194,10 +195,10 @@ def read_default_results(runs: list[StudyRun], config: StudyConfig) -> list[Prob
 # that of pre-training seeds, whose variance is pooled over the settings of a study.
 
 
-def pooled_variance(groups: list[list[float]]) -> float | None:
-    """The variance within groups; None if no group has two values."""
-    degrees = sum(len(group) - 1 for group in groups if group)
-    squares = sum(float(np.var(group)) * len(group) for group in groups if group)
+def pooled_variance(groups: list[list[float]], assumed: float = 0.0, assumed_degrees: int = 0) -> float | None:
+    """The variance within groups, and an assumed one with its degrees of freedom; None without any."""
+    degrees = assumed_degrees + sum(len(group) - 1 for group in groups if group)
+    squares = assumed_degrees * assumed + sum(float(np.var(group)) * len(group) for group in groups if group)
     return squares / degrees if degrees else None
 
 
@@ -224,4 +225,6 @@ def estimate_scores(scores: Sequence[Scores], seed_variance: float) -> Estimate:
 
 
 def estimate_loss(values: list[float], variance: float | None) -> Estimate:
-    return Estimate(float(np.mean(values)), None if variance is None else math.sqrt(variance / len(values)))
+    """The mean of runs, without an error if there is only one: losses of other settings may vary differently."""
+    error = math.sqrt(variance / len(values)) if variance is not None and len(values) > 1 else None
+    return Estimate(float(np.mean(values)), error)

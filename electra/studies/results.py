@@ -15,6 +15,7 @@ from electra.finetuning.probe_results import Estimate
 from electra.plotting import ErrorBars, plot_error_bars
 from electra.runfolder import is_missing_or_empty, read_json, write_file, write_json
 from electra.studies.measures import (
+    ASSUMED_DEGREES,
     FIXED_RTD_AUC,
     FIXED_RTD_LOSS,
     PRETRAINING_SD,
@@ -116,11 +117,9 @@ class SettingsComparison:
         # without --glue, the probe of some of the runs may be there because another study has them, too
         is_probed = any(has_scores) if wants_probe else all(has_scores)
         self.measure: MeasureName = "probe" if is_probed else "fixed RTD loss"
-        variance = pooled_variance(
-            [[probe_mean(each.scores) for each in runs.values() if each.scores] for runs in self.runs.values()]
-        )
-        self.is_assumed = variance is None
-        self.probe_variance = PRETRAINING_SD**2 if variance is None else variance
+        means = [[probe_mean(scores) for scores in self.probe_scores(label)] for label in self.runs]
+        self.repeated_settings = sum(len(each) > 1 for each in means)
+        self.probe_variance = pooled_variance(means, PRETRAINING_SD**2, ASSUMED_DEGREES) or 0.0
         self.loss_variance = {name: self.pool(name) for name in (FIXED_RTD_LOSS, FIXED_RTD_AUC)}
         self.mlm_variance = pooled_variance([self.token_losses(label) for label in self.runs])
 
@@ -134,7 +133,7 @@ class SettingsComparison:
         return [loss for each in self.runs[label].values() if (loss := each.token_loss()) is not None]
 
     def difference(self, first: str, second: str) -> Estimate | None:
-        """How much better the runs of the first setting are than those of the second, in the mean."""
+        """How much better the runs of the first setting are than those of the second, on average."""
         if self.measure == "probe":
             ours, others = self.probe_scores(first), self.probe_scores(second)
             if not ours or not others:
@@ -144,7 +143,7 @@ class SettingsComparison:
         losses, other_losses = (self.fixed_rtd(label, FIXED_RTD_LOSS) for label in (first, second))
         if not losses or not other_losses:
             return None
-        variance = self.loss_variance[FIXED_RTD_LOSS]
+        variance = self.loss_variance[FIXED_RTD_LOSS] if min(len(losses), len(other_losses)) > 1 else None
         error = None if variance is None else (variance / len(losses) + variance / len(other_losses)) ** 0.5
         return Estimate(float(np.mean(other_losses) - np.mean(losses)), error)  # a lower loss is better
 
@@ -196,13 +195,16 @@ class SettingsComparison:
         if self.measure == "fixed RTD loss":
             count = format_count(seeds, "pre-training seed")
             return f"Standard errors are those of {count}, pooled over the settings." if seeds > 1 else ""
-        between = (
-            f"an assumed standard deviation of {100 * PRETRAINING_SD:.1f} points between pre-training seeds, of which "
-            "there is one"
-            if self.is_assumed
-            else f"the variation between {seeds} pre-training seeds, pooled over the settings "
-            f"(standard deviation {100 * self.probe_variance**0.5:.2f})"
-        )
+        assumed = f"an assumed standard deviation of {100 * PRETRAINING_SD:.1f} points between pre-training seeds"
+        if not self.repeated_settings:
+            between = f"{assumed}, of which there is one"
+        else:
+            count = format_count(self.repeated_settings, "setting")
+            between = (
+                f"a standard deviation of {100 * self.probe_variance**0.5:.2f} points between pre-training seeds: from "
+                f"{count} with several of them, and an assumed {100 * PRETRAINING_SD:.1f} that counts as "
+                f"{ASSUMED_DEGREES} degrees of freedom"
+            )
         return f"Standard errors include folds and fine-tuning seeds of the probe, and {between}."
 
     def describe_differences_of_runs(self) -> str:

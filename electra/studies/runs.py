@@ -306,15 +306,25 @@ def train_on_gpus(
                     )
                     first.start_file.touch()
             time.sleep(POLL_SECONDS)
-            for each in [each for processes in active.values() for each in processes]:
-                if (code := each.process.poll()) is not None:
-                    next(processes for processes in active.values() if each in processes).remove(each)
-                    yield each.run, f"electra pretrain ended with exit code {code}" if code else None
+            for processes in active.values():
+                for each in list(processes):
+                    if (code := each.process.poll()) is not None:
+                        processes.remove(each)
+                        yield each.run, describe_failure(each, output, code) if code else None
+
+
+def describe_failure(each: RunProcess, output: Path, code: int) -> str:
+    log = log_file(output, each.run)
+    return f"electra pretrain ended with exit code {code}" + (f"; its messages are in {log}" if log.exists() else "")
+
+
+def log_file(output: Path, run: StudyRun) -> Path:
+    return output / LOGS / f"{run.name}.txt"
 
 
 def open_log(output: Path, run: StudyRun) -> IO[bytes]:
     (output / LOGS).mkdir(exist_ok=True)
-    return (output / LOGS / f"{run.name}.txt").open("ab")
+    return log_file(output, run).open("ab")
 
 
 def start_run(run: StudyRun, gpu: str, output: Path, log: IO[bytes] | None) -> RunProcess:

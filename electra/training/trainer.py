@@ -172,9 +172,8 @@ class Trainer:
         return self.build_result(checkpoint, signals[0] if signals else 0)
 
     def open_logger(self) -> MetricsLogger:
-        config = self.config
-        tracker = None if config.track == "none" else Tracker(config.track, self.folder, self.settings)
-        return MetricsLogger(self.folder, self.state.step, config.tensorboard, tracker)
+        tracker = None if self.config.track == "none" else Tracker(self.config.track, self.folder, self.settings)
+        return MetricsLogger(self.folder, self.state.step, self.config.tensorboard, tracker)
 
     def budget_fraction_used(self, ahead_steps: float = 0.0) -> float:
         """Fraction of the budget used up, `ahead_steps` steps from now."""
@@ -308,6 +307,8 @@ class Trainer:
 
     def divide_batches(self, rows: int) -> None:
         """Divide batches into at least twice as many micro-batches."""
+        if self.config.start_file is not None and not self.config.start_file.exists():
+            raise ConfigError("no memory for a second run beside the one that is trained; start it after that one")
         count = next((each for each in range(2 * self.micro_batches, rows + 1) if rows % each == 0), None)
         if count is None:
             raise ConfigError(
@@ -315,8 +316,7 @@ class Trainer:
                 "use a smaller model, shorter rows or --activation-checkpointing"
             )
         self.micro_batches = count
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def accumulate_gradients(self, batch: TrainingBatch) -> dict[str, Tensor]:
         """Accumulate the gradients of micro-batches, normalized by the counts of the whole batch."""
