@@ -142,7 +142,7 @@ def test_residual_ratios_are_the_norms_of_branches_over_those_of_the_residual(ma
     encoder = Encoder(replace(WIDE if style == "classic" else MODERN, layers=2)).eval()
     batch = make_batch(rows=2, length=16, lengths=[16, 9])
     hidden = encoder.embed(batch.input_ids, None)
-    bias = encoder.attention_biases(batch.input_ids.shape[1], batch.attention_mask, None, None)[0]
+    bias = encoder.attention_biases(batch.input_ids, batch.attention_mask, None, None)[0]
     layer = encoder.layers[0]
     attended = layer.attention(hidden, bias)  # the first attention norm of the modern style is the identity
     between = layer.attention_norm(hidden + attended) if style == "classic" else hidden + attended

@@ -666,7 +666,7 @@ def test_the_paragraph_counts_the_verdicts():
         summarize_study("x", STUDY, [measured(A, 0, 0.6), measured(B, 0, score)], [], {}) for score in (0.5, 0.7)
     ]
     text = describe_orderings([result.orderings[0] for result in results], "probe")
-    assert "2 orderings, 1 hold by the probe, 1 are reversed, 0 are within noise" in text
+    assert "2 orderings, by the probe: confirmed 1, reversed 1, within noise 0" in text
     assert "Hold here: a above b (+10.00 ± 0.85; paper: 85.0 and 82.0)." in text
     assert "Reversed here: a above b (-10.00 ± 0.85; paper: 85.0 and 82.0)." in text
 

@@ -3,6 +3,7 @@ replaced tokens, how well its probabilities are calibrated, whether its layers k
 fine-tuning needs."""
 
 import math
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -110,15 +111,19 @@ def analyze(config: AnalyzeConfig) -> Analysis:
     rows = min(config.rows, RESIDUAL_ROWS)
     with lock_folder(config.output):
         record.write(config.output)
+        report("detecting replaced tokens in held-out text, without and with dropout")
         detections = detect_in_held_out_text(electra, shards, folder, config)
+        auc_with_dropout = detect_with_dropout(shards, folder, config).auc()
         points, failed = few_shot_curve(config) if config.glue else ([], {})
+        report(f"computing a map of the {config.map_tokens:,} most frequent tokens")
         vocabulary_map, tokens = map_frequent_tokens(electra, shards, config.map_tokens)
+        report("computing norms of layers, and writing figures")
         analysis = Analysis(
             model=str(config.model),
             tokens=len(detections.rank),
             replaced_fraction=float(detections.is_replaced.mean()),
             auc=detections.auc(),
-            auc_with_dropout=detect_with_dropout(shards, folder, config).auc(),
+            auc_with_dropout=auc_with_dropout,
             expected_calibration_error=expected_calibration_error(detections),
             by_position=bins_by_position(detections),
             by_frequency=bins_by_frequency(detections),
@@ -132,6 +137,10 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             output=str(config.output),
         )
         return write_analysis(analysis, vocabulary_map, tokens, config.output)
+
+
+def report(progress: str) -> None:
+    print(progress, file=sys.stderr, flush=True)
 
 
 def detect_with_dropout(shards: Shards, folder: Path, config: AnalyzeConfig) -> Detections:

@@ -271,8 +271,8 @@ def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
     counts = {verdict: sum(each.verdict == verdict for each in orderings) for verdict in get_args(Verdict)}
     others = len(orderings) - counts["holds"] - counts["reversed"] - counts["within noise"]
     count = (
-        f"Of the paper's {len(orderings)} orderings, {counts['holds']} hold by the {measure}, {counts['reversed']} are "
-        f"reversed, {counts['within noise']} are within noise and {others} are not judged."
+        f"The paper's {len(orderings)} orderings, by the {measure}: confirmed {counts['holds']}, reversed "
+        f"{counts['reversed']}, within noise {counts['within noise']}, not judged {others}."
     )
     descriptions = [(each.verdict, each.describe(measure)) for each in orderings]
     return " ".join([count, *sentences_by_verdict(descriptions, "Hold here", "Reversed here")])
