@@ -195,15 +195,16 @@ class SettingsComparison:
         if self.measure == "fixed RTD loss":
             count = format_count(seeds, "pre-training seed")
             return f"Standard errors are those of {count}, pooled over the settings." if seeds > 1 else ""
-        assumed = f"an assumed standard deviation of {100 * PRETRAINING_SD:.1f} points between pre-training seeds"
+        assumed = f"{100 * PRETRAINING_SD:.1f}"
         if not self.repeated_settings:
-            between = f"{assumed}, of which there is one"
+            between = (
+                f"an assumed standard deviation of {assumed} points between pre-training seeds, of which there is one"
+            )
         else:
-            count = format_count(self.repeated_settings, "setting")
+            measured = format_count(self.repeated_settings, "setting")
             between = (
                 f"a standard deviation of {100 * self.probe_variance**0.5:.2f} points between pre-training seeds: from "
-                f"{count} with several of them, and an assumed {100 * PRETRAINING_SD:.1f} that counts as "
-                f"{ASSUMED_DEGREES} degrees of freedom"
+                f"{measured} with several of them, and an assumed {assumed} that counts as {ASSUMED_DEGREES} degrees of freedom"
             )
         return f"Standard errors include folds and fine-tuning seeds of the probe, and {between}."
 
