@@ -204,7 +204,8 @@ class SettingsComparison:
             measured = format_count(self.repeated_settings, "setting")
             between = (
                 f"a standard deviation of {100 * self.probe_variance**0.5:.2f} points between pre-training seeds: from "
-                f"{measured} with several of them, and an assumed {assumed} that counts as {ASSUMED_DEGREES} degrees of freedom"
+                f"{measured} with several of them, and an assumed {assumed} that counts as {ASSUMED_DEGREES} degrees "
+                "of freedom"
             )
         return f"Standard errors include folds and fine-tuning seeds of the probe, and {between}."
 
