@@ -28,11 +28,18 @@ Recipe = Literal["faithful", "fast"]
 
 BUDGETS = ("steps", "tokens", "minutes")
 
+SETTINGS_OF_A_COMMAND = (
+    "output",
+    "resume",
+    "dry_run",
+    "json",
+    "start_file",
+)  # not of the run: a resumed one has its own
 CHANGEABLE_ON_RESUME = {  # settings that may differ when a run is resumed: they do not affect the weights
-    *("data", "output", "resume", "dry_run", "json"),
+    *("data", *SETTINGS_OF_A_COMMAND),
     *("device", "compile", "kernels", "activation_checkpointing", "data_on_gpu", "micro_batches", "shard_weights"),
     *("log_every", "evaluate_every", "save_every", "keep_checkpoints", "max_nonfinite_steps", "evaluation_rows"),
-    *("corrupted_rows", "tensorboard", "track", "start_file"),
+    *("corrupted_rows", "tensorboard", "track"),
 }
 
 
@@ -226,8 +233,8 @@ def read_resumed_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{run} holds {'a' if has_run else 'no'} run; {hint}")
     if not is_resumed or not has_run:
         return {}
-    not_resumed = ("output", "resume", "dry_run", "json", "start_file")
-    return {name: value for name, value in read_run_record(run).pretraining.items() if name not in not_resumed}
+    stored = read_run_record(run).pretraining
+    return {name: value for name, value in stored.items() if name not in SETTINGS_OF_A_COMMAND}
 
 
 def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
