@@ -1,6 +1,6 @@
 """Which of eleven settings of pre-training improve the probe: a Plackett-Burman design of twelve runs.
 
-    python benchmarks/screening.py --data shards --glue glue/ --minutes 3 --output study [--runs 0 1 2] [--json]
+    python benchmarks/screening.py --data shards --glue glue/ --minutes 3 --output study [--runs 0 1 2] [--overlap] [--json]
 
 Each run changes about half of the settings together, so that every effect, the mean with a setting minus the mean
 without it, is estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35,
@@ -95,6 +95,7 @@ def run_study(runs: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
     command += ["--minutes", arguments.minutes] if arguments.steps is None else ["--steps", arguments.steps]
     command += ["--pretraining", *arguments.pretraining] if arguments.pretraining else []
     command += ["--probe-rows", arguments.probe_rows] if arguments.probe_rows else []
+    command += ["--overlap"] if arguments.overlap else []
     command += ["--summarize"] if arguments.summarize else []
     process = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True, check=False)
     result = json.loads(process.stdout)
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, nargs="+", choices=all_runs, default=all_runs, metavar="RUN")
     parser.add_argument("--pretraining", nargs="+", help="settings of electra pretrain for all runs, as KEY=VALUE")
     parser.add_argument("--probe-rows", type=int, help="use at most this many rows of each task, for a trial")
+    parser.add_argument("--overlap", action="store_true", help="compile each run while the one before it is trained")
     parser.add_argument("--summarize", action="store_true", help="train nothing")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
