@@ -69,16 +69,19 @@ def test_recipe_model_objective_optimizer_and_row_order_are_the_trunks(shards, t
 
 
 def test_a_branch_has_the_settings_of_its_trunks_phase(shards, tmp_path):
-    phases = ("fraction=0.5,width=16,learning-rate=7e-3,temperature=2", "mask-fraction=0.2")
-    trunk = train_trunk(shards, tmp_path / "trunk", phases=phases, embedding_width=8, generator_width=8)
+    phases = ("fraction=0.5,width=16,layers=1,learning-rate=7e-3,temperature=2", "mask-fraction=0.2")
+    trunk = train_trunk(shards, tmp_path / "trunk", phases=phases, layers=2, embedding_width=8, generator_width=8)
     run = read_settings(trunk)
     expected = [(7e-3, 2.0, run["mask_fraction"]), (run["learning_rate"], 1.0, 0.2)]
-    for checkpoint, width, values in zip(checkpoint_folders(trunk), (16, 32), expected, strict=True):
+    sizes = [(16, 1), (32, 2)]
+    for checkpoint, size, values in zip(checkpoint_folders(trunk), sizes, expected, strict=True):
         config = branch_config(shards, checkpoint, tmp_path / checkpoint.name)
         branch = flat_values(config)
         assert tuple(branch[name] for name in ("learning_rate", "temperature", "mask_fraction")) == values
         assert pretrain(config).step > 2
-        assert read_model_config(config.output).discriminator.width == width
+        model = read_model_config(config.output)
+        assert (model.discriminator.width, model.discriminator.layers) == size
+        assert model.generator.layers == 2
 
 
 def test_a_branch_continues_the_trunk_and_decays_to_zero(shards, trunk, tmp_path):

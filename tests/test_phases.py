@@ -30,6 +30,8 @@ from electra.training.trainer import Trainer
 TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "none"}
 LENGTHS = {"phases": ("fraction=0.5", "length=24,batch-size=4")}
 WIDENED = {"phases": ("width=16,schedule=wsd,decay-fraction=0", "fraction=0.5"), "embedding_width": 8}
+STACKED = {"phases": ("layers=1,schedule=wsd,decay-fraction=0", "fraction=0.5"), "layers": 2}
+GROWN = {"phases": ("layers=1,width=16", "fraction=0.5"), "layers": 2, "embedding_width": 8}
 THREE = {"phases": ("fraction=0.25,length=8", "fraction=0.25", "objective=electra-15")}
 SMALL = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16 --batch-size 8 "
 SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
@@ -54,7 +56,7 @@ def test_phases_without_a_fraction_share_the_rest():
     [
         (["fraction=0.5 fraction=0.5"], "one word per phase: --phases fraction=0.5 fraction=0.5"),
         (["objective=best"], "objective is 'best'; it must be one of rtd, "),
-        (["colour=blue"], "a phase may set fraction, objective, width, length"),
+        (["colour=blue"], "a phase may set fraction, objective, width, layers, length"),
         (["fraction=0.9", "fraction=0.1,lenght=64"], "did you mean length"),
         (["fraction=0.9,fraction=0.1"], "fraction occurs twice .* separate phases by a space"),
         (["length=long"], "'length=long' in --phases: length is 'long'; it must be an integer"),
@@ -115,11 +117,35 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
         (WIDENED | {"embedding_width": 16}, "embeddings of 16 can be widened from no other width"),
         (WIDENED | {"sharing": "all"}, "with --sharing all the discriminator is the generator's encoder"),
         (WIDENED | {"phases": ("length=8", "width=16")}, "the last of --phases has width 16, the model 32"),
-        (WIDENED | {"phases": ("width=16", "width=32", "width=16", "length=8")}, "32 cannot be widened to 16"),
+        (WIDENED | {"phases": ("width=16", "width=32", "width=16", "length=8")}, "width 32 cannot become 16"),
         (WIDENED | {"phases": ("objective=mlm,width=16", "objective=rtd")}, "this phase trains only the generator"),
+        (
+            STACKED | {"layers": 3, "phases": ("layers=2", "length=8")},
+            "layers=2 .* 3 layers can be stacked from 1, not",
+        ),
+        (STACKED | {"layers": 1, "phases": ("layers=2", "length=8")}, "stacked from no other number, not from 2"),
+        (
+            STACKED | {"layers": 12, "phases": ("layers=4", "layers=6", "length=8")},
+            "layers 4 cannot become 6, which is no multiple of it",
+        ),
+        (STACKED | {"phases": ("length=8", "layers=1")}, "the last of --phases has layers 1, the model 2; leave out"),
+        (
+            STACKED | {"phases": ("objective=mlm,layers=1", "objective=rtd")},
+            "only the generator, which keeps its layers",
+        ),
+        (STACKED | {"sharing": "all"}, "layers=1 in --phases: with --sharing all the discriminator is the generator's"),
+        (
+            STACKED | {"style": "modern", "sinusoidal_positions": False, "global_attention_every": 2},
+            "2 layers and --global-attention-every 2 can be stacked from no other number, not from 1",
+        ),
+        (
+            GROWN | {"phases": ("layers=1,width=24", "length=8")},
+            "width=24,layers=1 in --phases: .* from 16, not from 24",
+        ),
         ({"phases": ("schedule=cosine", "length=8")}, "schedule cosine and linear in consecutive phases of one objec"),
         ({"phases": ("warmup=0.2", "warmup=0.3")}, "warmup 0.2 and 0.3 in consecutive phases"),
-        (WIDENED | {"init": Path("model")}, "a width is for new weights; leave it out with --init"),
+        (WIDENED | {"init": Path("model")}, "width and layers are for new weights; leave them out with --init"),
+        (STACKED | {"branch_from": Path("model")}, "width and layers are for new weights"),
         (
             {"phases": ("width=16,schedule=decay", "length=8"), "embedding_width": 8},
             "--schedule decay anneals a trained",
@@ -237,7 +263,9 @@ def test_a_phase_takes_over_all_weights_but_the_head_of_another_objective(run_co
 
 
 @pytest.mark.parametrize(
-    "phases", [TWO_STAGE, LENGTHS, THREE, WIDENED], ids=["two-stage", "lengths", "three", "widened"]
+    "phases",
+    [TWO_STAGE, LENGTHS, THREE, WIDENED, STACKED, GROWN],
+    ids=["two-stage", "lengths", "three", "widened", "stacked", "grown"],
 )
 def test_stopped_in_any_phase_a_run_ends_with_the_same_bytes(run_config, monkeypatch, phases):
     settings = {"save_every": 100, "evaluate_every": 100, "dropout": 0.1, "optimizer": "adamw"} | phases
@@ -281,6 +309,28 @@ def test_a_phase_widens_the_discriminator_without_changing_its_outputs(run_confi
     assert [(model.width, model.heads, model.feedforward) for model in models] == [(16, 1, 32), (32, 2, 64)]
 
 
+def test_a_phase_stacks_the_layers_of_the_discriminator(run_config, capsys):
+    config = run_config(phases=("fraction=0.5,layers=2", "learning-rate=1e-12"), layers=4, generator_layers=3)
+    pretrain(config)
+    assert capsys.readouterr().err.count("the discriminator is stacked from 2 to 4 layers") == 1
+    shallow, deep = (checkpoint_weights(config, step) for step in (10, 20))
+    layers = [name.split(".", 4) for name in deep if name.startswith("discriminator.encoder.layers.")]
+    assert {int(index) for *_, index, _ in layers} == {0, 1, 2, 3}
+    for *prefix, index, parameter in layers:
+        source = ".".join((*prefix, str(int(index) % 2), parameter))
+        torch.testing.assert_close(deep[".".join((*prefix, index, parameter))], shallow[source])
+    models = [read_model_config(folder) for folder in checkpoint_folders(config.output)]
+    assert [(model.discriminator.layers, model.generator.layers) for model in models] == [(2, 3), (4, 3)]
+
+
+def test_phases_of_one_size_are_a_stage(run_config, shards):
+    phases = ("layers=1,width=16", "layers=1,width=16,length=8", "layers=2,width=16", "width=16", "layers=4")
+    planned = plan_and_check_phases(run_config(phases=phases, layers=4, embedding_width=8), open_shards(shards))
+    sizes = [(phase.model.discriminator.layers, phase.model.discriminator.width) for phase in planned]
+    assert sizes == [(1, 16), (1, 16), (2, 16), (4, 16), (4, 32)]
+    assert [phase.starts_stage for phase in planned] == [True, False, True, True, True]
+
+
 def test_a_generator_that_is_trained_first_may_have_any_width(run_config, shards):
     phases = ("objective=mlm", "objective=frozen-rtd,width=16", "objective=frozen-rtd")
     settings = {"sharing": "none", "generator_width": 24, "init_discriminator_from_generator": False}
@@ -314,8 +364,9 @@ def test_a_run_with_phases_is_not_extended(run_config):
         pretrain(replace_settings(config, resume=True, steps=40))
 
 
-def test_a_widened_stage_has_its_own_schedule(run_config):
-    config = run_config(**WIDENED, log_every=1, warmup=0.0, evaluate_every=100)
+@pytest.mark.parametrize("phases", [WIDENED, STACKED], ids=["widened", "stacked"])
+def test_a_stage_of_another_size_has_its_own_schedule(run_config, phases):
+    config = run_config(**phases, log_every=1, warmup=0.0, evaluate_every=100)
     pretrain(config)
     rates = [line["learning_rate"] / config.optimizer.learning_rate for line in metrics(config.output, "train")]
     assert rates == pytest.approx(10 * [1.0] + [1 - (step + 0.5) / 10 for step in range(10)])
@@ -331,11 +382,13 @@ def test_a_widened_stage_has_its_own_schedule(run_config):
     ],
     ids=["mlm", "all-tokens-mlm", "modern", "auxiliary"],
 )
-def test_every_kind_of_model_can_be_widened(run_config, settings):
-    config = run_config(**WIDENED | {"feedforward": 128} | settings, evaluate_every=10)
+@pytest.mark.parametrize("phases", [WIDENED, GROWN], ids=["widened", "grown"])
+def test_every_kind_of_model_can_be_enlarged(run_config, settings, phases):
+    config = run_config(**phases | {"feedforward": 128} | settings, evaluate_every=10)
     pretrain(config)
     losses = [line["loss"] for line in metrics(config.output, "validation")]
-    assert load_pretrained(config.output).encoder.config.width == 32
+    encoder = load_pretrained(config.output).encoder.config
+    assert (encoder.layers, encoder.width) == (config.model.layers, 32)
     assert losses[1] < 1.05 * losses[0]  # training continues from there: a new model would be far worse
 
 
@@ -366,6 +419,15 @@ def test_the_best_checkpoint_is_of_the_last_phase(run_config):
             ],
         ),
         (
+            GROWN,
+            [
+                "classic: discriminator with 2 layers of width 32; generator with 2 layers of width 32; shared embeddi",
+                "phase 1 of 2, rtd, 10 steps: 8 × 16 tokens per step",
+                "phase 2 of 2, rtd, 10 steps: 8 × 16 tokens per step, 30 % masked; muon, learning rate 0.003, linear "
+                "schedule; the discriminator is widened from 16 to 32 and stacked from 1 to 2 layers",
+            ],
+        ),
+        (
             {"objective": "mlm", "dropout": 0.1},
             ["classic: masked language model with 1 layer of width 32, dropout"],
         ),
@@ -381,6 +443,15 @@ def test_a_dry_run_summarises_models_and_phases(run_config, settings, lines):
 def test_a_dry_run_adds_up_its_phases(run_config):
     estimate = pretrain(run_config(**LENGTHS, dry_run=True))
     assert (estimate.steps, estimate.tokens) == (20, 10 * 8 * 16 + 10 * 4 * 24)
+
+
+def test_a_dry_run_counts_each_phase_with_its_width_and_layers(run_config):
+    common = {"embedding_width": 8, "generator_layers": 2, "generator_width": 8, "dry_run": True}
+    small = pretrain(run_config(**common, layers=1, width=16, heads=1, feedforward=32))
+    large = pretrain(run_config(**common, layers=2))
+    grown = pretrain(run_config(**common | GROWN))
+    assert grown.flops == (small.flops + large.flops) / 2
+    assert (grown.parameters, grown.tokens) == (large.parameters, large.tokens)
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(run_config, capsys):

@@ -127,6 +127,19 @@ class EncoderConfig:
         times = self.width // width
         return replace(self, width=width, heads=self.heads // times, feedforward=self.feedforward // times)
 
+    def with_fewer_layers(self, layers: int) -> EncoderConfig:
+        """A shallower encoder that can be stacked to this one (`model.stack`): copies of a layer have its attention,
+        local or global."""
+        every = self.global_attention_every
+        divisors = [number for number in range(every, self.layers, every) if self.layers % number == 0]
+        if layers not in divisors:
+            attention = f" and --global-attention-every {every}" if every > 1 else ""
+            numbers = ", ".join(map(str, divisors)) or "no other number"
+            raise ConfigError(
+                f"an encoder with {self.layers} layers{attention} can be stacked from {numbers}, not from {layers}"
+            )
+        return replace(self, layers=layers)
+
     def has_global_attention(self, layer: int) -> bool:
         """Whether a layer has global attention."""
         return layer % self.global_attention_every == 0
@@ -177,16 +190,17 @@ class ElectraConfig:
                     field="sharing",
                 )
 
-    def narrowed_to(self, width: int, scale_init: bool) -> ElectraConfig:
-        """The pair with a narrower discriminator, or lone generator, that can be widened; with `scale_init` its
-        weights are initialised with the standard deviation for its width."""
+    def reduced_to(self, *, width: int | None = None, layers: int | None = None, scale_init: bool) -> ElectraConfig:
+        """The pair with a narrower or shallower discriminator, or lone generator, that can be widened and stacked; with
+        `scale_init` its weights are initialised with the standard deviation for its width."""
         if self.sharing == "all":
-            raise ConfigError("with --sharing all the discriminator is the generator's encoder, which is not widened")
+            raise ConfigError("with --sharing all the discriminator is the generator's encoder, which keeps its size")
         encoder = self.discriminator or self.generator
         assert encoder is not None
-        narrow = encoder.narrowed_to(width)
-        narrow = with_scaled_init_std(narrow) if scale_init else narrow
-        return replace(self, discriminator=narrow) if self.discriminator else replace(self, generator=narrow)
+        reduced = encoder if width is None else encoder.narrowed_to(width)
+        reduced = reduced if layers is None else reduced.with_fewer_layers(layers)
+        reduced = with_scaled_init_std(reduced) if scale_init else reduced
+        return replace(self, discriminator=reduced) if self.discriminator else replace(self, generator=reduced)
 
     def encoder_configs(self) -> dict[str, EncoderConfig]:
         """The encoders by part: generator, discriminator, or the one it has."""

@@ -26,7 +26,7 @@ from electra.pretraining.config import (
     read_run_settings,
 )
 from electra.pretraining.initialize import generator_init_folder, is_lone_generator
-from electra.pretraining.phases import Phase, inits_discriminator_from_generator, parse_phases
+from electra.pretraining.phases import ENCODER_SIZES, Phase, inits_discriminator_from_generator, parse_phases
 from electra.runfolder import (
     CONFIG,
     check_same_settings,
@@ -55,8 +55,10 @@ def check_new_run_settings(config: PretrainConfig) -> None:
             raise ConfigError(f"--phases: {after} after {before} would drop the trained discriminator; put it first")
     check_generator_settings(config, objectives)
     starts_trained = config.init.model is not None or config.init.branch_from is not None
-    if starts_trained and any("width" in spec.settings for spec in specs):
-        raise ConfigError("--phases: a width is for new weights; leave it out with --init and --branch-from")
+    if starts_trained and any(spec.settings.keys() & set(ENCODER_SIZES) for spec in specs):
+        raise ConfigError(
+            "--phases: width and layers are for new weights; leave them out with --init and --branch-from"
+        )
     if specs[0].settings.get("schedule", config.optimizer.schedule) == "decay" and not starts_trained:
         raise ConfigError("--schedule decay anneals a trained model; give one with --branch-from or --init")
     check_init_settings(config, objectives)

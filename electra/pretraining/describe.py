@@ -15,7 +15,7 @@ from electra.objectives.masking import max_masked
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.held_out import held_out_loader_config
 from electra.pretraining.initialize import generator_init_folder, has_head_for
-from electra.pretraining.phases import Phase, changed_widths, count_parameters, inits_discriminator_from_generator
+from electra.pretraining.phases import Phase, changed_sizes, count_parameters, inits_discriminator_from_generator
 from electra.training.hardware import choose_dtype, device_memory_bytes, measure_flops_per_second
 from electra.training.logging import format_duration
 
@@ -31,6 +31,8 @@ SHARING_NAMES = {
     "disentangled": "shared embeddings, disentangled",
     "all": "all weights shared",
 }
+
+GROWTH = {"width": "widened from {} to {}", "layers": "stacked from {} to {} layers"}
 
 FEW_ROWS = 20  # held-out rows: fewer give noisy metrics
 EFFICIENCY = {"cuda": 0.25, "cpu": 0.5}  # speed of training relative to a plain matrix product, roughly
@@ -94,7 +96,7 @@ def describe_phases(phases: list[Phase]) -> Iterator[str]:
     for previous, phase in zip([None, *phases], phases, strict=False):
         number = f"phase {phase.index + 1} of {len(phases)}, " if len(phases) > 1 else ""
         text = f"{number}{describe_phase(phase)}{describe_new_discriminator(previous, phase)}"
-        yield f"{text}{describe_widening(previous, phase)}"
+        yield f"{text}{describe_growth(previous, phase)}"
 
 
 def describe_phase(phase: Phase) -> str:
@@ -119,11 +121,12 @@ def describe_new_discriminator(previous: Phase | None, phase: Phase) -> str:
     return f"; the discriminator is {source}"
 
 
-def describe_widening(previous: Phase | None, phase: Phase) -> str:
-    """From which width a phase widens the discriminator, or a masked language model without one."""
+def describe_growth(previous: Phase | None, phase: Phase) -> str:
+    """From which size a phase widens and stacks the discriminator, or a masked language model without one."""
     name = "discriminator" if phase.model.discriminator else "masked language model"
-    widths = changed_widths(previous.model, phase.model) if previous else []
-    return "".join(f"; the {name} is widened from {before} to {after}" for before, after in widths)
+    sizes = changed_sizes(previous.model, phase.model) if previous else []
+    changes = [GROWTH[size].format(before, after) for size, before, after in sizes]
+    return f"; the {name} is {' and '.join(changes)}" if changes else ""
 
 
 def run_warnings(config: PretrainConfig, phases: list[Phase], shards: Shards, device: torch.device) -> Iterator[str]:

@@ -30,6 +30,7 @@ from electra.model.config import (
 from electra.model.electra import Electra
 from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
 from electra.model.heads import MLMHead
+from electra.model.stack import stack_layers
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
 from electra.model.widen import load_widened_weights
 from electra.objectives.evaluation import smoothed_log_frequencies
@@ -200,12 +201,12 @@ def subtract_base_embeddings(embeddings: TokenEmbeddings, base: TokenEmbeddings)
 
 @torch.no_grad()
 def load_previous_phase_weights(model: Electra, checkpoint: Path, config: PretrainConfig) -> None:
-    """Load the weights of the previous phase, widened to this phase's width; a new discriminator may be initialised
-    from the generator."""
+    """Load the weights of the previous phase, stacked and widened to this phase's size; a new discriminator may be
+    initialised from the generator."""
     init, previous, weights = config.init, read_model_config(checkpoint), read_tensors(checkpoint / WEIGHTS)
     if previous.head != model.config.head:
         weights = {name: weight for name, weight in weights.items() if not name.startswith(DISCRIMINATOR_HEAD)}
-    load_widened_weights(model, weights, config.seed)
+    load_widened_weights(model, stack_layers(weights, previous, model.config), config.seed)
     is_new = previous.discriminator is None and model.discriminator is not None
     if is_new and init.discriminator_from_generator:
         assert model.discriminator is not None

@@ -22,6 +22,7 @@ from electra.training.config import Budget
 PHASE_SETTINGS = (
     "objective",
     "width",
+    "layers",
     "length",
     "batch_size",
     "micro_batches",
@@ -35,6 +36,7 @@ PHASE_SETTINGS = (
     "dropout",
     "generator_dropout",
 )
+ENCODER_SIZES = ("width", "layers")  # of the discriminator, which a later phase may widen and stack
 SCHEDULE_SETTINGS = ("schedule", "warmup", "decay_fraction")
 
 
@@ -58,7 +60,7 @@ class Phase:
     config: PretrainConfig  # the run's, with the settings of this phase
     model: ElectraConfig
     budget: Budget
-    stage_budget: Budget  # of all consecutive phases with this objective and width: they share schedule and optimizer
+    stage_budget: Budget  # of consecutive phases with this objective and size: they share schedule and optimizer
     stage_end: Budget  # the part of stage_budget that is spent when this phase ends
     starts_stage: bool
 
@@ -120,14 +122,14 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     specs = parse_phases(config.phases)
     configs = [replace_settings(config, phases=(), **spec.settings) for spec in specs]
     models = phase_model_configs(configs, pair)
-    widths = [main_encoder_config(model.encoder_configs()).width for model in models]
-    check_phase_widths(specs, models, main_encoder_config(pair.encoder_configs()).width)
+    check_phase_sizes(specs, models, pair)
     budgets = [
         phase.budget.phase_budget(spec.begin, spec.end, phase.loader)
         for phase, spec in zip(configs, specs, strict=True)
     ]
     phases: list[Phase] = []
-    for _, stage in groupby(range(len(configs)), key=lambda index: (configs[index].objective.name, widths[index])):
+    stages = [(phase.objective.name, main_encoder_sizes(model)) for phase, model in zip(configs, models, strict=True)]
+    for _, stage in groupby(range(len(stages)), key=stages.__getitem__):
         indices = list(stage)
         check_same_schedule([specs[index] for index in indices], config)
         ends = list(accumulate(budgets[index] for index in indices))
@@ -145,21 +147,31 @@ def plan_phases(config: PretrainConfig, pair: ElectraConfig) -> list[Phase]:
     return phases
 
 
-def check_phase_widths(specs: list[PhaseSpec], models: list[ElectraConfig], final_width: int) -> None:
-    """Check that phases only widen the model, in the end to its own width."""
+def main_encoder_sizes(model: ElectraConfig) -> dict[str, int]:
+    """Width and layers of the encoder that later phases may widen or stack."""
+    encoder = main_encoder_config(model.encoder_configs())
+    return {name: getattr(encoder, name) for name in ENCODER_SIZES}
+
+
+def check_phase_sizes(specs: list[PhaseSpec], models: list[ElectraConfig], pair: ElectraConfig) -> None:
+    """Check that phases only widen and stack the model, in the end to its own size."""
     for spec, model in zip(specs, models, strict=True):
-        width = spec.settings.get("width")
-        if width is not None and width != main_encoder_config(model.encoder_configs()).width:
-            raise ConfigError(f"width={width} in --phases: this phase trains only the generator, which is not widened")
-    last = main_encoder_config(models[-1].encoder_configs()).width
-    if "width" in specs[-1].settings and last != final_width:
-        raise ConfigError(
-            f"the last of --phases has width {last}, the model {final_width}; leave out its width, or add a phase"
-        )
+        for name, size in main_encoder_sizes(model).items():
+            if spec.settings.get(name, size) != size:
+                raise ConfigError(
+                    f"{name}={spec.settings[name]} in --phases: this phase trains only the generator, which keeps its "
+                    f"{name}"
+                )
+    for name, size in main_encoder_sizes(pair).items():
+        last = specs[-1].settings.get(name, size)
+        if last != size:
+            raise ConfigError(
+                f"the last of --phases has {name} {last}, the model {size}; leave out its {name}, or add a phase"
+            )
     for before, after in pairwise(models):
-        for narrow, wide in changed_widths(before, after):
-            if wide % narrow:
-                raise ConfigError(f"--phases: width {narrow} cannot be widened to {wide}, which is no multiple of it")
+        for name, small, large in changed_sizes(before, after):
+            if large % small:
+                raise ConfigError(f"--phases: {name} {small} cannot become {large}, which is no multiple of it")
 
 
 def check_same_schedule(specs: list[PhaseSpec], config: PretrainConfig) -> None:
@@ -170,8 +182,8 @@ def check_same_schedule(specs: list[PhaseSpec], config: PretrainConfig) -> None:
         if len(set(values)) > 1:
             listed = " and ".join(str(value) for value in values)
             raise ConfigError(
-                f"--phases has {name.replace('_', '-')} {listed} in consecutive phases of one objective and width, "
-                "which share a schedule; set it for all of them"
+                f"--phases has {name.replace('_', '-')} {listed} in consecutive phases of one objective, "
+                "width and number of layers, which share a schedule; set it for all of them"
             )
 
 
@@ -182,23 +194,26 @@ def phase_model_configs(configs: list[PretrainConfig], pair: ElectraConfig) -> l
         encoder.check_length(max(config.loader.length for config in configs))
     return [
         model_config_for_objective(
-            with_phase_width(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
+            with_phase_size(pair, config.model).with_dropout(config.model.dropout, config.model.generator_dropout),
             config.objective,
         )
         for config in configs
     ]
 
 
-def with_phase_width(pair: ElectraConfig, model: ModelConfig) -> ElectraConfig:
-    """The pair with the width of a phase."""
-    if model.width is None or model.width == main_encoder_config(pair.encoder_configs()).width:
+def with_phase_size(pair: ElectraConfig, model: ModelConfig) -> ElectraConfig:
+    """The pair with the width and layers of a phase."""
+    sizes = main_encoder_sizes(pair)
+    changed = {name: size for name in sizes if (size := getattr(model, name)) not in (None, sizes[name])}
+    if not changed:
         return pair
     try:
-        return pair.narrowed_to(model.width, model.scale_init_by_width)
+        return pair.reduced_to(**changed, scale_init=model.scale_init_by_width)
     except ConfigError as error:
+        given = ",".join(f"{name}={size}" for name, size in changed.items())
         raise ConfigError(
-            f"width={model.width} in --phases: {error}; choose another width, or --phases fraction=1 to train at full "
-            "width from the start"
+            f"{given} in --phases: {error}; choose another size, or --phases fraction=1 to train at full size from the "
+            "start"
         ) from None
 
 
@@ -238,11 +253,16 @@ def read_phase_index(checkpoint: Path, phases: list[Phase]) -> int:
     return index
 
 
-def changed_widths(before: ElectraConfig, after: ElectraConfig) -> list[tuple[int, int]]:
-    """The widths of parts that two models have with different ones."""
+def changed_sizes(before: ElectraConfig, after: ElectraConfig) -> list[tuple[str, int, int]]:
+    """Width and layers, by name, of parts that two models have with different ones."""
     earlier, later = before.encoder_configs(), after.encoder_configs()
-    widths = [(earlier[part].width, later[part].width) for part in earlier if part in later]
-    return [pair for pair in widths if pair[0] != pair[1]]
+    sizes = [
+        (name, getattr(earlier[part], name), getattr(later[part], name))
+        for part in earlier
+        if part in later
+        for name in ENCODER_SIZES
+    ]
+    return [size for size in sizes if size[1] != size[2]]
 
 
 def inits_discriminator_from_generator(previous: Phase, phase: Phase) -> bool:
