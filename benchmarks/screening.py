@@ -1,6 +1,6 @@
 """Which of eleven settings of pre-training improve the probe: a Plackett-Burman design of twelve runs.
 
-    python benchmarks/screening.py --data shards --glue glue/ --minutes 3 --output study [--runs 0 1 2] [--overlap] [--json]
+    python benchmarks/screening.py --data shards --glue glue --minutes 3 --output study [--runs 0 1 2] [--overlap]
 
 Each run changes about half of the settings together, so that every effect, the mean with a setting minus the mean
 without it, is estimated from all twelve runs: with 0.6 points between pre-training seeds its standard error is 0.35,

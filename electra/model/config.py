@@ -110,7 +110,7 @@ class EncoderConfig:
         return self if dropout is None else replace(self, dropout=dropout, attention_dropout=dropout)
 
     def narrowed_to(self, width: int) -> EncoderConfig:
-        """A narrower encoder, with fewer heads of the same size, that can be widened to this one (`model.widen`)."""
+        """A narrower encoder, with fewer heads of the same size, that can be widened to this one (`model.grow`)."""
         divisors = [
             times
             for times in range(2, self.heads + 1)
@@ -128,7 +128,7 @@ class EncoderConfig:
         return replace(self, width=width, heads=self.heads // times, feedforward=self.feedforward // times)
 
     def with_fewer_layers(self, layers: int) -> EncoderConfig:
-        """A shallower encoder that can be stacked to this one (`model.stack`): copies of a layer have its attention,
+        """A shallower encoder that can be stacked to this one (`model.grow`): copies of a layer have its attention,
         local or global."""
         every = self.global_attention_every
         divisors = [number for number in range(every, self.layers, every) if self.layers % number == 0]

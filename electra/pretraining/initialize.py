@@ -29,10 +29,9 @@ from electra.model.config import (
 )
 from electra.model.electra import Electra
 from electra.model.encoder import ClassicEmbeddings, Encoder, TokenEmbeddings
+from electra.model.grow import load_widened_weights, stack_layers
 from electra.model.heads import MLMHead
-from electra.model.stack import stack_layers
 from electra.model.storage import DISCRIMINATOR_HEAD, WEIGHTS, load_model_tokenizer, read_model_config, read_tensors
-from electra.model.widen import load_widened_weights
 from electra.objectives.evaluation import smoothed_log_frequencies
 from electra.pretraining.config import InitConfig, PretrainConfig, main_encoder_config
 from electra.training.checkpoint import find_model_folder

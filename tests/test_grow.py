@@ -10,8 +10,7 @@ import torch
 from electra.errors import ConfigError
 from electra.model.config import ElectraConfig, EncoderConfig, to_modern
 from electra.model.electra import Electra
-from electra.model.stack import stack_layers
-from electra.model.widen import load_widened_weights, widen_inputs
+from electra.model.grow import load_widened_weights, stack_layers, widen_inputs
 
 SIZE = {"layers": 2, "vocab_size": 50, "positions": 16, "dropout": 0.0, "attention_dropout": 0.0}
 WIDE = EncoderConfig(width=48, heads=6, feedforward=144, embedding_width=8, init_std=0.2, **SIZE)

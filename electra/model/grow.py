@@ -1,12 +1,17 @@
-"""Widening a trained encoder without changing its outputs (Net2Net, arXiv 1511.05641).
+"""A trained encoder as the start of a wider or deeper one.
 
-Every feature of hidden states, attention heads and feed-forward layers becomes several equal ones, and the weights that
-read them are divided by their number. Copies that are read alike would stay equal in training, so these weights also
-get noise, which cancels over the copies of an input and differs between the copies of an output."""
+Widening does not change its outputs (Net2Net, arXiv 1511.05641). Every feature of hidden states, attention heads and
+feed-forward layers becomes several equal ones, and the weights that read them are divided by their number. Copies that
+are read alike would stay equal in training, so these weights also get noise, which cancels over the copies of an input
+and differs between the copies of an output.
+
+Stacking repeats its layers, which changes its outputs (Gong et al. 2019, Efficient Training of BERT by Progressively
+Stacking)."""
 
 import torch
 from torch import Tensor, nn
 
+from electra.model.config import ElectraConfig
 from electra.model.electra import Electra
 from electra.model.encoder import Attention, GatedFeedForward
 from electra.model.heads import MLMHead
@@ -56,3 +61,17 @@ def widen_inputs(weight: Tensor, copies: int, generator: torch.Generator) -> Ten
     divided = weight.expand(copies, *weight.shape) / copies
     noise = torch.randn(divided.shape, generator=generator) * (NOISE * divided.square().mean().sqrt())
     return (divided + noise - noise.mean(0)).transpose(0, 1).flatten(1)
+
+
+def stack_layers(weights: dict[str, Tensor], before: ElectraConfig, after: ElectraConfig) -> dict[str, Tensor]:
+    """The weights of `before` with further layers, so that its encoders have as many as those of `after`: layer i is
+    layer i mod n of the n there are. The modern style's first layer has no attention norm: those of its copies have no
+    weights here and keep their initial ones."""
+    stacked, deeper = dict(weights), after.encoder_configs()
+    for part, encoder in before.encoder_configs().items():
+        layers = deeper[part].layers if part in deeper else 0
+        for layer in range(encoder.layers, layers):
+            target, source = (f"{part}.encoder.layers.{number}." for number in (layer, layer % encoder.layers))
+            names = [name.removeprefix(source) for name in weights if name.startswith(source)]
+            stacked |= {target + name: weights[source + name] for name in names}
+    return stacked
