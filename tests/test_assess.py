@@ -45,6 +45,13 @@ def test_a_run_on_the_plateau_of_token_frequencies_is_told_so(epochs, advice):
     )
 
 
+def test_two_losses_of_token_predictions_are_told_apart():
+    metrics = {"replace_mlm_loss": 4.75, "mlm_loss": 4.06, "unigram_mlm_loss": 7.28}
+    assert describe_metrics(metrics) == (
+        "model's MLM loss 4.75 (token frequencies 7.28), generator's MLM loss 4.06 (token frequencies 7.28)"
+    )
+
+
 def test_a_held_out_loss_that_rises_is_overfitting():
     assessment = assess(LEARNT, LEARNT | {"mlm_loss": 3.0}, LEARNT)
     assert "was 3.000 at step 20 and is 4.000 now" in assessment["overfitting"]

@@ -214,9 +214,11 @@ def corrupt_with_unigram_samples(batch: Batch, context: ObjectiveContext, unigra
 def describe_metrics(metrics: dict[str, float]) -> str:
     """The main metrics of an evaluation, each beside its baseline."""
     parts = []
-    for name in [name for name in TOKEN_LOSSES if name in metrics]:
+    names = [name for name in TOKEN_LOSSES if name in metrics]
+    for name in names:
+        label = f"{TOKEN_LOSSES[name]}'s MLM loss" if len(names) > 1 else "MLM loss"
         plateau = ": plateau" if is_on_plateau(metrics, name) else ""
-        parts.append(f"MLM loss {metrics[name]:.2f} (token frequencies {metrics['unigram_mlm_loss']:.2f}{plateau})")
+        parts.append(f"{label} {metrics[name]:.2f} (token frequencies {metrics['unigram_mlm_loss']:.2f}{plateau})")
     if "unigram_rtd_auc" in metrics:
         parts.append(f"AUC of random tokens {metrics['unigram_rtd_auc']:.2f} (guessing 0.50)")
     return ", ".join(parts)

@@ -105,8 +105,8 @@ def check_probe(runs: list[StudyRun], config: StudyConfig) -> None:
 
 def measure_runs(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
     """Compute the measures of finished runs that are missing; returns the errors of fine-tunings that failed."""
-    on_gpu = choose_device(config.device).type == "cuda"
-    return call_in_process(measure_here, runs, config) if on_gpu else measure_here(runs, config)
+    uses_gpu = choose_device(config.device).type == "cuda" and any(run.has_folder() for run in runs)
+    return call_in_process(measure_here, runs, config) if uses_gpu else measure_here(runs, config)
 
 
 def measure_here(runs: list[StudyRun], config: StudyConfig) -> dict[str, str]:
