@@ -8,6 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from synthetic import write_rows
 
 from electra import plotting
@@ -26,6 +27,7 @@ from electra.onnx import verify
 from electra.pretraining.command import pretrain
 from electra.pretraining.config import PretrainConfig
 from electra.pretraining.recipes import recipe_settings
+from electra.runfolder import write_checksums
 
 torch.set_num_threads(1)
 # nohup and background jobs of a shell start with these signals ignored, and electra keeps ignoring them
@@ -235,6 +237,13 @@ def encoder_folder(shards, tmp_path_factory):
 def modern_folder(shards, tmp_path_factory):
     """The same in the modern style."""
     return saved_discriminator(MODERN, tmp_path_factory.mktemp("modern") / "model", shards / "tokenizer")
+
+
+def change_weights(folder: Path) -> None:
+    """Give a model folder slightly other weights."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: 1.01 * weight for name, weight in weights.items()}, folder / "model.safetensors")
+    write_checksums(folder)
 
 
 def saved_discriminator(size: EncoderConfig, folder: Path, tokenizer: Path) -> Path:

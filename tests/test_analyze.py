@@ -14,6 +14,7 @@ from electra.data.tokenizer import load_tokenizer
 from electra.errors import ConfigError, DataError
 from electra.finetuning.tasks import get_glue_task, read_split_rows
 from electra.model.encoder import Encoder
+from electra.pretraining.command import pretrain
 from electra.runfolder import read_json
 from electra.studies.analyze import analyze
 from electra.studies.config import AnalyzeConfig
@@ -155,3 +156,14 @@ def test_residual_ratios_are_the_norms_of_branches_over_those_of_the_residual(ma
     for ratio, each in zip((first.attention, first.feedforward), expected, strict=True):
         assert ratio == pytest.approx(each[batch.attention_mask].mean().item(), rel=1e-5)
     assert not layer.attention._forward_hooks
+
+
+def test_replaced_tokens_are_those_of_the_last_phase(analyze_config, run_config):
+    """Half of the tokens are masked in the last phase: far more are replaced than in rows of the first one."""
+    fractions = []
+    for name, mask_fraction in (("few", 0.05), ("many", 0.5)):
+        config = run_config(name, steps=4, phases=("mask-fraction=0.2", f"mask-fraction={mask_fraction}"))
+        pretrain(config)
+        output = config.output.parent / f"{name}-analysis"
+        fractions.append(analyze(analyze_config(model=config.output, output=output, map_tokens=10)).replaced_fraction)
+    assert fractions[1] > 3 * fractions[0]

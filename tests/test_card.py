@@ -10,6 +10,7 @@ import yaml
 
 import electra
 from electra.finetuning.job import read_job_result
+from electra.pretraining.command import pretrain
 from electra.runfolder import read_json, write_stored
 
 TEXTS = ["the big cat sat on the mat .", "the dog ran in the house . the small bird flew over the tree .", "cat"]
@@ -49,6 +50,17 @@ def test_a_card_states_text_training_and_held_out_metrics(encoder_export):
     assert re.search(r"text +\| text\.txt: .* 1,\d{3} documents, [\d,]+ tokens", card)
     assert re.search(r"trained on +\| 2,560 tokens in 20 steps", card)  # 20 steps of 8 rows of 16 tokens
     assert re.search(r"rtd_auc +\| 0\.\d+", card)
+
+
+def test_a_card_states_the_settings_of_the_last_phase(run_config, tmp_path):
+    phases = ("fraction=0.5", "fraction=0.5,length=12,objective=electra-15")
+    config = run_config(steps=4, phases=phases)
+    pretrain(config)
+    electra.export(model=config.output, part="encoder", output=tmp_path / "encoder")
+    card = read_card(tmp_path / "encoder")[1]
+    assert re.search(r"objective +\| electra-15, recipe", card)
+    assert re.search(r"rows +\| 12 tokens", card)
+    assert re.search(rf"phases +\| {' '.join(phases)} ", card)
 
 
 def test_the_code_in_the_card_of_an_encoder_runs(encoder_export):

@@ -1,10 +1,12 @@
 """The GLUE table: medians beside published results, unchanged by kills; the submission file by file."""
 
 import json
+import shutil
 import zipfile
 
 import numpy as np
 import pytest
+from conftest import change_weights
 from kills import kill_repeatedly
 from synthetic import write_glue, write_lines
 
@@ -151,6 +153,18 @@ def test_rows_of_earlier_tables_are_kept(glue_config, encoder_folder, tmp_path, 
     assert table["notes"][-1] == "the mean excludes sst2, mrpc, stsb, qqp, mnli, qnli"
 
 
+def test_a_table_has_the_results_of_one_model(glue_config, encoder_folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(encoder_folder, model)
+    glue(glue_config(model=model, tasks=("rte",), seeds=1))
+    with pytest.raises(ConfigError, match="--model was"):
+        glue(glue_config(tasks=("cola",), seeds=1))
+    change_weights(model)
+    for tasks in (("cola",), ("rte",)):  # neither beside the earlier result nor instead of it
+        with pytest.raises(ConfigError, match="model.safetensors has other content"):
+            glue(glue_config(model=model, tasks=tasks, seeds=1))
+
+
 def test_an_earlier_row_may_contain_nan(tmp_path):
     """The correlation of constant predictions, which is null in table.json."""
     metrics = {"dev": {"spearman": None}}
@@ -159,7 +173,7 @@ def test_an_earlier_row_may_contain_nan(tmp_path):
     table = {"model": "", "output": "", "mean": None, "glue_6": None, "published": {}, "notes": [], "rows": [row]}
     (tmp_path / "table.json").write_text(json.dumps(table))
     config = build_config(GlueConfig, model=tmp_path, data="glue", output=tmp_path)
-    rows = read_earlier_rows(tmp_path, ["rte"])
+    rows = read_earlier_rows(config, ["rte"])
     assert "nan" in str(make_glue_table(config, rows, describe_other_results(rows)))
 
 

@@ -19,7 +19,7 @@ from kills import kill_repeatedly
 import electra
 from electra.cli import main
 from electra.config import build_config, replace_settings
-from electra.data.loader import validation_batches
+from electra.data.loader import merge_batches, validation_batches
 from electra.data.packing import LoaderConfig
 from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
@@ -510,11 +510,13 @@ def test_fp16_training_with_loss_scaling_follows_fp32_training(run_config):
 def test_held_out_rows_that_do_not_fit_into_memory_are_evaluated_in_smaller_batches_with_equal_metrics(
     run_config, monkeypatch
 ):
-    config = run_config(steps=2, evaluation_rows=32)
+    config = run_config(steps=2, evaluation_rows=64)
     shards = open_shards(config.data)
     task = PretrainingTask(plan_phases(config, pair_config(config, shards))[0], shards, World(torch.device("cpu")))
     config.output.mkdir()
     expected, evaluate_batch = task.evaluate(), evaluation.evaluate_batch
+    assert len(task.held_out) == 2
+    task.held_out = [merge_batches(task.held_out)]  # as on a GPU
 
     def limited(electra, batch, *arguments):
         if batch.num_rows > 8:
@@ -527,6 +529,20 @@ def test_held_out_rows_that_do_not_fit_into_memory_are_evaluated_in_smaller_batc
     monkeypatch.setattr(evaluation, "evaluate_batch", lambda *arguments: limited(None, SimpleNamespace(num_rows=9)))
     with pytest.raises(torch.OutOfMemoryError):
         task.evaluate()
+
+
+def test_the_last_checkpoint_is_saved_after_the_last_evaluation(run_config):
+    config = run_config(steps=4, save_every=2, evaluate_every=8)
+    result = pretrain(config)
+    state = read_training_state(checkpoint_folders(config.output)[-1]).trainer
+    assert (state.best_checkpoint, state.best_loss) == ("step-000000004", pytest.approx(result.metrics["loss"]))
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_held_out_rows_have_the_attention_of_training_rows(run_config, attention):
+    config = run_config(steps=2, cross_document_attention=attention)
+    [batch, *_] = held_out_batches(config, open_shards(config.data), torch.device("cpu"))
+    assert (batch.document_ids is None) == attention
 
 
 @pytest.mark.parametrize("sharing", ["embeddings", "all", "disentangled"])

@@ -1,12 +1,14 @@
 """electra probe: folds, standard errors, results that are kept, and failing jobs."""
 
 import multiprocessing
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import change_weights
 from synthetic import write_glue, write_lines
 
 from electra.cli import main
@@ -28,6 +30,7 @@ from electra.finetuning.probe_results import (
     read_results,
 )
 from electra.finetuning.tasks import get_glue_task, read_split_rows
+from electra.runfolder import dump_json
 from electra.training.config import HardwareConfig
 
 SMALL = ("epochs=1", "batch_size=16", "length=32", "learning_rate=3e-3")
@@ -136,8 +139,26 @@ def test_a_result_with_an_undefined_loss_is_missing():
     assert (row.tasks, row.missing, row.mean) == ({}, {"rte": 1}, None)
 
 
+def test_results_of_other_weights_in_the_same_place_are_refused(run, encoder_folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(encoder_folder, model)
+    _, results, _ = run(model=(model,), tasks=("qnli",))
+    change_weights(model)
+    with pytest.raises(ConfigError, match="its file of weights has other content"):
+        run(model=(model,), tasks=("qnli",))
+    earlier = [replace(result, weights="") for result in results]  # of a version without checksums
+    (tmp_path / "results.jsonl").write_text("".join(f"{dump_json(asdict(result))}\n" for result in earlier))
+    assert run(model=(model,), tasks=("qnli",))[1] == earlier
+
+
+@pytest.mark.parametrize("setting", ["best_epoch=true", "early_stopping=1"])
+def test_the_epoch_is_not_chosen_by_the_held_out_rows(setting):
+    with pytest.raises(ConfigError, match="small has best_epoch or early_stopping"):
+        parse_settings(("small", setting))
+
+
 def test_a_job_gives_the_metrics_of_electra_finetune(data, encoder_folder, tmp_path):
-    fields = dict.fromkeys(("model_name", "setting"), "x")
+    fields = dict.fromkeys(("model_name", "setting", "weights"), "x")
     [tuning] = parse_settings(("x", *SMALL)).values()
     task = write_splits(get_glue_task("rte", str(data)), tmp_path, None, 20, 8)[0]
     common = {"model": encoder_folder, "task": task, "tuning": tuning, "hardware": HardwareConfig(device="cpu")}

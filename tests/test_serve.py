@@ -94,7 +94,7 @@ def test_embed_pools_the_hidden_states(model):
 def test_texts_are_truncated_to_the_trained_length(finished_run, model, capsys):
     """The run has 512 positions, of which rows of 16 tokens train 16."""
     detection = model.detect("cat " * 1000)
-    assert len(detection.tokens) == 16
+    assert detection.tokens == ["[CLS]", *["cat"] * 14, "[SEP]"]
     assert detection.is_truncated
     assert "truncated" in str(detection)
     for text, is_truncated in (("cat " * 1000, True), ("the cat", False)):

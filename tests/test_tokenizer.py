@@ -129,6 +129,9 @@ def test_a_tokenizer_has_the_same_fingerprint_in_all_its_files(tmp_path):
         build_wordpiece_tokenizer(SPECIAL_TOKENS, lowercase=True).fingerprint
         != build_wordpiece_tokenizer(SPECIAL_TOKENS, lowercase=False).fingerprint
     )
+    extended = load_tokenizer(folder)
+    extended.library.add_tokens(["covid"])
+    assert extended.fingerprint not in fingerprints
 
 
 def test_a_bare_vocabulary_with_capitals_is_cased(tmp_path):

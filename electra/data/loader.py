@@ -78,9 +78,9 @@ class Batch:
         """The batch split into `count` equal parts."""
         if self.num_rows % count:
             raise ConfigError(f"{self.num_rows} rows do not divide into {count} micro-batches")
-        by_row = [field.name for field in fields(Batch) if field.name not in ("step", "cu_seqlens")]
-        tensors = {name: tensor for name in by_row if (tensor := getattr(self, name)) is not None}
-        chunks = {name: tensor.chunk(count) for name, tensor in tensors.items()}
+        values = {field.name: getattr(self, field.name) for field in fields(Batch) if field.name != "cu_seqlens"}
+        by_row = {name: tensor for name, tensor in values.items() if tensor is not None and tensor.dim()}
+        chunks = {name: tensor.chunk(count) for name, tensor in by_row.items()}
         parts = [replace(self, **{name: chunk[part] for name, chunk in chunks.items()}) for part in range(count)]
         return parts if self.cu_seqlens is None else [part.with_cu_seqlens(len(self.cu_seqlens) - 1) for part in parts]
 

@@ -93,8 +93,11 @@ class TextTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that is equal for tokenizers that produce the same ids, whatever files they come from."""
-        return sha256(json.dumps([self.component_settings, self.special_tokens], sort_keys=True).encode()).hexdigest()
+        """A hash that is equal for tokenizers that produce the same ids, whatever files they come from, and different
+        for others."""
+        added = [token for token in json.loads(self.library.to_str())["added_tokens"] if not token["special"]]
+        parts = [self.component_settings, self.special_tokens, *([added] if added else [])]
+        return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read."""

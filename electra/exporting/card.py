@@ -18,7 +18,7 @@ from electra.finetuning.jobs import FinetuningRecord, is_finetuning_output
 from electra.finetuning.metrics import format_metric
 from electra.finetuning.question_answering import N_BEST
 from electra.onnx.export import FOLDER, FP32, INT8
-from electra.pretraining.config import read_run_record, read_run_settings
+from electra.pretraining.config import read_phase_settings, read_run_record, read_run_settings
 from electra.reporting.runs import find_glue_tables
 from electra.runfolder import CHECKPOINTS, CONFIG, read_stored
 from electra.training.checkpoint import read_training_state
@@ -147,7 +147,7 @@ def describe_finetuning(seed_folder: Path, record: FinetuningRecord) -> list[str
 
 def describe_pretraining(checkpoint: Path) -> list[str]:
     """The pre-training of the run that a checkpoint is in, or what the card of a model folder says about it."""
-    settings, run = read_run_settings(checkpoint), checkpoint.parent.parent
+    settings, run = read_phase_settings(checkpoint), checkpoint.parent.parent
     if not settings and checkpoint.parent.name == CHECKPOINTS:
         raise DataError(f"{run} has no {CONFIG}")
     if not settings:
@@ -161,6 +161,7 @@ def describe_pretraining(checkpoint: Path) -> list[str]:
         "trained on": f"{state.tokens:,} tokens in {steps}, {format_duration(state.seconds / 60)}",
         "on": record.environment.get("device", ""),
         "objective": f"{settings['objective']}, recipe {settings['recipe']}",
+        "phases": " ".join(settings["phases"]),
         "rows": f"{settings['length']} tokens, batches of {settings['batch_size']}",
         "started from": Path(settings["init"]).name if settings.get("init") else "",
         "electra": record.environment.get("commit", ""),

@@ -16,7 +16,9 @@ from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, Job, JobResult
 from electra.finetuning.jobs import (
     best_model_folder,
+    check_same_model,
     ensemble_metrics,
+    find_model_to_finetune,
     find_single_prediction,
     is_finetuning_output,
     lock_output,
@@ -157,10 +159,11 @@ def check_own_table(output: Path) -> None:
 
 
 def tabulate_tasks(tasks: list[Task], config: GlueConfig) -> GlueTable:
+    earlier_rows = read_earlier_rows(config, [task.name for task in tasks])
     jobs_by_task = [prepare_task_jobs(task, config) for task in tasks]
     results = iter(run_jobs([job for jobs in jobs_by_task for job in jobs], config.jobs))
     rows = [make_glue_row(jobs, [next(results) for _ in jobs], config.jobs.ensemble) for jobs in jobs_by_task]
-    rows += read_earlier_rows(config.output, [row.task for row in rows])
+    rows += earlier_rows
     if not config.keep_models:
         for jobs in jobs_by_task:
             remove_all_but_best_model(jobs)
@@ -210,11 +213,15 @@ def make_glue_row(jobs: list[Job], results: list[JobResult], with_ensemble: bool
     )
 
 
-def read_earlier_rows(output: Path, tasks: list[str]) -> list[GlueRow]:
-    """The rows of other tasks in an earlier table of the same folder."""
-    if not (output / TABLE).exists():
+def read_earlier_rows(config: GlueConfig, tasks: list[str]) -> list[GlueRow]:
+    """The rows of other tasks in an earlier table of the same folder; raises if they are of another model."""
+    if not (config.output / TABLE).exists():
         return []
-    return [row for row in read_glue_table(output / TABLE).rows if row.task not in tasks]
+    rows = [row for row in read_glue_table(config.output / TABLE).rows if row.task not in tasks]
+    for folder in [config.output / row.task for row in rows]:
+        if is_finetuning_output(folder):
+            check_same_model(folder, find_model_to_finetune(config.model))
+    return rows
 
 
 def read_glue_table(path: Path) -> GlueTable:

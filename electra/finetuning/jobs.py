@@ -17,7 +17,7 @@ from electra.finetuning.features import Outputs
 from electra.finetuning.job import MODEL, RESULT, Job, JobResult, read_job_result
 from electra.finetuning.kinds import KINDS, check_class_weights, compute_metrics, load_features, read_examples
 from electra.finetuning.metrics import Metrics, median, standard_deviation
-from electra.finetuning.model import is_finetuned_config
+from electra.finetuning.model import is_finetuned_config, weight_checksums
 from electra.finetuning.tasks import HUB, Task
 from electra.finetuning.workers import CONTINUE, run_here_or_in_workers, run_on_ray
 from electra.huggingface.names import get_architecture
@@ -73,6 +73,7 @@ def prepare_jobs(
     check_class_weights(tuning.class_weights, task)
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
+    files |= weight_checksums(model)
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     settings["length"] = tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
@@ -118,6 +119,13 @@ def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
             check_same_settings(folder, before[part], values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
     write_stored(folder / CONFIG, now)
+
+
+def check_same_model(folder: Path, model: Path) -> None:
+    """Raise if the fine-tunings in a folder started from another model."""
+    stored, weights = read_stored(folder / CONFIG, FinetuningRecord), weight_checksums(model)
+    before = {"model": stored.settings.get("model")} | {file: stored.files.get(file) for file in weights}
+    check_same_settings(folder, before, {"model": str(model)} | weights)
 
 
 def is_finetuning_output(folder: Path) -> bool:

@@ -176,3 +176,8 @@ def restore_weights(model: TaskModel, folder: Path) -> None:
 def weight_checksums(folder: Path) -> dict[str, str]:
     """The checksums of the weights in a model folder or a Hugging Face folder."""
     return {str(file): file_checksum(file) for file in sorted(folder.glob(f"{Path(WEIGHTS).stem}*"))}
+
+
+def checksum_of_weights(folder: Path) -> str:
+    """The checksums of all weights in a folder as one text, wherever the folder is."""
+    return " ".join(weight_checksums(folder).values())

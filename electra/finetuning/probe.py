@@ -32,6 +32,7 @@ from electra.finetuning.features import Outputs
 from electra.finetuning.job import FinetuningTask, Job, build_trainer
 from electra.finetuning.jobs import estimated_cost, find_model_to_finetune
 from electra.finetuning.metrics import Metrics
+from electra.finetuning.model import checksum_of_weights
 from electra.finetuning.probe_results import Key, ProbeResult, ProbeScores, append_result, compare_rows, read_results
 from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
 from electra.finetuning.workers import run_here_or_in_workers
@@ -54,6 +55,7 @@ class ProbeJob(Job):
     """
 
     model_name: str
+    weights: str  # checksum
     setting: str
     fold: int
 
@@ -68,7 +70,8 @@ class ProbeJob(Job):
     def identity(self) -> dict[str, Any]:
         """The fields that a stored result must share to count as this job's."""
         names = ("model", "setting", "task", "fold", "seed")
-        fields = {"checkpoint": self.model.name, "tuning": asdict(self.tuning), "rows": count_rows(self.task)}
+        fields = {"checkpoint": self.model.name, "weights": self.weights}
+        fields |= {"tuning": asdict(self.tuning), "rows": count_rows(self.task)}
         return json.loads(dump_json(dict(zip(names, self.key, strict=True)) | fields))  # as read from the file
 
     def run(self, quiet: bool = False) -> ProbeResult | None:  # type: ignore[override]  # not a Job's result
@@ -162,13 +165,14 @@ def count_rows(task: Task) -> dict[str, int]:
 
 
 def without_finished(jobs: list[ProbeJob], output: Path) -> list[ProbeJob]:
-    """The jobs that have no result yet; raises if one has a result of other settings, rows or another checkpoint."""
+    """The jobs that have no result yet; raises if one has a result of other settings, rows or weights."""
     results = {result.key: result for result in read_results(output)}
     for job in jobs:
         stored = asdict(results[job.key]) if job.key in results else {}
         for name, value in job.identity().items() if stored else ():
-            if stored[name] != value:
-                [change] = describe_changed_settings({f"its {name}": stored[name]}, {f"its {name}": value})
+            if stored[name] != value and (name, stored[name]) != ("weights", ""):
+                label = "its file of weights" if name == "weights" else f"its {name}"
+                [change] = describe_changed_settings({label: stored[name]}, {label: value})
                 raise ConfigError(
                     f"{output} has results of {' '.join(map(str, job.key))}: {change}; choose another --output or "
                     "another name for the setting"
@@ -222,7 +226,14 @@ def report_progress(progress: str, job: ProbeJob, result: ProbeResult) -> None:
 def parse_settings(words: tuple[str, ...]) -> dict[str, TuningConfig]:
     """Fine-tuning settings by name; a word without = starts the next one."""
     by_name = parse_named_settings(TuningConfig, words)
-    return {name: build_config(TuningConfig, **values) for name, values in by_name.items()}
+    settings = {name: build_config(TuningConfig, **values) for name, values in by_name.items()}
+    for name, tuning in settings.items():
+        if tuning.keeps_best_epoch:
+            raise ConfigError(
+                f"{name} has best_epoch or early_stopping, which choose by the rows that scores are computed on; leave "
+                "them out"
+            )
+    return settings
 
 
 def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Path) -> list[ProbeJob]:
@@ -237,6 +248,7 @@ def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Pat
     jobs: list[ProbeJob] = []
     for name, path in models.items():
         model = find_model_to_finetune(path)
+        weights = checksum_of_weights(model)
         for setting, tuning in settings.items():
             for fold, task in ((fold, task) for folds in tasks for fold, task in enumerate(folds)):
                 jobs += [
@@ -248,6 +260,7 @@ def prepare_probe_jobs(config: ProbeConfig, models: dict[str, Path], folder: Pat
                         seed=seed,
                         folder=folder / f"job-{len(jobs)}-{seed}",  # features are cached beside it
                         model_name=name,
+                        weights=weights,
                         setting=setting,
                         fold=fold,
                     )

@@ -45,6 +45,7 @@ class ProbeResult:
     fold: int
     seed: int
     checkpoint: str
+    weights: str = ""  # checksum; results of earlier versions have none
     tuning: dict[str, Any]
     rows: dict[str, int]  # by split
     steps: int

@@ -275,13 +275,10 @@ def read_trunk_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     from electra.training.checkpoint import find_model_folder
 
     checkpoint = find_model_folder(Path(explicit_values["branch_from"]))
-    stored = read_run_settings(checkpoint)
+    stored = read_phase_settings(checkpoint)
     task_state = asdict(read_pretraining_state(checkpoint))
     pair = read_model_config(checkpoint)
-    if phases := stored.get("phases"):
-        stored |= split_phase(phases[task_state["phase"]])
     settings = {name: stored[name] for name in inherited_settings() if name in stored}
-    settings = convert_values(PretrainConfig, settings)
     settings |= {name: task_state[name] for name in ("objective", *ROW_ORDER)}
     size = stored.get("size", size_name_for_encoder(main_encoder_config(pair.encoder_configs())))
     has_other_size = explicit_values.get("size", size) != size  # an error later, which overrides must not hide
@@ -323,6 +320,16 @@ def read_run_settings(checkpoint: Path) -> dict[str, Any]:
     run = checkpoint.parent.parent
     is_inside = checkpoint.parent.name == CHECKPOINTS and (run / CONFIG).exists()
     return read_run_record(run).pretraining if is_inside else {}
+
+
+def read_phase_settings(checkpoint: Path) -> dict[str, Any]:
+    """The flat settings of the phase in which a checkpoint was saved; empty if it was moved out of its run."""
+    settings = read_run_settings(checkpoint)
+    if not settings.get("phases"):
+        return settings
+    values = split_phase(settings["phases"][read_pretraining_state(checkpoint).phase])
+    values.pop("fraction", None)
+    return settings | convert_values(PretrainConfig, values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ def held_out_loader_config(config: PretrainConfig) -> LoaderConfig:
         length=min(HELD_OUT_LENGTH, config.loader.length),
         batch_size=min(32, config.evaluation_rows),
         packing=config.loader.packing,
+        cross_document_attention=config.loader.cross_document_attention,
     )
 
 

@@ -216,13 +216,13 @@ class Model:
         return min(encoder.positions, self.trained_length or encoder.positions)
 
     def tokenize(self, texts: Sequence[str], encoder: EncoderConfig) -> list[TokenizedText]:
-        """The tokens of texts, truncated to the length that the model was trained on."""
-        length = self.max_length(encoder)
-        encoded = [encoding.ids for encoding in self.tokenizer.library.encode_batch(list(texts))]
-        return [
-            TokenizedText(ids[:length], [self.token_name(token_id) for token_id in ids[:length]], len(ids) > length)
-            for ids in encoded
-        ]
+        """The tokens of texts, truncated before the final [SEP] to the length that the model was trained on."""
+        length, rows = self.max_length(encoder), []
+        for encoding in self.tokenizer.library.encode_batch(list(texts)):
+            is_truncated = len(encoding.ids) > length
+            ids = [*encoding.ids[: length - 1], encoding.ids[-1]] if is_truncated else encoding.ids
+            rows.append(TokenizedText(ids, [self.token_name(token_id) for token_id in ids], is_truncated))
+        return rows
 
     def pad(self, rows: Sequence[TokenizedText], encoder: EncoderConfig) -> tuple[Tensor, Tensor]:
         """Padded token ids and attention mask [B, L]."""

@@ -22,7 +22,7 @@ from electra.objectives.config import MaskingConfig
 from electra.objectives.evaluation import SEED, mask_and_corrupt, roc_auc
 from electra.objectives.masking import maskable_tokens
 from electra.objectives.objectives import ObjectiveContext
-from electra.pretraining.config import read_run_settings
+from electra.pretraining.config import read_phase_settings
 from electra.pretraining.held_out import HELD_OUT_LENGTH
 from electra.pretraining.initialize import unigram_frequencies
 from electra.studies.config import AnalyzeConfig
@@ -71,7 +71,7 @@ def held_out_batches(electra: Electra, shards: Shards, folder: Path, rows: int) 
     """About `rows` held-out rows, of the length and packing that the model in `folder` was trained on."""
     discriminator = electra.require_discriminator()
     length = min(HELD_OUT_LENGTH, read_trained_length(folder) or discriminator.encoder.config.positions)
-    packing = read_run_settings(folder).get("packing", "packed")
+    packing = read_phase_settings(folder).get("packing", "packed")
     loader = LoaderConfig(length=length, batch_size=min(ROWS_PER_BATCH, rows), packing=packing)
     device = next(discriminator.parameters()).device
     return validation_batches(shards, loader, max_batches=max(1, rows // loader.batch_size), device=device)
@@ -88,7 +88,7 @@ def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, conf
     context = ObjectiveContext(
         vocabulary=shards.tokenizer.vocabulary,
         masking=MaskingConfig(
-            mask_fraction=read_run_settings(folder).get("mask_fraction", MaskingConfig.mask_fraction)
+            mask_fraction=read_phase_settings(folder).get("mask_fraction", MaskingConfig.mask_fraction)
         ),
         seed=SEED,
         frequencies=frequencies if electra.generator is None else None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from electra.finetuning.jobs import find_model_to_finetune
+from electra.finetuning.model import checksum_of_weights
 from electra.finetuning.probe import ProbeJob, parse_settings, run_probe_jobs, without_finished, write_rows
 from electra.finetuning.probe_results import Estimate, estimate_mean, read_results
 from electra.finetuning.tasks import Task, get_glue_task, read_split_rows
@@ -52,6 +53,7 @@ def few_shot_curve(config: AnalyzeConfig) -> tuple[list[FewShotPoint], dict[str,
 def few_shot_jobs(config: AnalyzeConfig, folder: Path) -> Iterator[ProbeJob]:
     """Jobs on random subsets of each task's training rows, evaluated on the same held-out training rows."""
     model = find_model_to_finetune(config.model)
+    weights = checksum_of_weights(model)
     [tuning] = parse_settings(("few-shot", *config.finetuning)).values()
     for name in config.tasks:
         task = get_glue_task(name, config.glue or "")
@@ -65,6 +67,7 @@ def few_shot_jobs(config: AnalyzeConfig, folder: Path) -> Iterator[ProbeJob]:
                 seed=subset + 1,
                 folder=folder / f"{name}-{examples}-{subset}" / "job",
                 model_name=str(config.model),
+                weights=weights,
                 setting=f"{examples} examples",
                 fold=subset,
             )

@@ -21,6 +21,7 @@ PEAK_FLOPS = {  # dense bf16 FLOP/s from the vendors' data sheets
     "H200": 989e12,
     "H100": 989e12,
     "A100": 312e12,
+    "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,

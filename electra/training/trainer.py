@@ -158,7 +158,7 @@ class Trainer:
                     self.log_metrics()
                 if self.is_due(self.config.evaluate_every):
                     self.evaluate()
-                if self.is_due(self.config.save_every) or self.is_save_overdue():
+                if self.is_save_due():
                     self.save_checkpoint()
             if self.is_warm and not signals:
                 if not self.is_due(self.config.log_every):
@@ -190,9 +190,10 @@ class Trainer:
     def is_due(self, every: int) -> bool:
         return self.state.step % every == 0
 
-    def is_save_overdue(self) -> bool:
-        """Whether the last checkpoint is old; a finished run is evaluated before its last checkpoint."""
-        return self.state.seconds - self.saved_at >= SAVE_SECONDS and not self.is_finished()
+    def is_save_due(self) -> bool:
+        """Whether to save a checkpoint before the last one, which is saved after the last evaluation."""
+        is_old = self.state.seconds - self.saved_at >= SAVE_SECONDS
+        return (is_old or self.is_due(self.config.save_every)) and not self.is_finished()
 
     def step(self) -> None:
         """Train on one batch."""
@@ -269,7 +270,7 @@ class Trainer:
     def build_step(self) -> Callable[[Any], dict[str, Tensor]]:
         """A training step of one rank or several; CUDA graphs read learning rates from the device."""
         for group in self.parameter_groups() if self.cuda_graphs else ():
-            group["lr"] = torch.tensor(0.0, device=group["params"][0].device)
+            group["lr"] = torch.as_tensor(group["lr"], device=group["params"][0].device)
         wrap: Callable[[Any], Any] = GraphedStep if self.cuda_graphs else lambda part: part
         if self.gradients is None:
             return wrap(self.compute_step)
@@ -421,8 +422,7 @@ class Trainer:
 
     def save_checkpoint(self) -> Path:
         """Write a checkpoint, and remove those that are neither recent nor best."""
-        state = self.state
-        self.saved_at = state.seconds
+        state, self.saved_at = self.state, self.state.seconds
         best_loss = math.inf if state.best_loss is None else state.best_loss
         if self.evaluated_step == state.step and self.metrics["loss"] < best_loss:  # False for NaN
             state.best_checkpoint = checkpoint_name(state.step)

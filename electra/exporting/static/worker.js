@@ -65,19 +65,18 @@ const methods = {
   /** The words of a text with the probability of each token that it was replaced. */
   async detect({ text }) {
     const split = words.split(text);
-    const { ids, before } = withSpecialTokens(split.ids);
-    const kept = ids.slice(0, about.length);
-    const { logits } = await run("discriminator", kept);
+    const { ids, before, read: tokensRead } = withSpecialTokens(split.ids);
+    const { logits } = await run("discriminator", ids);
     const [data, size] = [logits.data, logits.dims.length === 3 ? logits.dims[2] : 1];
     const probability = (place) => sigmoid(size === 1 ? data[place] : data[place * size + 1] - data[place * size]);
     const read = [];
     for (const word of split.words) {
       const tokens = word.tokens.map((token, index) => ({ ...token, place: before + word.first + index }));
-      if (tokens[tokens.length - 1].place >= kept.length) break;
+      if (tokens[tokens.length - 1].place >= before + tokensRead) break;
       for (const token of tokens) token.probability = probability(token.place);
       read.push({ ...word, tokens, probability: Math.max(...tokens.map((token) => token.probability)) });
     }
-    return { words: read, isTruncated: kept.length < ids.length, tokens: kept.length };
+    return { words: read, isTruncated: tokensRead < split.ids.length, tokens: ids.length };
   },
 
   /** What the generator would write in place of the word from `start` to `end`; where the word itself stands. */
@@ -190,11 +189,14 @@ function spanLogProbabilities(logits, first) {
   return allowed.map((logit) => logit - logSum);
 }
 
-/** Token ids with the special tokens that the tokenizer adds, and the number of those before the text. */
+/** Token ids, truncated, with the special tokens that the tokenizer adds; the number of those before the text, and how
+ * many tokens of the text are left. */
 function withSpecialTokens(ids) {
   const [alone, plain] = [words.tokenizer.encode("a").ids, words.encode("a")];
   const before = Math.max(0, alone.findIndex((_, at) => plain.every((id, index) => alone[at + index] === id)));
-  return { ids: [...alone.slice(0, before), ...ids, ...alone.slice(before + plain.length)], before };
+  const after = alone.slice(before + plain.length);
+  const kept = ids.slice(0, about.length - before - after.length);
+  return { ids: [...alone.slice(0, before), ...kept, ...after], before, read: kept.length };
 }
 
 /** The generator's probabilities of all tokens at places of a text, in their order, which are masked. */
@@ -208,9 +210,8 @@ async function predictMasked(text, places) {
     at = end;
   }
   const { ids } = withSpecialTokens(words.encode(parts.join("") + text.slice(at)));
-  const kept = ids.slice(0, about.length);
-  const masks = kept.flatMap((id, place) => (id === special.mask ? [place] : []));
-  const { logits } = await run("generator", kept);
+  const masks = ids.flatMap((id, place) => (id === special.mask ? [place] : []));
+  const { logits } = await run("generator", ids);
   const size = logits.dims[2];
   return numbers.map((number) => softmax(logits.data.subarray(masks[number] * size, (masks[number] + 1) * size)));
 }
