@@ -106,7 +106,7 @@ class ResumableFile:
     def discard(self) -> None:
         """Remove all partial files."""
         self.close()
-        remove_partial_files(self.path)
+        remove_partial_output(self.path)
 
 
 def partial_files(path: Path) -> tuple[Path, Path, Path]:
@@ -115,7 +115,7 @@ def partial_files(path: Path) -> tuple[Path, Path, Path]:
     return path.with_name(f"{path.name}{PARTIAL}"), progress, table
 
 
-def remove_partial_files(path: Path) -> None:
+def remove_partial_output(path: Path) -> None:
     for partial in partial_files(path):
         partial.unlink(missing_ok=True)
 
@@ -130,7 +130,7 @@ def check_output_file(output: Path, path: Path, suffixes: Collection[str], overw
         raise ConfigError(f"is {output}, the same as --input; choose another name", field="output")
     if output.exists() and not overwrite:
         with lock_file(output):  # removes the lock, too, of a process that was killed after it completed the file
-            remove_partial_files(output)
+            remove_partial_output(output)
         raise ConfigError(f"is {output}, which exists; choose another name, or add --overwrite", field="output")
 
 

@@ -161,7 +161,7 @@ def test_a_table_has_the_results_of_one_model(glue_config, encoder_folder, tmp_p
         glue(glue_config(tasks=("cola",), seeds=1))
     change_weights(model)
     for tasks in (("cola",), ("rte",)):  # neither beside the earlier result nor instead of it
-        with pytest.raises(ConfigError, match="model.safetensors has other content"):
+        with pytest.raises(ConfigError, match=r"model\.safetensors has other content"):
             glue(glue_config(model=model, tasks=tasks, seeds=1))
 
 

@@ -83,6 +83,8 @@ def test_results_equal_those_of_the_python_api(server, model):
         vectors = model.embed(texts, pooling=pooling).tolist()
         for result, vector in zip(answer["results"], vectors, strict=True):
             assert result["vector"] == pytest.approx(vector, abs=1e-4)
+    [*_, truncated] = server.ask("/embed", {"texts": ["the cat", "cat " * 100]})[1]["results"]
+    assert truncated["is_truncated"]
 
 
 def test_requests_in_the_documentation_have_the_results_that_it_shows(server, finetuned):

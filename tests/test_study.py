@@ -32,7 +32,7 @@ from electra.studies.command import study
 from electra.studies.config import StudyConfig, StudyName
 from electra.studies.measures import MeasuredRun, estimate_loss, estimate_probe_difference, pooled_variance
 from electra.studies.results import (
-    check_own_folder,
+    check_study_folder,
     describe_orderings,
     judge,
     plot_study,
@@ -293,10 +293,10 @@ def test_a_folder_of_others_is_refused(study_config, tmp_path):
 
 
 def test_a_folder_of_tables_of_others_is_refused(tmp_path):
-    check_own_folder(tmp_path)
+    check_study_folder(tmp_path)
     (tmp_path / "study.md").write_text("precious")
     with pytest.raises(DataError, match="was not written by electra study"):
-        check_own_folder(tmp_path)
+        check_study_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from electra.data.files import (
 )
 from electra.errors import ConfigError, DataError
 
-BLOCK_BYTES = 1 << 20
 SAMPLED_FILES = 16
+BLOCK_BYTES = 1 << 20
 """Bytes of text that are read at a time."""
 MAX_DOCUMENT_BYTES = 16 << 20
 """A longer document is cut at spaces into documents of at most this size."""

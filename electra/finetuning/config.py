@@ -124,7 +124,8 @@ class TuningConfig:
     """Hyperparameters of fine-tuning. The defaults are the paper's for the encoder's size and the task."""
 
     epochs: int | None = None
-    """Passes over the training rows; default 3, for rte and stsb 10, for question answering 2."""
+    """Passes over the training rows; default 3, for rte and stsb 10, for ner, chunking and pos 5, for question
+    answering 2."""
     batch_size: int = 32
     """Rows per step."""
     micro_batches: int = 1
@@ -147,7 +148,8 @@ class TuningConfig:
     folder (classifier_pooling in Hugging Face's), else cls."""
     length: int | None = None
     """Maximum length in tokens; longer texts are truncated, the longer one of a pair first; default 128. Question
-    answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less."""
+    answering reads contexts in windows of this length; default 512, or the length of pre-training if that is less, but
+    at least 128."""
     embedding_noise: float = 0.0
     """Add uniform noise to the embeddings during training (NEFTune), between ± this value / √(padded length of the
     batch · embedding width), as a regulariser of models without dropout: try 15. 0: none."""

@@ -36,7 +36,7 @@ from electra.finetuning.readers import LABEL_SEPARATOR, Row
 from electra.finetuning.tasks import Examples, Task, add_line_to_errors
 from electra.model.storage import load_model_tokenizer, warn_untrained_length
 from electra.progress import show_row_count
-from electra.resumable import check_output_file, content_checksum, open_resumable, remove_partial_files
+from electra.resumable import check_output_file, content_checksum, open_resumable, remove_partial_output
 from electra.runfolder import (
     CONFIG,
     PARTIAL,
@@ -269,7 +269,7 @@ def check_output_folder(folder: Path, rows: Path, overwrite: bool) -> None:
         raise ConfigError(f"is {folder}, but there is no folder {folder.parent}", field="output")
     if not is_missing_or_empty(folder) and not overwrite:
         with lock_file(rows):  # of a process that was killed after it completed the folder
-            remove_partial_files(rows)
+            remove_partial_output(rows)
             rows.unlink(missing_ok=True)
         raise ConfigError(f"is {folder}, which exists; choose another name, or add --overwrite", field="output")
 

@@ -70,9 +70,9 @@ class ProbeJob(Job):
     def identity(self) -> dict[str, Any]:
         """The fields that a stored result must share to count as this job's."""
         names = ("model", "setting", "task", "fold", "seed")
-        fields = {"checkpoint": self.model.name, "weights": self.weights}
-        fields |= {"tuning": asdict(self.tuning), "rows": count_rows(self.task)}
-        return json.loads(dump_json(dict(zip(names, self.key, strict=True)) | fields))  # as read from the file
+        fields = dict(zip(names, self.key, strict=True)) | {"checkpoint": self.model.name, "weights": self.weights}
+        tuning, rows = asdict(self.tuning), count_rows(self.task)
+        return json.loads(dump_json(fields | {"tuning": tuning, "rows": rows}))  # as read from the file
 
     def run(self, quiet: bool = False) -> ProbeResult | None:  # type: ignore[override]  # not a Job's result
         try:

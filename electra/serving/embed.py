@@ -63,12 +63,13 @@ def embed(config: EmbedConfig) -> Embedding | TextResults | EmbedResult:
         raise ConfigError(f"--input {config.input.input} is a table; --output vectors.npy writes its embeddings")
     texts = [config.input.text] if config.input.text is not None else list(read_lines(config.input.input).values())
     embedder, _ = load_embedder(config)
-    results = []
-    for text in texts:
-        truncated = embedder.truncated
-        [vector] = embedder.embed([text]).tolist()
-        results.append(Embedding(vector, embedder.truncated > truncated))
+    results = embed_texts(embedder, texts)
     return results[0] if config.input.text is not None else TextResults(results)
+
+
+def embed_texts(embedder: Embedder, texts: list[str]) -> list[Embedding]:
+    vectors, is_truncated = embedder.embed_with_truncation(texts)
+    return [Embedding(*each) for each in zip(vectors.tolist(), is_truncated.tolist(), strict=True)]
 
 
 def load_embedder(config: EmbedConfig) -> tuple[Embedder, Path]:

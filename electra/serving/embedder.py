@@ -47,8 +47,12 @@ class Embedder:
 
     def embed(self, texts: list[str]) -> NDArray:
         """The embeddings [N, dimensions] of texts; those of several layers are concatenated."""
+        return self.embed_with_truncation(texts)[0]
+
+    def embed_with_truncation(self, texts: list[str]) -> tuple[NDArray, NDArray]:
+        """The embeddings [N, dimensions] of texts, and which texts were truncated [N]."""
         if not texts:
-            return np.empty((0, self.dimensions), np.float32)
+            return np.empty((0, self.dimensions), np.float32), np.empty(0, bool)
         features = make_features(Examples(texts=texts), self.tokenizer, self.length)
         self.truncated += int(features.is_truncated.sum())
         vectors = compute_logits(
@@ -61,7 +65,7 @@ class Embedder:
             self.max_tokens,
         )
         check_finite(vectors, "the encoder")
-        return vectors
+        return vectors, features.is_truncated.numpy()
 
     def pooled_states(
         self, input_ids: Tensor, attention_mask: Tensor, segment_ids: Tensor, targets: Tensor | None = None

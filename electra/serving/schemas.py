@@ -6,14 +6,11 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from electra.model.config import EmbeddingPooling
 from electra.serving.config import LimitsConfig
+from electra.serving.embed import Embedding
 from electra.serving.inference import Detection, MaskPredictions, Method
 from electra.serving.service import Service
 
 MAX_COUNT = 100
-
-
-class Embedding(BaseModel):
-    vector: list[float]
 
 
 class Error(BaseModel):

@@ -11,6 +11,7 @@ from electra.finetuning.tasks import Task
 from electra.model.config import EmbeddingPooling
 from electra.model.storage import is_onnx_folder
 from electra.serving.config import ServeConfig
+from electra.serving.embed import embed_texts
 from electra.serving.embedder import Embedder
 from electra.serving.inference import Method, Model, load, load_onnx
 
@@ -57,7 +58,7 @@ class Service:
         return [asdict(each) for each in self.model.fill_batch(texts, count)]
 
     def embed(self, texts: list[str], pooling: EmbeddingPooling) -> list[Any]:
-        return [{"vector": vector} for vector in self.embedder(pooling).embed(texts).tolist()]
+        return [asdict(each) for each in embed_texts(self.embedder(pooling), texts)]
 
     def create_embedder(self, pooling: EmbeddingPooling) -> Embedder:
         assert isinstance(self.model, Model)

@@ -33,12 +33,12 @@ from electra.studies.detection import (
     DetectionBin,
     Detections,
     LayerRatios,
+    batches_as_in_training,
     bins_by_frequency,
     bins_by_position,
     calibration_bins,
     detect_in_held_out_text,
     expected_calibration_error,
-    held_out_batches,
     residual_ratios,
 )
 from electra.studies.few_shot import FewShotPoint, few_shot_curve
@@ -129,7 +129,7 @@ def analyze(config: AnalyzeConfig) -> Analysis:
             by_frequency=bins_by_frequency(detections),
             calibration=calibration_bins(detections),
             residual=residual_ratios(
-                electra.require_discriminator().encoder, held_out_batches(electra, shards, folder, rows)
+                electra.require_discriminator().encoder, batches_as_in_training(electra, shards, folder, rows)
             ),
             neighbors=nearest_tokens(vocabulary_map, tokens),
             few_shot=points,

@@ -6,7 +6,7 @@ from electra.runfolder import lock_folder
 from electra.signals import explain_stop
 from electra.studies.config import OutputRecord, StudyConfig
 from electra.studies.measures import check_probe, finetunings_per_run, measure_runs, read_measures
-from electra.studies.results import StudyResult, check_own_folder, summarize_study, write_study
+from electra.studies.results import StudyResult, check_study_folder, summarize_study, write_study
 from electra.studies.runs import StudyEstimate, StudyRun, estimate_study, plan_runs, train_runs
 from electra.studies.studies import Study, find_study
 from electra.training.hardware import choose_device
@@ -16,7 +16,7 @@ def study(config: StudyConfig) -> StudyResult | StudyEstimate:
     """Train and measure what is not finished, and summarize the study; a dry run returns an estimate instead."""
     study = find_study(config)
     runs = plan_runs(study, config)
-    check_own_folder(config.output / config.name)
+    check_study_folder(config.output / config.name)
     if config.data is None:
         return summarize(config, study, runs, {})
     shards = open_shards(config.data)

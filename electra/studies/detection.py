@@ -67,7 +67,7 @@ class CalibrationBin:
     tokens: int
 
 
-def held_out_batches(electra: Electra, shards: Shards, folder: Path, rows: int) -> Iterator[Batch]:
+def batches_as_in_training(electra: Electra, shards: Shards, folder: Path, rows: int) -> Iterator[Batch]:
     """About `rows` held-out rows, of the length and packing that the model in `folder` was trained on."""
     discriminator = electra.require_discriminator()
     length = min(HELD_OUT_LENGTH, read_trained_length(folder) or discriminator.encoder.config.positions)
@@ -96,7 +96,7 @@ def detect_in_held_out_text(electra: Electra, shards: Shards, folder: Path, conf
     ranks = torch.empty_like(frequencies, dtype=torch.long)
     ranks[frequencies.argsort(descending=True)] = torch.arange(1, len(ranks) + 1, device=device)
     columns: list[list[Tensor]] = []
-    for batch in held_out_batches(electra, shards, folder, config.rows):
+    for batch in batches_as_in_training(electra, shards, folder, config.rows):
         corrupted = mask_and_corrupt(electra, batch, context).corrupted
         probabilities = discriminator(corrupted.input_ids, **batch.encoder_inputs()).float().sigmoid()  # [B, L]
         positions = torch.arange(batch.input_ids.shape[1], device=device).expand_as(batch.input_ids)

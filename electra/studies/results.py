@@ -346,7 +346,7 @@ def table_csv(settings: list[SettingResult]) -> str:
     return file.getvalue()
 
 
-def check_own_folder(folder: Path) -> None:
+def check_study_folder(folder: Path) -> None:
     """Raise a DataError if the folder of a study's tables and figures has files of others."""
     if is_missing_or_empty(folder):
         return
