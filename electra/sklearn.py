@@ -5,7 +5,7 @@ from electra.sklearn import ElectraClassifier, ElectraVectorizer
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ DEV_ROWS = 32  # of the training rows, on which each epoch is evaluated; nothing
 
 def check_texts(texts: Any) -> list[str]:
     """A list of texts; raises a DataError if there are none or `texts` holds anything else."""
-    if isinstance(texts, str | bytes) or np.ndim(texts) != 1:
+    # not numpy's function, which makes an array as wide as the longest text of a list
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable) or getattr(texts, "ndim", 1) != 1:
         raise DataError("X must be a list or a column of texts, one for each sample")
     texts = list(texts)
     if not texts:

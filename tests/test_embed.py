@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import random
 
 import numpy as np
@@ -159,3 +160,18 @@ def test_what_cannot_be_embedded_is_one_sentence(
 def test_an_unknown_pooling_is_an_error(encoder_folder):
     with pytest.raises(ConfigError, match="choose from cls, mean, max"):
         electra.load(encoder_folder, device="cpu").embed("a cat", pooling="sum")
+
+
+def test_empty_lines_between_others_have_embeddings(encoder_folder, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("the cat\n\nthe dog\n\n")
+    main(f"embed --model {encoder_folder} --input {tmp_path}/lines.txt --device cpu --json".split())
+    vectors = [each["vector"] for each in json.loads(capsys.readouterr().out)["results"]]
+    embed_file(encoder_folder, tmp_path / "lines.txt", tmp_path / "lines.npy")
+    np.testing.assert_allclose(vectors, np.load(tmp_path / "lines.npy")[:3], atol=1e-5)
+
+
+def test_a_pipe_is_not_embedded_into_a_table_that_needs_its_texts_again(encoder_folder, tmp_path, capsys):
+    os.mkfifo(tmp_path / "texts.txt")
+    with pytest.raises(SystemExit):
+        embed_file(encoder_folder, tmp_path / "texts.txt", tmp_path / "vectors.parquet")
+    assert "a pipe, which is read twice" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+from itertools import permutations
 
 import pyarrow
 import pyarrow.parquet
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from electra.data import files
 from electra.errors import ConfigError, DataError
 from electra.finetuning import readers
-from electra.finetuning.readers import Row, read_rows
+from electra.finetuning.readers import Row, read_rows, sort_labels
 
 
 def compress_zstd(data: bytes) -> bytes:
@@ -72,6 +73,18 @@ def test_every_format_and_compression_gives_the_same_rows(rows_in, format, compr
 def test_byte_order_marks_carriage_returns_and_blank_lines_are_ignored(rows_in, format):
     content = b"\xef\xbb\xbf" + CONTENT[format].replace(b"\r\n", b"\n").replace(b"\n", b"\r\n") + b"\r\n\r\n"
     assert [row.values for row in rows_in(f"a{format}", content)] == ROWS
+
+
+@pytest.mark.parametrize("format", [".csv", ".tsv"])
+def test_blank_lines_between_the_rows_of_a_single_column_are_empty_texts(rows_in, format):
+    rows = rows_in(f"a{format}", b"\ntext\none\n\ntwo\n\n")
+    assert rows == [Row(3, {"text": "one"}), Row(4, {"text": ""}), Row(5, {"text": "two"})]
+
+
+def test_the_order_of_classes_does_not_depend_on_the_process():
+    names = ["10", "nan", "9", "1"]
+    assert {sort_labels(dict.fromkeys(order)) for order in permutations(names)} == {("1", "10", "9", "nan")}
+    assert sort_labels({"10", "9"}) == ("9", "10")
 
 
 def test_quoted_csv_fields_may_span_lines(rows_in):

@@ -178,7 +178,8 @@ def test_concurrent_requests_are_batched_and_not_mixed_up(server, model):
     ("path", "body", "status", "message"),
     [
         ("/detect", b'{"texts": ["a}', 422, "not valid JSON: Unterminated string starting at (character 11)"),
-        ("/detect", b"[" * 100_000, 400, "parsing the body"),
+        ("/detect", b'{"texts": ["\xff"]}', 422, "not valid JSON in UTF-8"),
+        ("/detect", b"[" * 100_000, 422, "nested too deeply"),
         ("/detect", b"[]", 422, "must be a JSON object"),
         ("/detect", {"texts": "the cat"}, 422, "texts: "),
         ("/detect", {"texts": [1]}, 422, "texts.0: "),
@@ -252,6 +253,31 @@ def test_slow_clients_are_disconnected(model):
             slow.sendall(b"GET /hea")
             rest = b"".join(iter(lambda: slow.recv(4096), b""))  # perhaps the end of the first answer
             assert b"HTTP/1.1" not in rest
+
+
+@pytest.mark.parametrize("header", [b"", b"connection: close\r\n"])
+def test_clients_that_read_nothing_of_a_response_are_disconnected(model, header):
+    service, body = Service(model, 256), b'{"texts": ["a"]}'
+    service.functions["embed"] = lambda texts, pooling: [{"vector": [0.5] * 2_000_000, "is_truncated": False}]
+    head = b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 16\r\n"
+    with running_server(service, client_timeout=0.3) as server:
+        assert len(server.ask("/embed", {"texts": ["a"]})[1]["results"][0]["vector"]) == 2_000_000
+        with socket.create_connection(("127.0.0.1", server.port)) as slow:
+            slow.sendall(head + header + b"\r\n" + body)
+            deadline = time.monotonic() + 20
+            while 'endpoint="/embed",status="200"} 2' not in server.ask("/metrics")[1]:
+                assert time.monotonic() < deadline
+            while server.server.server_state.connections and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not server.server.server_state.connections
+
+
+def test_a_failure_is_counted_as_such(model):
+    service = Service(model, 256)
+    service.functions["detect"] = lambda texts, option: 1 / 0
+    with running_server(service) as server:
+        assert server.ask("/detect", {"texts": ["a"]})[0] == 500
+        assert 'endpoint="/detect",status="500"} 1' in server.ask("/metrics")[1]
 
 
 def test_texts_of_clients_that_have_gone_are_not_computed(model):

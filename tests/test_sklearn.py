@@ -132,7 +132,9 @@ def test_scores_are_cross_validated_with_string_labels(make_classifier):
     ("X", "y", "message"),
     [
         ("one text", [0], "X must be a list or a column of texts"),
-        ([["a"], ["b"]], [0, 1], "X must be a list or a column of texts"),
+        (np.array([["a"], ["b"]]), [0, 1], "X must be a list or a column of texts"),
+        (3, [0], "X must be a list or a column of texts"),
+        ([["a"], ["b"]], [0, 1], r"X\[0\] is a list; each sample must be a text"),
         ([], [], "minimum of 1 text"),
         (["a", 1.5], [0, 1], r"X\[1\] is a float; each sample must be a text"),
         (["a", "b"], None, "requires y to be passed"),

@@ -706,6 +706,15 @@ def test_runs_on_different_devices_are_mentioned():
     assert "MLM losses are of different numbers of held-out rows" in verdict
 
 
+def test_losses_of_few_runs_are_judged_with_their_degrees_of_freedom():
+    """The difference is three standard errors, estimated with two degrees of freedom."""
+    runs = [measured(A, seed, loss=0.2 + 0.01 * seed) for seed in (0, 1)]
+    runs += [measured(B, seed, loss=0.2212 + 0.01 * seed) for seed in (0, 1)]
+    result = summarize_study("x", STUDY, runs, [], {}, wants_probe=False)
+    assert result.orderings[0].difference.mean / result.orderings[0].difference.error == pytest.approx(3, abs=0.01)
+    assert "Within noise (less than 4.3 standard errors)" in result.verdict
+
+
 def test_a_study_without_glue_ignores_the_probe_of_some_of_its_runs():
     """Which another study with the same runs may have computed."""
     runs = [measured(A, 0, 0.6, loss=0.2), measured(B, 0, loss=0.3)]

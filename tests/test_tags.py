@@ -229,10 +229,12 @@ def test_columns_are_separated_by_tabs_or_spaces(read_conll, name):
 def test_words_that_start_with_a_hash_are_no_comments(read_conll):
     [row] = read_conll("#electra O\n# O\nis O\n")
     assert row.values["1"] == ["#electra", "#", "is"]
+    [row] = read_conll("# comment\n#\tO\nis\tO\n")  # columns are separated by tabs
+    assert row.values["1"] == ["#", "is"]
 
 
 def test_conllu_has_names_for_its_columns_and_ids_that_are_no_words(read_conll):
-    lines = ["# text = vámonos", "1-2\tvámonos" + "\t_" * 8]
+    lines = ["# text = vámonos", "# as many words as a word has columns , ten", "1-2\tvámonos" + "\t_" * 8]
     lines += [
         f"{number}\t{word}\t_\t{tag}" + "\t_" * 6 for number, word, tag in ((1, "vamos", "VERB"), (2, "nos", "PRON"))
     ]

@@ -120,27 +120,31 @@ def read_conll(path: Path) -> Iterator[Row]:
 def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()) -> Iterator[Row]:
     """The sentences between blank lines, as lists by column; without comments and marks of documents.
 
-    A line that starts with # is a comment if a sentence may start there and it has another number of columns."""
-    numbered = ((number, split_columns(line)) for number, line in enumerate(chain(lines, [""]), start=1))
+    A line that starts with # is a comment if a sentence may start there and, unless the file is CoNLL-U, it has another
+    number of columns or none that are separated like those of words."""
+    numbered = ((number, split_columns(line), "\t" in line) for number, line in enumerate(chain(lines, [""]), start=1))
     head = []  # up to the first line that is certainly a word
-    for number, fields in numbered:
-        head.append((number, fields))
-        if fields and not fields[0].startswith(("#", DOCUMENT_START)):
+    for each in numbered:
+        head.append(each)
+        if each[1] and not each[1][0].startswith(("#", DOCUMENT_START)):
             break
-    names = list(columns) or [str(column) for column in range(1, len(head[-1][1]) + 1)]
+    _, first_word, has_tabs = head[-1]
+    names = list(columns) or [str(column) for column in range(1, len(first_word) + 1)]
     start = 0
     cells: list[str] = []  # of the sentence, word by word: a list for each word would be slow in long sentences
-    for number, fields in chain(head, numbered):
+    for number, fields, is_tabbed in chain(head, numbered):
+        may_be_comment = not cells and bool(fields) and fields[0].startswith("#")
         if not fields or fields[0] == DOCUMENT_START:
             if cells:
                 yield Row(start, {name: cells[column :: len(names)] for column, name in enumerate(names)})
             cells = []
+        elif may_be_comment and (columns or len(fields) != len(names) or is_tabbed != has_tabs):
+            continue
         elif len(fields) != len(names):
-            if cells or not fields[0].startswith("#"):
-                raise DataError(
-                    f"{file_name}, line {number}: {len(fields):,} columns, but {len(names)} in the lines before; each "
-                    "word needs all columns, separated by spaces or by tabs, and a blank line ends a sentence"
-                )
+            raise DataError(
+                f"{file_name}, line {number}: {len(fields):,} columns, but {len(names)} in the lines before; each "
+                "word needs all columns, separated by spaces or by tabs, and a blank line ends a sentence"
+            )
         elif not (columns and NO_WORD.fullmatch(fields[0])):
             start = start if cells else number
             cells += fields

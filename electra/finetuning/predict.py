@@ -349,6 +349,9 @@ class ConllWriter(JsonWriter):
         tags = row["prediction"]
         columns = [cell for cell in row.values() if isinstance(cell, list) and len(cell) == len(tags)]
         columns = [column for column in columns if all(isinstance(cell, str) for cell in column)]
+        if len(columns) == 1:  # the tags: the words are a text, separated by spaces
+            texts = [cell.split() for cell in row.values() if isinstance(cell, str)]
+            columns = [*[words for words in texts if len(words) == len(tags)][:1], *columns]
         for cells in zip(*columns, strict=True):
             if any(re.search(r"\s", cell) for cell in cells):
                 raise DataError("a word or tag contains a space, which .conll cannot hold; write .jsonl")

@@ -63,7 +63,7 @@ def read_rows(path: Path, *, columns: Sequence[str] = (), skip_malformed: bool =
             rows = json_rows(name, decode_lines(path, decompressed))
         else:
             lines = decode_lines(path, decompressed)
-            records = csv_records(name, lines) if file.format == ".csv" else tsv_records(lines)
+            records = with_empty_texts(csv_records(name, lines) if file.format == ".csv" else tsv_records(lines))
             rows = table_rows(name, records, columns, skip_malformed)
         for row in rows:
             is_empty = False
@@ -94,8 +94,7 @@ def csv_records(file_name: str, lines: Iterator[str]) -> Iterator[tuple[int, lis
     try:
         reader = csv.reader(chain([header], lines), delimiter=detect_delimiter(header), strict=True)
         for fields in reader:
-            if fields:
-                yield line, fields
+            yield line, fields
             line = start + reader.line_num
     except csv.Error as error:
         advice = "quote fields that contain the delimiter, a line end or a quotation mark, and double quotation marks"
@@ -111,8 +110,20 @@ def detect_delimiter(header: str) -> str:
 def tsv_records(lines: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     """The fields of each line of a .tsv file, and the line number."""
     for number, line in enumerate(lines, start=1):
-        if text := line.removesuffix("\n").removesuffix("\r"):
-            yield number, text.split("\t")
+        text = line.removesuffix("\n").removesuffix("\r")
+        yield number, text.split("\t") if text else []
+
+
+def with_empty_texts(records: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
+    """The records of a table without blank lines, but for those between rows of a single column: empty texts."""
+    width, blank = 0, []
+    for line, fields in records:
+        if not fields:
+            blank.append(line)
+            continue
+        yield from ((number, [""]) for number in blank if width == 1)
+        width, blank = width or len(fields), []
+        yield line, fields
 
 
 def table_rows(
@@ -311,7 +322,7 @@ def sort_labels(names: set[str]) -> tuple[str, ...]:
     if len(names) > MAX_LABELS:
         raise DataError(f"{len(names):,} different labels; at most {MAX_LABELS:,} are allowed")
     numbers = {name: parse_number(name) for name in names}
-    if None in numbers.values():
+    if any(number is None or math.isnan(number) for number in numbers.values()):
         return tuple(sorted(names))
     return tuple(sorted(names, key=lambda name: (numbers[name], name)))
 

@@ -61,10 +61,16 @@ def embed(config: EmbedConfig) -> Embedding | TextResults | EmbedResult:
         return embed_file(config)
     if is_table(config.input.input):
         raise ConfigError(f"--input {config.input.input} is a table; --output vectors.npy writes its embeddings")
-    texts = [config.input.text] if config.input.text is not None else list(read_lines(config.input.input).values())
+    texts = [config.input.text] if config.input.text is not None else read_all_lines(config.input.input)
     embedder, _ = load_embedder(config)
     results = embed_texts(embedder, texts)
     return results[0] if config.input.text is not None else TextResults(results)
+
+
+def read_all_lines(file: Path | None) -> list[str]:
+    """The lines of a file or of standard input, also those without text between others."""
+    lines = read_lines(file)
+    return [lines.get(number, "") for number in range(1, max(lines) + 1)]
 
 
 def embed_texts(embedder: Embedder, texts: list[str]) -> list[Embedding]:
@@ -99,6 +105,8 @@ def embed_file(config: EmbedConfig) -> EmbedResult:
     check_output_file(output_path, path, FINISH, config.overwrite)
     if output_path.suffix == ".parquet":
         import_optional("pyarrow.parquet", "writing .parquet")
+        if not path.is_file():
+            raise ConfigError(f"is {path}, a pipe, which is read twice to write .parquet; write .npy", field="input")
     embedder, folder = load_embedder(config)
     settings = {
         "model": weight_checksums(folder),

@@ -60,6 +60,9 @@ class LimitedApp:
         except RequestError as error:
             await limited_send({"type": "http.response.start", "status": error.status, "headers": JSON + CLOSE})
             await limited_send({"type": "http.response.body", "body": encode_error(error.message)})
+        except Exception:
+            status = 500  # which is answered outside of this application
+            raise
         finally:
             path = scope["path"] if scope["path"] in self.endpoints else "other"
             self.metrics.add_request(path, status, time.perf_counter() - start)
@@ -115,10 +118,11 @@ class LimitedApp:
 
 def create_protocol(timeout: float) -> type[H11Protocol]:
     """uvicorn's HTTP protocol, which closes connections whose next request has no complete head after `timeout`
-    seconds; uvicorn itself waits forever for the rest of a head."""
+    seconds, or whose client reads nothing of a response for as long; uvicorn itself waits forever."""
 
     class TimedProtocol(H11Protocol):
         timer: asyncio.TimerHandle | None = None
+        unread_timer: asyncio.TimerHandle | None = None
 
         # as uvicorn declares it; asyncio's type is wider
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -132,10 +136,22 @@ def create_protocol(timeout: float) -> type[H11Protocol]:
         def on_response_complete(self) -> None:
             super().on_response_complete()
             self.watch_head()
+            if self.unread_timer is None:
+                self.watch_unread()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self.stop_timer()
+            if self.unread_timer is not None:
+                self.unread_timer.cancel()
             super().connection_lost(exc)
+
+        def watch_unread(self, before: int | None = None) -> None:
+            """End the connection if as much of a response is unread as `before`, else look again while there is."""
+            unread, self.unread_timer = self.transport.get_write_buffer_size(), None
+            if before is not None and unread >= before:
+                self.transport.abort()
+            elif unread:
+                self.unread_timer = self.loop.call_later(timeout, self.watch_unread, unread)
 
         def watch_head(self) -> None:
             """Start the timer where a head is expected, stop it where a request is handled."""

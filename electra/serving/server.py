@@ -220,6 +220,8 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
+        if error.status_code == 400:  # FastAPI's, of a body that it cannot parse
+            return answer(422, "the request is not valid JSON in UTF-8, or is nested too deeply")
         messages = {
             404: f"there is no {path}; /docs lists what there is",
             405: f"{path} does not take {request.method}" + "; use POST" * (error.detail == "use POST"),

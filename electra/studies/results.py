@@ -32,6 +32,9 @@ from electra.studies.studies import Study, StudySetting
 Verdict = Literal["holds", "reversed", "within noise", "not learnt", "not measured"]
 STUDY = "study.json"
 STANDARD_ERRORS = 2.0  # a difference of fewer is within noise
+STUDENT = {2: 4.3, 3: 3.2, 4: 2.8, 5: 2.6, 6: 2.4, 7: 2.4, 8: 2.3, 9: 2.3, 10: 2.2}
+"""97.5 % quantiles of Student's distribution: as many standard errors, if they are estimated with few degrees of
+freedom (by the number of these)."""
 MeasureName = Literal["probe", "fixed RTD loss"]
 
 
@@ -122,6 +125,9 @@ class SettingsComparison:
         self.probe_variance = pooled_variance(means, PRETRAINING_SD**2, ASSUMED_DEGREES) or 0.0
         self.loss_variance = {name: self.pool(name) for name in (FIXED_RTD_LOSS, FIXED_RTD_AUC)}
         self.mlm_variance = pooled_variance([self.token_losses(label) for label in self.runs])
+        losses = [self.fixed_rtd(label, FIXED_RTD_LOSS) for label in self.runs]
+        degrees = sum(len(each) - 1 for each in losses if each)
+        self.standard_errors = STUDENT.get(degrees, STANDARD_ERRORS) if self.measure != "probe" else STANDARD_ERRORS
 
     def pool(self, name: str) -> float | None:
         return pooled_variance([self.fixed_rtd(label, name) for label in self.runs])
@@ -186,7 +192,7 @@ class SettingsComparison:
         by_label = {setting.label: setting.paper for setting in self.study.settings}
         paper = [value for value in (by_label[better], by_label[worse]) if value is not None]
         has_learnt = all(each.has_learnt() for label in (better, worse) for each in self.runs[label].values())
-        verdict = judge(difference, has_learnt)
+        verdict = judge(difference, has_learnt, self.standard_errors)
         return Ordering(better, worse, paper if len(paper) == 2 else [], verdict, difference)
 
     def describe_errors(self) -> str:
@@ -224,7 +230,7 @@ class SettingsComparison:
         return " ".join(sentences)
 
 
-def judge(difference: Estimate | None, has_learnt: bool = True) -> Verdict:
+def judge(difference: Estimate | None, has_learnt: bool = True, standard_errors: float = STANDARD_ERRORS) -> Verdict:
     """Whether a difference, positive in the paper, is positive here by more than its error allows.
 
     Encoders that have learnt nothing differ, too: their fine-tuned models predict one class or another."""
@@ -232,7 +238,7 @@ def judge(difference: Estimate | None, has_learnt: bool = True) -> Verdict:
         return "not measured"
     if not has_learnt:
         return "not learnt"
-    if abs(difference.mean) <= STANDARD_ERRORS * difference.error:
+    if abs(difference.mean) <= standard_errors * difference.error:
         return "within noise"
     return "holds" if difference.mean > 0 else "reversed"
 
@@ -250,7 +256,7 @@ def summarize_study(
     results = [comparison.setting_result(setting) for setting in study.settings]
     settings = [result for result in results if result is not None]
     if study.orderings:
-        findings = describe_orderings(orderings, comparison.measure)
+        findings = describe_orderings(orderings, comparison.measure, comparison.standard_errors)
     else:
         findings = describe_differences(comparison, [setting.label for setting in settings])
     return StudyResult(
@@ -268,7 +274,9 @@ def summarize_study(
     )
 
 
-def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
+def describe_orderings(
+    orderings: list[Ordering], measure: MeasureName, standard_errors: float = STANDARD_ERRORS
+) -> str:
     """Which of the paper's orderings hold, which are reversed, and which differences are within noise."""
     counts = {verdict: sum(each.verdict == verdict for each in orderings) for verdict in get_args(Verdict)}
     others = len(orderings) - counts["holds"] - counts["reversed"] - counts["within noise"]
@@ -277,7 +285,7 @@ def describe_orderings(orderings: list[Ordering], measure: MeasureName) -> str:
         f"{counts['reversed']}, within noise {counts['within noise']}, not judged {others}."
     )
     descriptions = [(each.verdict, each.describe(measure)) for each in orderings]
-    return " ".join([count, *sentences_by_verdict(descriptions, "Hold here", "Reversed here")])
+    return " ".join([count, *sentences_by_verdict(descriptions, "Hold here", "Reversed here", standard_errors)])
 
 
 def describe_differences(comparison: SettingsComparison, labels: list[str]) -> str:
@@ -288,16 +296,19 @@ def describe_differences(comparison: SettingsComparison, labels: list[str]) -> s
         ordering = comparison.ordering(label, first)
         difference = f" ({format_difference(ordering.difference, measure)})" if ordering.difference else ""
         descriptions += [(ordering.verdict, label + difference)] if label != first else []
-    sentences = sentences_by_verdict(descriptions, f"Better than {first}", f"Worse than {first}")
+    titles = f"Better than {first}", f"Worse than {first}"
+    sentences = sentences_by_verdict(descriptions, *titles, comparison.standard_errors)
     return " ".join([f"Measure: {measure}.", *sentences])
 
 
-def sentences_by_verdict(descriptions: list[tuple[Verdict, str]], holds: str, reversed_: str) -> list[str]:
+def sentences_by_verdict(
+    descriptions: list[tuple[Verdict, str]], holds: str, reversed_: str, standard_errors: float
+) -> list[str]:
     """A sentence for each verdict that occurs, with what it applies to."""
     titles: dict[Verdict, str] = {
         "holds": holds,
         "reversed": reversed_,
-        "within noise": f"Within noise (less than {STANDARD_ERRORS:g} standard errors)",
+        "within noise": f"Within noise (less than {standard_errors:g} standard errors)",
         "not learnt": "Not judged, because an encoder has learnt little more than token frequencies or guessing",
         "not measured": "Not measured, or without a standard error (it needs --glue, or discriminators and --seeds 2)",
     }
