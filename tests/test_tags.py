@@ -1,5 +1,6 @@
 """Tag schemes, entities and their scores, CoNLL files, windows of long sentences."""
 
+import io
 import random
 
 import numpy as np
@@ -11,6 +12,7 @@ from seqeval.metrics.sequence_labeling import get_entities
 from electra.errors import ConfigError, DataError
 from electra.finetuning.conll import find_entities, recognize_scheme, write_tags
 from electra.finetuning.features import Features, Outputs
+from electra.finetuning.predict import ConllWriter
 from electra.finetuning.tags import (
     compute_tag_metrics,
     decode_tags,
@@ -285,3 +287,10 @@ def test_words_in_the_middle_of_a_sentence_have_context_on_both_sides():
     assert all(window.first_own - window.start >= 12 for window in windows[1:])
     assert all(window.end - window.end_own >= 12 for window in windows[:-1])
     assert len(windows) == 13
+
+
+@pytest.mark.parametrize("words", [["Smith", "lives"], "Smith lives"])
+def test_conll_output_has_the_words_of_lists_and_of_texts(words):
+    file = io.StringIO()
+    ConllWriter(file, []).write_row({"words": words, "id": "7", "prediction": ["B-PER", "O"]})
+    assert file.getvalue() == "Smith B-PER\nlives O\n\n"
