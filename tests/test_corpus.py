@@ -140,6 +140,18 @@ def test_blocks_of_any_size_lose_nothing(lines):
     assert all(block.data.endswith(b"\n") for block in blocks)
 
 
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_positions_in_parquet_files_are_by_rows(tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 1000)
+    file = tmp_path / f"a.parquet{compression}"
+    file.write_bytes(COMPRESS.get(compression, bytes)(as_parquet([f"document {number:05}" for number in range(2000)])))
+    text = Corpus(CorpusConfig(corpus=str(file)))
+    assert text.estimate_documents() == pytest.approx(2000, rel=0.01)
+    *others, last = text.read_blocks()
+    assert [block.position for block in others] == sorted({block.position for block in others})
+    assert others[-1].position < last.position == file.stat().st_size
+
+
 def test_an_overlong_document_is_cut_at_spaces_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 8)
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 16)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from kills import kill_repeatedly
 
@@ -465,6 +467,20 @@ def test_a_small_corpus_holds_out_a_hundred_documents_or_a_tenth(text, documents
     source = str(text.parent / "corpus.txt")
     result = shard(config(text, corpus=source, validation_fraction=None, shard_megabytes=32))
     assert result.documents["validation"] == pytest.approx(expected, abs=25 if documents == 30_000 else 0)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "megabytes", "expected"), [("", 32, 100), ("hub:", 32, 100), ("", 0.01, 100), ("hub:", 0.01, 10)]
+)
+def test_parquet_and_whole_hub_datasets_are_known_to_be_small(text, monkeypatch, prefix, megabytes, expected):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 1000)
+    folder = text.parent / "data"
+    folder.mkdir()
+    rows = [{"text": f"word {number}"} for number in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    result = shard(config(text, corpus=f"{prefix}{folder}", validation_fraction=None, shard_megabytes=megabytes))
+    assert (result.shards == 1) == (megabytes == 32)
+    assert result.documents["validation"] == pytest.approx(expected, rel=0 if megabytes == 32 else 0.4)
 
 
 def test_the_validation_fraction_is_estimated_from_several_files(text):

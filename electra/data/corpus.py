@@ -226,12 +226,14 @@ def find_split_point(text: bytes, limit: int) -> int:
 
 
 def read_parquet_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, text_field: str) -> Iterator[Block]:
-    source = str(file.path)
+    """Blocks of a .parquet file; positions are by rows, because pyarrow reads ahead."""
+    source, size = str(file.path), file.path.stat().st_size
     with open_parquet(file, decompressed, raw) as table:
         check_has_field(source, text_field, table.schema_arrow.names)
         batches = table.iter_batches(batch_size=64, columns=[text_field])
         rows = (text for batch in batches for text in batch.column(0).to_pylist())
-        yield from group_into_blocks(source, rows, lambda: 0 if file.compression else raw.tell())
+        num_rows = table.metadata.num_rows
+        yield from group_into_blocks(source, rows, lambda row: size * row // num_rows if row < num_rows else size)
 
 
 def read_hub_blocks(config: CorpusConfig) -> Iterator[Block]:
@@ -248,7 +250,7 @@ def read_hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     if first:
         check_has_field(config.corpus, config.text_field, list(first))
     texts = (row.get(config.text_field) for row in chain([first], rows))
-    yield from group_into_blocks(config.corpus, texts, lambda: 0)
+    yield from group_into_blocks(config.corpus, texts, lambda row: 0)
 
 
 def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
@@ -256,10 +258,10 @@ def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
         raise DataError(f"{source} has no field {text_field!r}; set --text-field to one of {', '.join(fields)}")
 
 
-def group_into_blocks(source: str, texts: Iterable[Any], current_position: Callable[[], int]) -> Iterator[Block]:
-    """Blocks of documents that come one by one; `current_position` returns `Block.position`."""
+def group_into_blocks(source: str, texts: Iterable[Any], position_after: Callable[[int], int]) -> Iterator[Block]:
+    """Blocks of documents that come one by one; `position_after` returns `Block.position` after a number of rows."""
     documents: list[bytes] = []
-    first_row, size, without_text = 1, 0, 0
+    number, first_row, size, without_text = 0, 1, 0, 0
     for number, text in enumerate(texts, start=1):
         without_text += text is None
         data = parse_text_field(source, number, text).encode("utf-8", "replace")
@@ -268,9 +270,9 @@ def group_into_blocks(source: str, texts: Iterable[Any], current_position: Calla
         size += len(data)
         is_cut = len(parts) > 1
         if size >= BLOCK_BYTES or is_cut:
-            yield Block(source, ".parquet", documents, first_row, current_position(), is_cut, without_text)
+            yield Block(source, ".parquet", documents, first_row, position_after(number), is_cut, without_text)
             documents, first_row, size, without_text = [], number + 1, 0, 0
-    yield Block(source, ".parquet", documents, first_row, current_position(), without_text=without_text)
+    yield Block(source, ".parquet", documents, first_row, position_after(number), without_text=without_text)
 
 
 def parse_text_field(source: str, line: int, value: Any) -> str:
