@@ -23,7 +23,7 @@ from electra import cli, runfolder
 from electra.config import build_config
 from electra.data import corpus, prepare
 from electra.data.prepare import ShardConfig, shard
-from electra.data.shards import open_shards
+from electra.data.shards import open_shards, read_index
 from electra.data.tokenizer import load_tokenizer
 from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.data.workers import wait_for_result
@@ -452,6 +452,17 @@ def test_overlong_documents_are_cut(text, monkeypatch):
     assert result.cut == 4
     assert result.documents["train"] == 4 * FILES + 5 + 1
     assert result.tokens["train"] > 4000
+
+
+def test_names_that_are_not_utf8_are_escaped_in_the_index(text):
+    name = os.fsdecode(b"caf\xe9.txt")
+    (text / name).write_text("word")
+    shard(config(text))
+    index = read_index(text.parent / "shards")
+    assert index.settings["corpus"]["caf\\xe9.txt"] == "4 bytes"
+    assert shard(config(text)).new_shards == 0
+    shard(config(text, "other", corpus=str(text / name)))
+    assert "caf\\xe9.txt" in read_index(text.parent / "other").command
 
 
 def test_the_result_can_be_printed_as_json(text, capsys):

@@ -23,6 +23,7 @@ from rich.progress import Progress
 from electra.data.files import (
     TextFile,
     describe_encoding,
+    escape_invalid_name,
     find_text_files,
     guess_encoding,
     import_optional,
@@ -118,7 +119,7 @@ class Corpus:
             return self.config.corpus
         paths = [file.path.absolute() for file in self.files]
         common = os.path.commonpath([path.parent for path in paths])
-        names = [str(path.relative_to(common)) for path in paths]
+        names = [escape_invalid_name(str(path.relative_to(common))) for path in paths]
         return {name: f"{size:,} bytes" for name, size in zip(names, self.file_sizes(), strict=True)}
 
     @cached_property

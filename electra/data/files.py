@@ -69,6 +69,11 @@ def find_text_files(source: str) -> list[TextFile]:
     return sorted(files, key=lambda file: str(file.path))
 
 
+def escape_invalid_name(name: str) -> str:
+    """A file name, or text that contains some, for JSON files; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def describe_formats(formats: tuple[str, ...]) -> str:
     return f"{', '.join(formats)}, optionally with {', '.join(COMPRESSIONS)}"
 

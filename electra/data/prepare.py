@@ -27,7 +27,7 @@ from electra.data.corpus import (
     parse_documents,
 )
 from electra.data.encode import ShardText, encode_shard, make_encoding, split_into_shard_texts
-from electra.data.files import warn_skipped_files
+from electra.data.files import escape_invalid_name, warn_skipped_files
 from electra.data.parts import (
     Part,
     PartRecord,
@@ -113,7 +113,7 @@ class ShardConfig:
         for name, value in flat_values(self).items():
             if value != defaults.get(name) and name not in ("part", "workers", "ray", "json"):
                 words += command_line_words(name, value)
-        return shlex.join(words)
+        return escape_invalid_name(shlex.join(words))
 
 
 @dataclass(frozen=True)
