@@ -66,6 +66,15 @@ def test_a_folder_is_read_in_the_order_of_names_without_other_files(tmp_path):
     assert read(tmp_path / "*.gz") == ["first", "second"]
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    for name in ("elsewhere", "corpus/b"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(f"text of {name}")
+    for name, target in {"link": "elsewhere", "again": "elsewhere", "b/loop": "corpus", "c": "corpus/b"}.items():
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / target)
+    assert read(tmp_path / "corpus") == ["text of elsewhere", "text of corpus/b"]
+
+
 def test_skipped_files_are_counted_by_suffix(tmp_path, capsys):
     for name in ("a.txt", "b.txt.gz"):
         (tmp_path / name).touch()

@@ -80,8 +80,14 @@ def describe_formats(formats: tuple[str, ...]) -> str:
 
 def walk_visible_files(folder: Path) -> Iterator[Path]:
     """All files of a folder and its subfolders, except hidden ones."""
-    for parent, folders, names in os.walk(folder, onerror=raise_unreadable_folder):
-        folders[:] = (name for name in folders if not name.startswith("."))  # os.walk then skips the others
+    visited = {os.path.realpath(folder)}  # each folder is read once: links may form loops
+    for parent, folders, names in os.walk(folder, onerror=raise_unreadable_folder, followlinks=True):
+        subfolders = [Path(parent, name) for name in folders if not name.startswith(".")]
+        folders.clear()  # os.walk skips those that are not added again
+        for path in sorted(subfolders, key=lambda path: (path.is_symlink(), path)):
+            if (target := os.path.realpath(path)) not in visited:
+                visited.add(target)
+                folders.append(path.name)
         paths = (Path(parent, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
 
