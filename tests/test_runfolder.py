@@ -17,6 +17,7 @@ from kills import killed
 
 from electra.errors import ConfigError, DataError, check_range
 from electra.pretraining.command import pretrain
+from electra.resumable import open_resumable
 from electra.runfolder import (
     LOCK,
     PARTIAL,
@@ -245,6 +246,21 @@ def test_pipes_and_endless_or_huge_files_are_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(DataError, match="more than any such file has"):
         read_json(tmp_path / "huge.json")
+
+
+def test_a_resumable_file_is_closed_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Windows renames no open file."""
+    replace, closed = os.replace, []
+
+    def replace_file(source, target):
+        closed.append(output.file.closed)
+        replace(source, target)
+
+    monkeypatch.setattr("electra.resumable.os.replace", replace_file)
+    with open_resumable(tmp_path / "out.txt", {}) as output:
+        output.file.write(b"text")
+    assert closed == [True]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out.txt", b"text")]
 
 
 def test_changed_settings_are_listed(tmp_path):
