@@ -248,6 +248,18 @@ def test_pipes_and_endless_or_huge_files_are_not_read(tmp_path):
         read_json(tmp_path / "huge.json")
 
 
+def test_metrics_of_any_number_of_lines_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("electra.runfolder.MAX_JSON_BYTES", 1000)
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"kind": "train", "step": step, "loss": 1.5} for step in range(100)]
+    path.write_text("".join(dump_json(line) + "\n" for line in lines) + '{"kind": "tr')
+    assert read_metrics(path) == lines
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match=r"metrics.jsonl is damaged .*; remove its line 101"):
+        read_metrics(path)
+
+
 def test_a_resumable_file_is_closed_before_it_gets_its_name(tmp_path, monkeypatch):
     """Windows renames no open file."""
     replace, closed = os.replace, []
