@@ -172,8 +172,10 @@ def test_an_overlong_document_is_cut_at_spaces_and_counted(tmp_path, monkeypatch
 
 def test_an_overlong_document_of_a_parquet_file_is_cut_too(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 16)
-    (tmp_path / "a.parquet").write_bytes(as_parquet(["one two three four five", "short", None]))
-    assert read(tmp_path) == ["one two three", "four five", "short"]
+    (tmp_path / "a.parquet").write_bytes(as_parquet(["one two three four five six seven", "short", None]))
+    stats = ReadStats()
+    assert read(tmp_path, stats) == ["one two three", "four five six", "seven", "short"]
+    assert stats.cut == 2
 
 
 def test_an_overlong_run_of_letters_is_cut_between_characters(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ class Block:
     data: bytes | list[bytes]
     first_line: int = 1
     position: int = 0  # bytes of the file on disk up to the end of the block
-    is_cut: bool = False  # the block ends within a document longer than MAX_DOCUMENT_BYTES
+    cut: int = 0  # splits of documents longer than MAX_DOCUMENT_BYTES
     without_text: int = 0  # rows of parquet files and of the hub whose text field is null or missing
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, conf
             raise DataError(f"{source}, line {line}: longer than {limit}; split its text over several lines")
         end = find_split_point(text, MAX_DOCUMENT_BYTES) if is_cut else end
         if end:
-            yield Block(source, file.format, text[:end], line, raw.tell(), is_cut)
+            yield Block(source, file.format, text[:end], line, raw.tell(), int(is_cut))
             line += text.count(b"\n", 0, end)
             text = text[end:]
     yield Block(source, file.format, text, line, raw.tell())
@@ -262,17 +262,17 @@ def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
 def group_into_blocks(source: str, texts: Iterable[Any], position_after: Callable[[int], int]) -> Iterator[Block]:
     """Blocks of documents that come one by one; `position_after` returns `Block.position` after a number of rows."""
     documents: list[bytes] = []
-    number, first_row, size, without_text = 0, 1, 0, 0
+    number, first_row, size, cut, without_text = 0, 1, 0, 0, 0
     for number, text in enumerate(texts, start=1):
         without_text += text is None
         data = parse_text_field(source, number, text).encode("utf-8", "replace")
         parts = list(split_long_document(data))
         documents += [part for part in parts if part.strip()]
         size += len(data)
-        is_cut = len(parts) > 1
-        if size >= BLOCK_BYTES or is_cut:
-            yield Block(source, ".parquet", documents, first_row, position_after(number), is_cut, without_text)
-            documents, first_row, size, without_text = [], number + 1, 0, 0
+        cut += len(parts) - 1
+        if size >= BLOCK_BYTES or cut:
+            yield Block(source, ".parquet", documents, first_row, position_after(number), cut, without_text)
+            documents, first_row, size, cut, without_text = [], number + 1, 0, 0, 0
     yield Block(source, ".parquet", documents, first_row, position_after(number), without_text=without_text)
 
 
@@ -296,7 +296,7 @@ def split_long_document(document: bytes) -> Iterator[bytes]:
 
 def parse_documents(block: Block, config: CorpusConfig, stats: ReadStats) -> Iterator[bytes]:
     """The nonblank documents of a block as valid UTF-8."""
-    stats.cut += block.is_cut
+    stats.cut += block.cut
     stats.without_text += block.without_text
     if isinstance(block.data, list):
         return iter(block.data)
