@@ -178,6 +178,19 @@ def test_an_overlong_document_of_a_parquet_file_is_cut_too(tmp_path, monkeypatch
     assert stats.cut == 2
 
 
+def test_an_overlong_document_of_a_jsonl_file_is_cut_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 16)
+    rows = [{"text": "one two three four five six seven"}, {"text": "short", "source": "a long address"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    stats = ReadStats()
+    assert read(tmp_path, stats) == ["one two three", "four five six", "seven", "short"]
+    assert stats.cut == 2
+    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 32)
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: longer than 0 MB; split"):
+        read(tmp_path)
+
+
 def test_an_overlong_run_of_letters_is_cut_between_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 4)
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 8)

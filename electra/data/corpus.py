@@ -39,6 +39,8 @@ BLOCK_BYTES = 1 << 20
 """Bytes of text that are read at a time."""
 MAX_DOCUMENT_BYTES = 16 << 20
 """A longer document is cut at spaces into documents of at most this size."""
+MAX_LINE_BYTES = 1 << 30
+"""A longer line of a .jsonl file is an error."""
 
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 SPACES = (b" ", b"\n", b"\t")
@@ -180,35 +182,36 @@ def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, conf
     """Blocks of a .txt or .jsonl file, each ending where a document ends."""
     source = str(file.path)
     line = 1  # in which `text` begins
-    text = b""
+    text = bytearray()
     is_by_line = file.format == ".jsonl" or config.document_end == "line"
     for chunk in read_as_utf8(decompressed, BLOCK_BYTES, source, config.encoding):
         check_no_nul_bytes(source, line, text, chunk)
+        length = len(text)  # without a line end, if it is by line
         text += chunk
-        end = text.rfind(b"\n") + 1 if is_by_line else find_last_blank_line_end(text)
-        is_cut = not end and len(text) > MAX_DOCUMENT_BYTES
-        if is_cut and file.format == ".jsonl":
-            limit = f"{MAX_DOCUMENT_BYTES >> 20} MB"
+        end = text.rfind(b"\n", length) + 1 if is_by_line else find_last_blank_line_end(text)
+        if file.format == ".jsonl" and not end and len(text) > MAX_LINE_BYTES:
+            limit = f"{MAX_LINE_BYTES >> 20:,} MB"
             raise DataError(f"{source}, line {line}: longer than {limit}; split its text over several lines")
+        is_cut = file.format != ".jsonl" and not end and len(text) > MAX_DOCUMENT_BYTES
         end = find_split_point(text, MAX_DOCUMENT_BYTES) if is_cut else end
         if end:
-            yield Block(source, file.format, text[:end], line, raw.tell(), int(is_cut))
+            yield Block(source, file.format, bytes(text[:end]), line, raw.tell(), int(is_cut))
             line += text.count(b"\n", 0, end)
-            text = text[end:]
-    yield Block(source, file.format, text, line, raw.tell())
+            del text[:end]
+    yield Block(source, file.format, bytes(text), line, raw.tell())
 
 
-def check_no_nul_bytes(source: str, first_line: int, text: bytes, next_chunk: bytes) -> None:
+def check_no_nul_bytes(source: str, first_line: int, text: bytes | bytearray, next_chunk: bytes) -> None:
     """Raise if `next_chunk`, which follows `text` that begins in `first_line`, has NUL bytes and thus is not text."""
     nul = next_chunk.find(b"\0")
     if nul >= 0:
         line = first_line + text.count(b"\n") + next_chunk.count(b"\n", 0, nul)
-        encoding = guess_encoding(text + next_chunk)
+        encoding = guess_encoding(bytes(text + next_chunk))
         advice = f"try --encoding {encoding}" if encoding else "convert the file to UTF-8 text (iconv) or remove it"
         raise DataError(f"{source}, line {line}: NUL byte; {advice}")
 
 
-def find_last_blank_line_end(text: bytes) -> int:
+def find_last_blank_line_end(text: bytes | bytearray) -> int:
     """The end of the last blank line, or 0."""
     end = text.rfind(b"\n\n") + 2
     if end > 1:
@@ -216,7 +219,7 @@ def find_last_blank_line_end(text: bytes) -> int:
     return max((match.end() for match in BLANK_LINES.finditer(text)), default=0)
 
 
-def find_split_point(text: bytes, limit: int) -> int:
+def find_split_point(text: bytes | bytearray, limit: int) -> int:
     """The last position up to `limit` that follows a space, or else lies between two characters."""
     end = max(text.rfind(space, 0, limit) for space in SPACES) + 1
     if end:
@@ -333,7 +336,7 @@ def replace_invalid_utf8(block: Block, config: CorpusConfig, stats: ReadStats) -
 
 
 def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) -> Iterator[bytes]:
-    """The text field of each line; empty if it is null, which is counted."""
+    """The text field of each line, in parts if it is overlong; empty if it is null, which is counted."""
     for number, line in enumerate(text.split(b"\n"), start=block.first_line):
         if not line.strip():
             continue
@@ -345,7 +348,10 @@ def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) ->
             raise DataError(f"{block.source}, line {number}: {type(row).__name__}; expected a JSON object")
         check_has_field(f"{block.source}, line {number},", text_field, list(row))
         stats.without_text += row[text_field] is None
-        yield parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
+        document = parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
+        parts = list(split_long_document(document))
+        stats.cut += len(parts) - 1
+        yield from parts
 
 
 def hash_document(document: bytes) -> float:
