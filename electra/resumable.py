@@ -95,6 +95,7 @@ class ResumableFile:
     def finish(self) -> None:
         """Let the file appear under its name."""
         self.sync()
+        self.file.close()  # Windows renames no open file
         os.replace(self.complete, self.path)
         self.discard()
 

@@ -66,6 +66,15 @@ def test_a_folder_is_read_in_the_order_of_names_without_other_files(tmp_path):
     assert read(tmp_path / "*.gz") == ["first", "second"]
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    for name in ("elsewhere", "corpus/b"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.txt").write_text(f"text of {name}")
+    for name, target in {"link": "elsewhere", "again": "elsewhere", "b/loop": "corpus", "c": "corpus/b"}.items():
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / target)
+    assert read(tmp_path / "corpus") == ["text of elsewhere", "text of corpus/b"]
+
+
 def test_skipped_files_are_counted_by_suffix(tmp_path, capsys):
     for name in ("a.txt", "b.txt.gz"):
         (tmp_path / name).touch()
@@ -140,6 +149,18 @@ def test_blocks_of_any_size_lose_nothing(lines):
     assert all(block.data.endswith(b"\n") for block in blocks)
 
 
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_positions_in_parquet_files_are_by_rows(tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 1000)
+    file = tmp_path / f"a.parquet{compression}"
+    file.write_bytes(COMPRESS.get(compression, bytes)(as_parquet([f"document {number:05}" for number in range(2000)])))
+    text = Corpus(CorpusConfig(corpus=str(file)))
+    assert text.estimate_documents() == pytest.approx(2000, rel=0.01)
+    *others, last = text.read_blocks()
+    assert [block.position for block in others] == sorted({block.position for block in others})
+    assert others[-1].position < last.position == file.stat().st_size
+
+
 def test_an_overlong_document_is_cut_at_spaces_and_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 8)
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 16)
@@ -151,8 +172,23 @@ def test_an_overlong_document_is_cut_at_spaces_and_counted(tmp_path, monkeypatch
 
 def test_an_overlong_document_of_a_parquet_file_is_cut_too(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 16)
-    (tmp_path / "a.parquet").write_bytes(as_parquet(["one two three four five", "short", None]))
-    assert read(tmp_path) == ["one two three", "four five", "short"]
+    (tmp_path / "a.parquet").write_bytes(as_parquet(["one two three four five six seven", "short", None]))
+    stats = ReadStats()
+    assert read(tmp_path, stats) == ["one two three", "four five six", "seven", "short"]
+    assert stats.cut == 2
+
+
+def test_an_overlong_document_of_a_jsonl_file_is_cut_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 16)
+    rows = [{"text": "one two three four five six seven"}, {"text": "short", "source": "a long address"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    stats = ReadStats()
+    assert read(tmp_path, stats) == ["one two three", "four five six", "seven", "short"]
+    assert stats.cut == 2
+    monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 32)
+    with pytest.raises(DataError, match=r"a.jsonl, line 1: longer than 0 MB; split"):
+        read(tmp_path)
 
 
 def test_an_overlong_run_of_letters_is_cut_between_characters(tmp_path, monkeypatch):

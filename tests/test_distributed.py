@@ -222,6 +222,13 @@ def test_dropout_differs_between_ranks():
     assert len(set(seeds)) == 64
 
 
+def test_dropout_has_any_seed():
+    with torch.random.fork_rng():
+        for seed in (0, 2**44, 2**63):
+            seed_dropout(seed, step=7, rank=1)
+            assert torch.initial_seed() == (seed * 1_000_003 + 7 + 2_654_435_761) % 2**64
+
+
 def test_other_commands_are_refused(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(SystemExit):

@@ -218,7 +218,9 @@ def test_rows_of_examples_split_text_at_sentence_ends(shards):
         assert words == [token for token in row if token > MASK][: len(words)]
         assert sum(len(ids) for ids, _ in examples) == 32
         for number, (ids, segments) in enumerate(examples):
-            if len(ids) == 1:  # nothing but the row's last [SEP]
+            if number == len(examples) - 1 and len(ids) < 3:  # no text: only if a document ends right before
+                last_word = [index for index, token in enumerate(row) if token > MASK][len(words) - 1]
+                assert row[last_word + 1] == SEP
                 continue
             assert (ids[0], ids[-1], ids[1:].count(CLS)) == (CLS, SEP, 0)
             first = ids.index(SEP)
@@ -226,6 +228,7 @@ def test_rows_of_examples_split_text_at_sentence_ends(shards):
             assert ids[first:].count(SEP) == (1 if first == len(ids) - 1 else 2)
             if first < len(ids) - 1:
                 assert ids[first - 1] == stop
+                assert ids[first + 1] != SEP
             kinds[len(examples) == 1, first < len(ids) - 1] += 1
             kinds["whole sentence"] += number > 0 and ids[-2] == stop
     assert min(kinds.values()) > 20

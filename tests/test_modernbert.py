@@ -197,6 +197,19 @@ def test_settings_of_older_versions_of_transformers(tmp_path):
     (tmp_path / "theirs/config.json").write_text(json.dumps(config))
     import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "older"))
     assert load_model(tmp_path / "older").config == load_model(tmp_path / "ours").config
+    (tmp_path / "theirs/config.json").write_text(json.dumps(config | {"local_rope_theta": None}))
+    import_model(ImportConfig(source=tmp_path / "theirs", output=tmp_path / "null"))
+    encoder = load_model(tmp_path / "null").config.discriminator
+    assert (encoder.global_theta, encoder.local_theta) == (160000.0, 160000.0)
+
+
+def test_exports_have_the_settings_of_older_versions_of_transformers_too(make_pair, tmp_path):
+    size = replace(MODERN, layers=4, global_attention_every=2, global_theta=500.0, local_theta=50.0)
+    save_model(make_pair("none", size=size), tmp_path / "ours")
+    export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "exported"))
+    settings = json.loads((tmp_path / "exported/config.json").read_text())
+    older = {"global_attn_every_n_layers": 2, "global_rope_theta": 500.0, "local_rope_theta": 50.0}
+    assert {name: settings[name] for name in older} == older
 
 
 def test_rope_bases_are_imported(tmp_path):

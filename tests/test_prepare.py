@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from kills import kill_repeatedly
 
@@ -21,7 +23,7 @@ from electra import cli, runfolder
 from electra.config import build_config
 from electra.data import corpus, prepare
 from electra.data.prepare import ShardConfig, shard
-from electra.data.shards import open_shards
+from electra.data.shards import open_shards, read_index
 from electra.data.tokenizer import load_tokenizer
 from electra.data.train_tokenizer import TokenizerConfig, train_tokenizer
 from electra.data.workers import wait_for_result
@@ -452,6 +454,17 @@ def test_overlong_documents_are_cut(text, monkeypatch):
     assert result.tokens["train"] > 4000
 
 
+def test_names_that_are_not_utf8_are_escaped_in_the_index(text):
+    name = os.fsdecode(b"caf\xe9.txt")
+    (text / name).write_text("word")
+    shard(config(text))
+    index = read_index(text.parent / "shards")
+    assert index.settings["corpus"]["caf\\xe9.txt"] == "4 bytes"
+    assert shard(config(text)).new_shards == 0
+    shard(config(text, "other", corpus=str(text / name)))
+    assert "caf\\xe9.txt" in read_index(text.parent / "other").command
+
+
 def test_the_result_can_be_printed_as_json(text, capsys):
     cli.main([*command(config(text)), "--json"])
     summary = json.loads(capsys.readouterr().out)
@@ -465,6 +478,20 @@ def test_a_small_corpus_holds_out_a_hundred_documents_or_a_tenth(text, documents
     source = str(text.parent / "corpus.txt")
     result = shard(config(text, corpus=source, validation_fraction=None, shard_megabytes=32))
     assert result.documents["validation"] == pytest.approx(expected, abs=25 if documents == 30_000 else 0)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "megabytes", "expected"), [("", 32, 100), ("hub:", 32, 100), ("", 0.01, 100), ("hub:", 0.01, 10)]
+)
+def test_parquet_and_whole_hub_datasets_are_known_to_be_small(text, monkeypatch, prefix, megabytes, expected):
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 1000)
+    folder = text.parent / "data"
+    folder.mkdir()
+    rows = [{"text": f"word {number}"} for number in range(2000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    result = shard(config(text, corpus=f"{prefix}{folder}", validation_fraction=None, shard_megabytes=megabytes))
+    assert (result.shards == 1) == (megabytes == 32)
+    assert result.documents["validation"] == pytest.approx(expected, rel=0 if megabytes == 32 else 0.4)
 
 
 def test_the_validation_fraction_is_estimated_from_several_files(text):

@@ -257,6 +257,7 @@ def test_a_dry_run_estimates_a_run_and_writes_nothing(run_config, shards):
         ({"save_every": 0}, "at least 1"),
         ({"evaluation_rows": 0}, "at least 1"),
         ({"seed": -1}, "at least 0"),
+        ({"seed": 2**62 + 1}, "at most 4611686018427387904"),
         ({"style": "modern"}, "sinusoidal_positions needs position embeddings"),
     ],
 )

@@ -17,6 +17,7 @@ from kills import killed
 
 from electra.errors import ConfigError, DataError, check_range
 from electra.pretraining.command import pretrain
+from electra.resumable import open_resumable
 from electra.runfolder import (
     LOCK,
     PARTIAL,
@@ -245,6 +246,33 @@ def test_pipes_and_endless_or_huge_files_are_not_read(tmp_path):
         file.truncate(2**40)
     with pytest.raises(DataError, match="more than any such file has"):
         read_json(tmp_path / "huge.json")
+
+
+def test_metrics_of_any_number_of_lines_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("electra.runfolder.MAX_JSON_BYTES", 1000)
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"kind": "train", "step": step, "loss": 1.5} for step in range(100)]
+    path.write_text("".join(dump_json(line) + "\n" for line in lines) + '{"kind": "tr')
+    assert read_metrics(path) == lines
+    with path.open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(DataError, match=r"metrics.jsonl is damaged .*; remove its line 101"):
+        read_metrics(path)
+
+
+def test_a_resumable_file_is_closed_before_it_gets_its_name(tmp_path, monkeypatch):
+    """Windows renames no open file."""
+    replace, closed = os.replace, []
+
+    def replace_file(source, target):
+        closed.append(output.file.closed)
+        replace(source, target)
+
+    monkeypatch.setattr("electra.resumable.os.replace", replace_file)
+    with open_resumable(tmp_path / "out.txt", {}) as output:
+        output.file.write(b"text")
+    assert closed == [True]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out.txt", b"text")]
 
 
 def test_changed_settings_are_listed(tmp_path):

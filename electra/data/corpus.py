@@ -23,6 +23,7 @@ from rich.progress import Progress
 from electra.data.files import (
     TextFile,
     describe_encoding,
+    escape_invalid_name,
     find_text_files,
     guess_encoding,
     import_optional,
@@ -38,6 +39,8 @@ BLOCK_BYTES = 1 << 20
 """Bytes of text that are read at a time."""
 MAX_DOCUMENT_BYTES = 16 << 20
 """A longer document is cut at spaces into documents of at most this size."""
+MAX_LINE_BYTES = 1 << 30
+"""A longer line of a .jsonl file is an error."""
 
 BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 SPACES = (b" ", b"\n", b"\t")
@@ -77,7 +80,7 @@ class Block:
     data: bytes | list[bytes]
     first_line: int = 1
     position: int = 0  # bytes of the file on disk up to the end of the block
-    is_cut: bool = False  # the block ends within a document longer than MAX_DOCUMENT_BYTES
+    cut: int = 0  # splits of documents longer than MAX_DOCUMENT_BYTES
     without_text: int = 0  # rows of parquet files and of the hub whose text field is null or missing
 
     def __len__(self) -> int:
@@ -118,7 +121,7 @@ class Corpus:
             return self.config.corpus
         paths = [file.path.absolute() for file in self.files]
         common = os.path.commonpath([path.parent for path in paths])
-        names = [str(path.relative_to(common)) for path in paths]
+        names = [escape_invalid_name(str(path.relative_to(common))) for path in paths]
         return {name: f"{size:,} bytes" for name, size in zip(names, self.file_sizes(), strict=True)}
 
     @cached_property
@@ -179,35 +182,36 @@ def read_text_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, conf
     """Blocks of a .txt or .jsonl file, each ending where a document ends."""
     source = str(file.path)
     line = 1  # in which `text` begins
-    text = b""
+    text = bytearray()
     is_by_line = file.format == ".jsonl" or config.document_end == "line"
     for chunk in read_as_utf8(decompressed, BLOCK_BYTES, source, config.encoding):
         check_no_nul_bytes(source, line, text, chunk)
+        length = len(text)  # without a line end, if it is by line
         text += chunk
-        end = text.rfind(b"\n") + 1 if is_by_line else find_last_blank_line_end(text)
-        is_cut = not end and len(text) > MAX_DOCUMENT_BYTES
-        if is_cut and file.format == ".jsonl":
-            limit = f"{MAX_DOCUMENT_BYTES >> 20} MB"
+        end = text.rfind(b"\n", length) + 1 if is_by_line else find_last_blank_line_end(text)
+        if file.format == ".jsonl" and not end and len(text) > MAX_LINE_BYTES:
+            limit = f"{MAX_LINE_BYTES >> 20:,} MB"
             raise DataError(f"{source}, line {line}: longer than {limit}; split its text over several lines")
+        is_cut = file.format != ".jsonl" and not end and len(text) > MAX_DOCUMENT_BYTES
         end = find_split_point(text, MAX_DOCUMENT_BYTES) if is_cut else end
         if end:
-            yield Block(source, file.format, text[:end], line, raw.tell(), is_cut)
+            yield Block(source, file.format, bytes(text[:end]), line, raw.tell(), int(is_cut))
             line += text.count(b"\n", 0, end)
-            text = text[end:]
-    yield Block(source, file.format, text, line, raw.tell())
+            del text[:end]
+    yield Block(source, file.format, bytes(text), line, raw.tell())
 
 
-def check_no_nul_bytes(source: str, first_line: int, text: bytes, next_chunk: bytes) -> None:
+def check_no_nul_bytes(source: str, first_line: int, text: bytes | bytearray, next_chunk: bytes) -> None:
     """Raise if `next_chunk`, which follows `text` that begins in `first_line`, has NUL bytes and thus is not text."""
     nul = next_chunk.find(b"\0")
     if nul >= 0:
         line = first_line + text.count(b"\n") + next_chunk.count(b"\n", 0, nul)
-        encoding = guess_encoding(text + next_chunk)
+        encoding = guess_encoding(bytes(text + next_chunk))
         advice = f"try --encoding {encoding}" if encoding else "convert the file to UTF-8 text (iconv) or remove it"
         raise DataError(f"{source}, line {line}: NUL byte; {advice}")
 
 
-def find_last_blank_line_end(text: bytes) -> int:
+def find_last_blank_line_end(text: bytes | bytearray) -> int:
     """The end of the last blank line, or 0."""
     end = text.rfind(b"\n\n") + 2
     if end > 1:
@@ -215,7 +219,7 @@ def find_last_blank_line_end(text: bytes) -> int:
     return max((match.end() for match in BLANK_LINES.finditer(text)), default=0)
 
 
-def find_split_point(text: bytes, limit: int) -> int:
+def find_split_point(text: bytes | bytearray, limit: int) -> int:
     """The last position up to `limit` that follows a space, or else lies between two characters."""
     end = max(text.rfind(space, 0, limit) for space in SPACES) + 1
     if end:
@@ -226,12 +230,14 @@ def find_split_point(text: bytes, limit: int) -> int:
 
 
 def read_parquet_blocks(file: TextFile, decompressed: BinaryIO, raw: BinaryIO, text_field: str) -> Iterator[Block]:
-    source = str(file.path)
+    """Blocks of a .parquet file; positions are by rows, because pyarrow reads ahead."""
+    source, size = str(file.path), file.path.stat().st_size
     with open_parquet(file, decompressed, raw) as table:
         check_has_field(source, text_field, table.schema_arrow.names)
         batches = table.iter_batches(batch_size=64, columns=[text_field])
         rows = (text for batch in batches for text in batch.column(0).to_pylist())
-        yield from group_into_blocks(source, rows, lambda: 0 if file.compression else raw.tell())
+        num_rows = table.metadata.num_rows
+        yield from group_into_blocks(source, rows, lambda row: size * row // num_rows if row < num_rows else size)
 
 
 def read_hub_blocks(config: CorpusConfig) -> Iterator[Block]:
@@ -248,7 +254,7 @@ def read_hub_blocks(config: CorpusConfig) -> Iterator[Block]:
     if first:
         check_has_field(config.corpus, config.text_field, list(first))
     texts = (row.get(config.text_field) for row in chain([first], rows))
-    yield from group_into_blocks(config.corpus, texts, lambda: 0)
+    yield from group_into_blocks(config.corpus, texts, lambda row: 0)
 
 
 def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
@@ -256,21 +262,21 @@ def check_has_field(source: str, text_field: str, fields: list[str]) -> None:
         raise DataError(f"{source} has no field {text_field!r}; set --text-field to one of {', '.join(fields)}")
 
 
-def group_into_blocks(source: str, texts: Iterable[Any], current_position: Callable[[], int]) -> Iterator[Block]:
-    """Blocks of documents that come one by one; `current_position` returns `Block.position`."""
+def group_into_blocks(source: str, texts: Iterable[Any], position_after: Callable[[int], int]) -> Iterator[Block]:
+    """Blocks of documents that come one by one; `position_after` returns `Block.position` after a number of rows."""
     documents: list[bytes] = []
-    first_row, size, without_text = 1, 0, 0
+    number, first_row, size, cut, without_text = 0, 1, 0, 0, 0
     for number, text in enumerate(texts, start=1):
         without_text += text is None
         data = parse_text_field(source, number, text).encode("utf-8", "replace")
         parts = list(split_long_document(data))
         documents += [part for part in parts if part.strip()]
         size += len(data)
-        is_cut = len(parts) > 1
-        if size >= BLOCK_BYTES or is_cut:
-            yield Block(source, ".parquet", documents, first_row, current_position(), is_cut, without_text)
-            documents, first_row, size, without_text = [], number + 1, 0, 0
-    yield Block(source, ".parquet", documents, first_row, current_position(), without_text=without_text)
+        cut += len(parts) - 1
+        if size >= BLOCK_BYTES or cut:
+            yield Block(source, ".parquet", documents, first_row, position_after(number), cut, without_text)
+            documents, first_row, size, cut, without_text = [], number + 1, 0, 0, 0
+    yield Block(source, ".parquet", documents, first_row, position_after(number), without_text=without_text)
 
 
 def parse_text_field(source: str, line: int, value: Any) -> str:
@@ -293,7 +299,7 @@ def split_long_document(document: bytes) -> Iterator[bytes]:
 
 def parse_documents(block: Block, config: CorpusConfig, stats: ReadStats) -> Iterator[bytes]:
     """The nonblank documents of a block as valid UTF-8."""
-    stats.cut += block.is_cut
+    stats.cut += block.cut
     stats.without_text += block.without_text
     if isinstance(block.data, list):
         return iter(block.data)
@@ -330,7 +336,7 @@ def replace_invalid_utf8(block: Block, config: CorpusConfig, stats: ReadStats) -
 
 
 def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) -> Iterator[bytes]:
-    """The text field of each line; empty if it is null, which is counted."""
+    """The text field of each line, in parts if it is overlong; empty if it is null, which is counted."""
     for number, line in enumerate(text.split(b"\n"), start=block.first_line):
         if not line.strip():
             continue
@@ -342,7 +348,10 @@ def parse_jsonl(block: Block, text: bytes, text_field: str, stats: ReadStats) ->
             raise DataError(f"{block.source}, line {number}: {type(row).__name__}; expected a JSON object")
         check_has_field(f"{block.source}, line {number},", text_field, list(row))
         stats.without_text += row[text_field] is None
-        yield parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
+        document = parse_text_field(block.source, number, row[text_field]).encode("utf-8", "replace")
+        parts = list(split_long_document(document))
+        stats.cut += len(parts) - 1
+        yield from parts
 
 
 def hash_document(document: bytes) -> float:

@@ -69,14 +69,25 @@ def find_text_files(source: str) -> list[TextFile]:
     return sorted(files, key=lambda file: str(file.path))
 
 
+def escape_invalid_name(name: str) -> str:
+    """A file name, or text that contains some, for JSON files; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def describe_formats(formats: tuple[str, ...]) -> str:
     return f"{', '.join(formats)}, optionally with {', '.join(COMPRESSIONS)}"
 
 
 def walk_visible_files(folder: Path) -> Iterator[Path]:
     """All files of a folder and its subfolders, except hidden ones."""
-    for parent, folders, names in os.walk(folder, onerror=raise_unreadable_folder):
-        folders[:] = (name for name in folders if not name.startswith("."))  # os.walk then skips the others
+    visited = {os.path.realpath(folder)}  # each folder is read once: links may form loops
+    for parent, folders, names in os.walk(folder, onerror=raise_unreadable_folder, followlinks=True):
+        subfolders = [Path(parent, name) for name in folders if not name.startswith(".")]
+        folders.clear()  # os.walk skips those that are not added again
+        for path in sorted(subfolders, key=lambda path: (path.is_symlink(), path)):
+            if (target := os.path.realpath(path)) not in visited:
+                visited.add(target)
+                folders.append(path.name)
         paths = (Path(parent, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())
 

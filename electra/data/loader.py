@@ -325,9 +325,11 @@ def build_example_rows(token_ids: Tensor, keys: Tensor, vocabulary: Vocabulary) 
     rows, length = len(token_ids), token_ids.shape[1] + 1
     ends_document = token_ids == vocabulary.sep_id  # [B, W], as all masks of tokens
     splits, starts_second = choose_splits(token_ids, keys, vocabulary)
+    position = positions_in_row(splits, starts_second, ends_document)
+    has_room = position < length - 4 + starts_second.long()  # for a token of text after the split
+    splits, starts_second = splits & has_room, starts_second & has_room
+    position = positions_in_row(splits, starts_second, ends_document)
     ends_example = splits & ~starts_second
-    inserted = 2 * ends_example.long() + (starts_second | ends_document).long()  # special tokens after each token
-    position = 1 + torch.arange(length - 1, device=token_ids.device) + inserted.cumsum(1) - inserted
     outside = torch.full_like(position, length)  # a column that is discarded
 
     def place(target: Tensor, where: Tensor, offset: int, value: Tensor | int) -> Tensor:
@@ -347,6 +349,12 @@ def build_example_rows(token_ids: Tensor, keys: Tensor, vocabulary: Vocabulary) 
     segment_ids = (before - torch.where(is_start.bool(), before, 0).cummax(1).values).clamp(max=1)
     document_ids = is_start.cumsum(1, dtype=torch.int32) - 1
     return {"input_ids": input_ids, "document_ids": document_ids, "segment_ids": segment_ids}
+
+
+def positions_in_row(splits: Tensor, starts_second: Tensor, ends_document: Tensor) -> Tensor:
+    """The column of each token [B, W] in its row, which begins with [CLS]; some are outside of it."""
+    inserted = 2 * splits.long() - starts_second.long() + ends_document.long()  # special tokens after each token
+    return 1 + torch.arange(splits.shape[1], device=splits.device) + inserted.cumsum(1) - inserted
 
 
 def choose_splits(token_ids: Tensor, keys: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

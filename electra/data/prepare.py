@@ -27,7 +27,7 @@ from electra.data.corpus import (
     parse_documents,
 )
 from electra.data.encode import ShardText, encode_shard, make_encoding, split_into_shard_texts
-from electra.data.files import warn_skipped_files
+from electra.data.files import escape_invalid_name, warn_skipped_files
 from electra.data.parts import (
     Part,
     PartRecord,
@@ -103,6 +103,9 @@ class ShardConfig:
         if self.ray is not None and self.workers is not None:
             raise ConfigError("give --workers or --ray, which uses all cores of the cluster, not both")
 
+    def min_shard_bytes(self) -> int:
+        return int(self.shard_megabytes * 1e6)
+
     def command_line(self) -> str:
         """The command line that makes these shards, all parts of them."""
         words = ["electra", "shard"]
@@ -110,7 +113,7 @@ class ShardConfig:
         for name, value in flat_values(self).items():
             if value != defaults.get(name) and name not in ("part", "workers", "ray", "json"):
                 words += command_line_words(name, value)
-        return shlex.join(words)
+        return escape_invalid_name(shlex.join(words))
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ def shard(config: ShardConfig) -> ShardResult:
     tokenizer = load_tokenizer(config.tokenizer)
     corpus = Corpus(config.source)
     warn_skipped_files(config.source.corpus)
-    texts = split_into_shard_texts(corpus, int(config.shard_megabytes * 1e6))
+    texts = split_into_shard_texts(corpus, config.min_shard_bytes())
     first = next(texts)  # raises before anything is written if there is no text
     if config.validation_fraction is None:
         config = replace(config, validation_fraction=choose_validation_fraction(config, corpus, first))
@@ -212,7 +215,10 @@ def choose_validation_fraction(config: ShardConfig, corpus: Corpus, first: Shard
     """VALIDATION_FRACTION, or for a small corpus the fraction that selects enough documents."""
     blocks = (parse_documents(block, config.source, ReadStats()) for block in first.blocks)
     hashes = sorted({hash_document(document) for documents in blocks for document in documents})
-    is_whole = first.position >= sum(corpus.file_sizes())  # the only shard, or of the hub
+    is_whole = sum(map(len, first.blocks)) < config.min_shard_bytes()  # only the last shard is smaller
+    if not is_whole and corpus.is_hub:  # of unknown size
+        return VALIDATION_FRACTION
+    is_whole = is_whole or first.position >= sum(corpus.file_sizes())
     num_documents = len(hashes) if is_whole else corpus.estimate_documents()
     share = min(MIN_VALIDATION_DOCUMENTS / max(1, num_documents), MAX_VALIDATION_FRACTION)
     if share <= VALIDATION_FRACTION or len(hashes) < 2:

@@ -188,6 +188,8 @@ def electra_settings(config: EncoderConfig) -> Settings:
 def modernbert_settings(config: EncoderConfig, vocabulary: Vocabulary | None) -> Settings:
     """The settings of ModernBertConfig; all of them, since its defaults are for another vocabulary."""
     rope = {kind: getattr(config, ours) for ours, (kind, _) in ROPE_NAMES.items()}
+    older = {name: getattr(config, ours) for ours, (_, name) in ROPE_NAMES.items()}  # before transformers 5
+    older["global_attn_every_n_layers"] = config.global_attention_every
     cls_id, sep_id = (vocabulary.cls_id, vocabulary.sep_id) if vocabulary else (None, None)
     return {
         "model_type": "modernbert",
@@ -196,6 +198,7 @@ def modernbert_settings(config: EncoderConfig, vocabulary: Vocabulary | None) ->
         "mlp_dropout": config.dropout,
         "layer_types": layer_types(config.global_attention_every, config.layers),
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in rope.items()},
+        **older,
         **dict.fromkeys(("cls_token_id", "bos_token_id"), cls_id),
         **dict.fromkeys(("sep_token_id", "eos_token_id"), sep_id),
     }
@@ -244,6 +247,8 @@ def read_attention_settings(settings: Settings, layers: int) -> Settings:
     if settings.get("mlp_dropout", 0) != settings.get("embedding_dropout", 0):
         raise ConfigError("mlp_dropout differs from embedding_dropout; they must be equal")
     thetas = {ours: read_rope_theta(settings, kind, older) for ours, (kind, older) in ROPE_NAMES.items()}
+    if "local_rope_theta" in settings and thetas["local_theta"] is None:  # null: the same in all layers
+        thetas["local_theta"] = thetas["global_theta"] or MODERNBERT_DEFAULTS.global_theta
     return {
         "global_attention_every": read_global_attention_every(settings, layers),
         **{ours: theta for ours, theta in thetas.items() if theta},

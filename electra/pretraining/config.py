@@ -156,7 +156,7 @@ class PretrainConfig:
     hardware: HardwareConfig
 
     def __post_init__(self) -> None:
-        check_range(self, "seed", at_least=0)
+        check_range(self, "seed", at_least=0, at_most=2**62)
         check_range(self, "evaluation_rows", at_least=1)
         rows, count = self.loader.batch_size, self.trainer.micro_batches
         if rows % count:

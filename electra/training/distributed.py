@@ -224,7 +224,7 @@ def is_communication_error(error: RuntimeError) -> bool:
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Seed torch's generator for a step; on a CPU it uses 32 bits of the seed."""
-    torch.manual_seed(seed * 1_000_003 + step + rank * 2_654_435_761)
+    torch.manual_seed((seed * 1_000_003 + step + rank * 2_654_435_761) % 2**64)  # its limit
 
 
 class GradientBuffer:

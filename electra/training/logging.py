@@ -20,10 +20,11 @@ from torch import Tensor
 
 from electra.errors import ConfigError, TrainingError, format_count
 from electra.progress import can_show_bars
-from electra.runfolder import dump_json, read_bounded, read_stored, report_damage, write_file, write_stored
+from electra.runfolder import damaged_file_error, dump_json, read_stored, report_damage, write_file, write_stored
 from electra.training.config import TrackerName
 
 METRICS = "metrics.jsonl"
+MAX_LINE_BYTES = 1 << 20  # of metrics
 PROJECT = "electra"
 TRACKED_RUNS = "tracking.json"
 
@@ -182,12 +183,19 @@ class MetricsLogger:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics file, without a last one that is incomplete: its process was killed or is writing."""
-    metrics = []
-    *lines, _ = read_bounded(path).split(b"\n") if path.exists() else [b""]
-    for number, line in enumerate(lines, start=1):
-        with report_damage(path, advice=f"remove its line {number}"):
-            metrics.append(msgspec.json.decode(line, type=dict[str, int | float | str | None]))
-            msgspec.convert(metrics[-1], MetricsLine)
+    metrics: list[dict[str, Any]] = []
+    if not path.exists():
+        return metrics
+    if not path.is_file():  # a pipe or device may be endless
+        raise damaged_file_error(path, "not a file")
+    with path.open("rb") as file:
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                break
+            with report_damage(path, advice=f"remove its line {number}"):
+                metrics.append(msgspec.json.decode(line, type=dict[str, int | float | str | None]))
+                msgspec.convert(metrics[-1], MetricsLine)
     return metrics
 
 
