@@ -233,6 +233,8 @@ def test_words_that_start_with_a_hash_are_no_comments(read_conll):
     assert row.values["1"] == ["#electra", "#", "is"]
     [row] = read_conll("# comment\n#\tO\nis\tO\n")  # columns are separated by tabs
     assert row.values["1"] == ["#", "is"]
+    *_, row = read_conll("EU O\n\n#electra\tO\nis O\n")
+    assert row.values["1"] == ["#electra", "is"]
 
 
 def test_conllu_has_names_for_its_columns_and_ids_that_are_no_words(read_conll):

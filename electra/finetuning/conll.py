@@ -121,8 +121,10 @@ def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()
     """The sentences between blank lines, as lists by column; without comments and marks of documents.
 
     A line that starts with # is a comment if a sentence may start there and, unless the file is CoNLL-U, it has another
-    number of columns or none that are separated like those of words."""
-    numbered = ((number, split_columns(line), "\t" in line) for number, line in enumerate(chain(lines, [""]), start=1))
+    number of columns, or no tabs where words have them."""
+    numbered = (
+        (number, split_columns(line), "\t" in line.strip()) for number, line in enumerate(chain(lines, [""]), start=1)
+    )
     head = []  # up to the first line that is certainly a word
     for each in numbered:
         head.append(each)
@@ -138,7 +140,7 @@ def conll_rows(file_name: str, lines: Iterator[str], columns: Sequence[str] = ()
             if cells:
                 yield Row(start, {name: cells[column :: len(names)] for column, name in enumerate(names)})
             cells = []
-        elif may_be_comment and (columns or len(fields) != len(names) or is_tabbed != has_tabs):
+        elif may_be_comment and (columns or len(fields) != len(names) or (has_tabs and not is_tabbed)):
             continue
         elif len(fields) != len(names):
             raise DataError(

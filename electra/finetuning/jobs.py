@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,6 @@ def prepare_jobs(
     check_class_weights(tuning.class_weights, task)
     model = find_model_to_finetune(model)  # the same for all seeds, even if a pre-training run saves another checkpoint
     files = {file: file_checksum(Path(file)) for file in task.splits.values() if local_file_size(file)}
-    files |= weight_checksums(model)
     settings = {"model": str(model), "precision": hardware.precision} | asdict(tuning)
     settings["length"] = tuning.length_for(task)
     del settings["micro_batches"]  # does not change results
@@ -89,7 +88,9 @@ def prepare_jobs(
         )
         for seed in range(1, seeds + 1)
     ]
-    check_and_write_settings(folder, FinetuningRecord(settings=settings, task=asdict(task), files=files))
+    check_and_write_settings(
+        folder, FinetuningRecord(settings=settings, task=asdict(task), files=files, weights=weight_checksums(model))
+    )
     for job in jobs:
         if not job.is_finished():
             check_own_folder(job.folder, MODEL)
@@ -108,6 +109,7 @@ class FinetuningRecord:
     settings: dict[str, Any]
     task: dict[str, Any]
     files: dict[str, str]  # checksums by path
+    weights: dict[str, str] = field(default_factory=dict)  # likewise, of the model; unknown in earlier versions
 
 
 def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
@@ -115,6 +117,7 @@ def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
     now = json.loads(json.dumps(asdict(record)))  # as read from the file
     if any(folder.glob("seed-*")):
         before = asdict(read_stored(folder / CONFIG, FinetuningRecord))
+        before["weights"] = before["weights"] or record.weights
         for part, values in now.items():
             check_same_settings(folder, before[part], values, ignore=DERIVED)
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +127,7 @@ def check_and_write_settings(folder: Path, record: FinetuningRecord) -> None:
 def check_same_model(folder: Path, model: Path) -> None:
     """Raise if the fine-tunings in a folder started from another model."""
     stored, weights = read_stored(folder / CONFIG, FinetuningRecord), weight_checksums(model)
-    before = {"model": stored.settings.get("model")} | {file: stored.files.get(file) for file in weights}
+    before = {"model": stored.settings.get("model")} | (stored.weights or weights)
     check_same_settings(folder, before, {"model": str(model)} | weights)
 
 

@@ -175,7 +175,9 @@ def restore_weights(model: TaskModel, folder: Path) -> None:
 
 def weight_checksums(folder: Path) -> dict[str, str]:
     """The checksums of the weights in a model folder or a Hugging Face folder."""
-    return {str(file): file_checksum(file) for file in sorted(folder.glob(f"{Path(WEIGHTS).stem}*"))}
+    name = Path(WEIGHTS)
+    files = sorted(file for file in folder.glob(f"{name.stem}*{name.suffix}*") if file.is_file())
+    return {str(file): file_checksum(file) for file in files}
 
 
 def checksum_of_weights(folder: Path) -> str:

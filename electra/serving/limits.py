@@ -116,6 +116,20 @@ class LimitedApp:
             await answer
 
 
+class CountingTransport:
+    """A transport that counts the bytes written to it."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport, self.written = transport, 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        self.transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+
 def create_protocol(timeout: float) -> type[H11Protocol]:
     """uvicorn's HTTP protocol, which closes connections whose next request has no complete head after `timeout`
     seconds, or whose client reads nothing of a response for as long; uvicorn itself waits forever."""
@@ -126,7 +140,8 @@ def create_protocol(timeout: float) -> type[H11Protocol]:
 
         # as uvicorn declares it; asyncio's type is wider
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+            self.counter = CountingTransport(transport)
+            super().connection_made(self.counter)  # type: ignore[arg-type]  # it has all methods of a transport
             self.watch_head()
 
         def data_received(self, data: bytes) -> None:
@@ -146,12 +161,14 @@ def create_protocol(timeout: float) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def watch_unread(self, before: int | None = None) -> None:
-            """End the connection if as much of a response is unread as `before`, else look again while there is."""
-            unread, self.unread_timer = self.transport.get_write_buffer_size(), None
-            if before is not None and unread >= before:
+            """End the connection if no more bytes of responses were sent than `before`, or look again after a while, as
+            long as some are not sent."""
+            unsent, self.unread_timer = self.transport.get_write_buffer_size(), None
+            sent = self.counter.written - unsent
+            if unsent and sent == before:
                 self.transport.abort()
-            elif unread:
-                self.unread_timer = self.loop.call_later(timeout, self.watch_unread, unread)
+            elif unsent:
+                self.unread_timer = self.loop.call_later(timeout, self.watch_unread, sent)
 
         def watch_head(self) -> None:
             """Start the timer where a head is expected, stop it where a request is handled."""
