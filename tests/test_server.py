@@ -276,15 +276,17 @@ def test_clients_that_read_slowly_get_all_of_several_responses(model):
     service, body = Service(model, 256), b'{"texts": ["a"]}'
     service.functions["embed"] = lambda texts, pooling: [{"vector": [0.5] * 1_000_000, "is_truncated": False}]
     head = b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 16\r\n\r\n"
-    with running_server(service, client_timeout=0.5) as server:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
-            slow.sendall(3 * (head + body))
-            received = 0
-            while received < 3 * 4_000_000:
-                part = slow.recv(200_000)
-                assert part
-                received += len(part)
-                time.sleep(0.02)
+    with (
+        running_server(service, client_timeout=0.5) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow,
+    ):
+        slow.sendall(3 * (head + body))
+        received = 0
+        while received < 3 * 4_000_000:
+            part = slow.recv(200_000)
+            assert part
+            received += len(part)
+            time.sleep(0.02)
 
 
 def test_a_failure_is_counted_as_such(model):
