@@ -31,7 +31,7 @@ TWO_STAGE = {"phases": ("objective=mlm", "objective=frozen-rtd"), "sharing": "no
 LENGTHS = {"phases": ("fraction=0.5", "length=24,batch-size=4")}
 WIDENED = {"phases": ("width=16,schedule=wsd,decay-fraction=0", "fraction=0.5"), "embedding_width": 8}
 STACKED = {"phases": ("layers=1,schedule=wsd,decay-fraction=0", "fraction=0.5"), "layers": 2}
-GROWN = {"phases": ("layers=1,width=16", "fraction=0.5"), "layers": 2, "embedding_width": 8}
+STACKED_AND_WIDENED = {"phases": ("layers=1,width=16", "fraction=0.5"), "layers": 2, "embedding_width": 8}
 THREE = {"phases": ("fraction=0.25,length=8", "fraction=0.25", "objective=electra-15")}
 SMALL = "--size tiny --layers 1 --width 32 --heads 2 --feedforward 64 --embedding-width 16 --length 16 --batch-size 8 "
 SMALL += "--log-every 10 --evaluation-rows 32 --device cpu --learning-rate 5e-3 --no-unigram-output-bias"
@@ -139,7 +139,7 @@ def test_phases_divide_a_budget_of_steps_tokens_or_minutes(run_config, shards):
             "2 layers and --global-attention-every 2 can be stacked from no other number, not from 1",
         ),
         (
-            GROWN | {"phases": ("layers=1,width=24", "length=8")},
+            STACKED_AND_WIDENED | {"phases": ("layers=1,width=24", "length=8")},
             "width=24,layers=1 in --phases: .* from 16, not from 24",
         ),
         ({"phases": ("schedule=cosine", "length=8")}, "schedule cosine and linear in consecutive phases of one objec"),
@@ -264,8 +264,8 @@ def test_a_phase_takes_over_all_weights_but_the_head_of_another_objective(run_co
 
 @pytest.mark.parametrize(
     "phases",
-    [TWO_STAGE, LENGTHS, THREE, WIDENED, STACKED, GROWN],
-    ids=["two-stage", "lengths", "three", "widened", "stacked", "grown"],
+    [TWO_STAGE, LENGTHS, THREE, WIDENED, STACKED, STACKED_AND_WIDENED],
+    ids=["two-stage", "lengths", "three", "widened", "stacked", "both"],
 )
 def test_stopped_in_any_phase_a_run_ends_with_the_same_bytes(run_config, monkeypatch, phases):
     settings = {"save_every": 100, "evaluate_every": 100, "dropout": 0.1, "optimizer": "adamw"} | phases
@@ -382,7 +382,7 @@ def test_a_stage_of_another_size_has_its_own_schedule(run_config, phases):
     ],
     ids=["mlm", "all-tokens-mlm", "modern", "auxiliary"],
 )
-@pytest.mark.parametrize("phases", [WIDENED, GROWN], ids=["widened", "grown"])
+@pytest.mark.parametrize("phases", [WIDENED, STACKED_AND_WIDENED], ids=["widened", "both"])
 def test_every_kind_of_model_can_be_enlarged(run_config, settings, phases):
     config = run_config(**phases | {"feedforward": 128} | settings, evaluate_every=10)
     pretrain(config)
@@ -419,7 +419,7 @@ def test_the_best_checkpoint_is_of_the_last_phase(run_config):
             ],
         ),
         (
-            GROWN,
+            STACKED_AND_WIDENED,
             [
                 "classic: discriminator with 2 layers of width 32; generator with 2 layers of width 32; shared embeddi",
                 "phase 1 of 2, rtd, 10 steps: 8 × 16 tokens per step",
@@ -449,9 +449,9 @@ def test_a_dry_run_counts_each_phase_with_its_width_and_layers(run_config):
     common = {"embedding_width": 8, "generator_layers": 2, "generator_width": 8, "dry_run": True}
     small = pretrain(run_config(**common, layers=1, width=16, heads=1, feedforward=32))
     large = pretrain(run_config(**common, layers=2))
-    grown = pretrain(run_config(**common | GROWN))
-    assert grown.flops == (small.flops + large.flops) / 2
-    assert (grown.parameters, grown.tokens) == (large.parameters, large.tokens)
+    result = pretrain(run_config(**common | STACKED_AND_WIDENED))
+    assert result.flops == (small.flops + large.flops) / 2
+    assert (result.parameters, result.tokens) == (large.parameters, large.tokens)
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of(run_config, capsys):
