@@ -4,7 +4,7 @@
 
 Threads of torch that wait for others spin before they sleep; GOMP_SPINCOUNT is for how many iterations (torch's default
 is 300,000, several milliseconds), and OMP_WAIT_POLICY=PASSIVE is none. `electra` is what `electra pretrain` does: a
-short spin (electra/config.py), which is switched off beside busy programs (electra/training/threads.py). --busy N runs
+short spin (electra/config.py), which is switched off beside busy programs (electra/training/hardware.py). --busy N runs
 N endless loops beside the training. Every setting has a process of its own; they train in turns of at least 2.4
 seconds, of which the second half is measured. A turn during which processes that this benchmark did not start used the
 cores does not count. --priority (Linux, as root) runs trainings and loops at the highest priority, which keeps such

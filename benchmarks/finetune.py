@@ -48,7 +48,7 @@ from electra.finetuning.metrics import METRICS, median, standard_deviation
 from electra.finetuning.question_answering import make_windows
 from electra.finetuning.tags import compute_tag_metrics, split_sentences
 from electra.finetuning.tasks import Examples, Task, stack_labels
-from electra.huggingface.folders import read_part_config_and_tensors
+from electra.huggingface.convert import read_part_config_and_tensors
 from electra.model.config import ModelConfig
 from electra.model.electra import Electra
 from electra.model.storage import save_model

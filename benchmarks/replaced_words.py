@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from electra.runfolder import dump_json
+from electra.serving.comparison import find_replaced_words
 from electra.serving.inference import load_text_model
-from electra.serving.replaced_words import find_replaced_words
 
 
 def main() -> None:

@@ -47,13 +47,13 @@ def write_model(folder: Path, size: str) -> TextTokenizer:
     return tokenizer
 
 
-def run_server(model: str, threads: int, is_alone: bool) -> None:
+def serve(model: str, threads: int, is_alone: bool) -> None:
     """Serve until this process is stopped; `is_alone` keeps requests from being computed together."""
     torch.set_num_threads(threads)
     if is_alone:
         server.CHARACTERS_PER_BATCH_TOKEN = 0
     limits = LimitsConfig()
-    server.run_server(ServeConfig(model=Path(model), port=0, page=False, device="cpu", limits=limits))
+    server.serve(ServeConfig(model=Path(model), port=0, page=False, device="cpu", limits=limits))
 
 
 def start_server(model: Path, threads: int, is_alone: bool) -> tuple[subprocess.Popen, int]:
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     if arguments.serve:
-        run_server(arguments.serve, arguments.threads, arguments.alone)
+        serve(arguments.serve, arguments.threads, arguments.alone)
         return
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory() as folder:

@@ -87,13 +87,13 @@ COMMANDS = {
     "detect": Command("serving.config:DetectConfig", "serving.inference:detect", "mark the replaced tokens of a text"),
     "fill": Command("serving.config:FillConfig", "serving.inference:fill", "predict the [MASK] tokens of a text"),
     "embed": Command("serving.config:EmbedConfig", "serving.embed:embed", "compute embeddings of texts or of a file"),
-    "serve": Command("serving.config:ServeConfig", "serving.command:serve", "answer HTTP requests with a model"),
+    "serve": Command("serving.config:ServeConfig", "serving.server:serve", "answer HTTP requests with a model"),
     "doctor": Command(
         "diagnosis:DoctorConfig", "diagnosis:diagnose", "show the hardware in use and what features need"
     ),
     "completion": Command(
-        "shell_completion:CompletionConfig",
-        "shell_completion:write_completion",
+        "cli:CompletionConfig",
+        "cli:write_completion",
         "complete commands and flags in a shell",
     ),
     "flops": Command(

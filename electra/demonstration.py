@@ -30,14 +30,17 @@ from electra.pretraining.bigrams import count_bigrams, evaluation_batches
 from electra.serving.comparison import (
     RANDOM_AUC,
     BaselineComparison,
+    CorruptedSentence,
     compare_held_out,
     compare_replaced_words,
     describe_comparisons,
     evaluate_held_out,
+    find_replaced_words,
+    read_corrupted_sentences,
+    word_scores,
 )
 from electra.serving.config import DemoConfig
 from electra.serving.inference import Model, load_text_model
-from electra.serving.replaced_words import CorruptedSentence, find_replaced_words, read_corrupted_sentences, word_scores
 from electra.training.checkpoint import has_packaged_model
 from electra.training.logging import METRICS, read_metrics
 

@@ -184,7 +184,7 @@ def describe_waiting(device: "torch.device") -> str:
     """How threads that wait for each other do so, and who chose it."""
     import torch
 
-    from electra.training.threads import can_switch_spinning
+    from electra.training.hardware import can_switch_spinning
 
     settings = wait_settings()
     chosen = "from the environment; electra changes nothing"

@@ -5,9 +5,8 @@ import subprocess
 
 import pytest
 
-from electra.cli import main
+from electra.cli import build_app, main
 from electra.commands import COMMANDS
-from electra.shell_completion import build_app
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_installing_writes_where_the_shell_looks(tmp_path, monkeypatch, capsys):
 
 
 def test_an_unknown_shell_has_to_be_named(monkeypatch, capsys):
-    monkeypatch.setattr("electra.shell_completion.detect_shell", fail_to_detect)
+    monkeypatch.setattr("cyclopts.completion.detect.detect_shell", fail_to_detect)
     with pytest.raises(SystemExit) as exit:
         main(["completion"])
     assert exit.value.code == 2

@@ -13,7 +13,7 @@ from electra import diagnosis
 from electra.cli import main
 from electra.config import OPENMP, WAIT_VARIABLES
 from electra.diagnosis import FEATURES, Feature, Missing, check_feature
-from electra.training import threads
+from electra.training import hardware
 
 
 def test_doctor_shows_what_a_run_uses(capsys):
@@ -94,7 +94,7 @@ def describe_waiting(monkeypatch, environment: dict[str, str], device: str = "cp
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(threads, "CPU_TIMES", Path(__file__))  # exists on any system
+    monkeypatch.setattr(hardware, "CPU_TIMES", Path(__file__))  # exists on any system
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     return diagnosis.describe_waiting(torch.device(device))
 

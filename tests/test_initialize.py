@@ -17,8 +17,7 @@ from electra.data.prepare import ShardConfig, shard
 from electra.data.shards import open_shards
 from electra.errors import ConfigError, DataError
 from electra.exporting.command import ExportConfig, export
-from electra.huggingface.convert import merge_embedding_delta
-from electra.huggingface.folders import read_huggingface_model
+from electra.huggingface.convert import merge_embedding_delta, read_huggingface_model
 from electra.model.config import ElectraConfig, size_name_for_encoder
 from electra.model.electra import Electra
 from electra.model.storage import load_model, save_model

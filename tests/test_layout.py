@@ -26,7 +26,7 @@ PACKAGES = [
     "serving",
 ]
 ORDER = ["errors", "config", "random", "signals", "runfolder", "progress", "resumable", "plotting", *PACKAGES]
-ORDER += ["sklearn", "commands", "__init__", "diagnosis", "demonstration", "cli", "shell_completion", "__main__"]
+ORDER += ["sklearn", "commands", "__init__", "diagnosis", "demonstration", "cli", "__main__"]
 
 
 def module_name(path: Path) -> str:

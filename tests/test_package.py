@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError
 from electra.exporting import package
 from electra.model.storage import dequantize, load_model, quantize, relative_error
 from electra.pretraining.command import pretrain
-from electra.serving.replaced_words import find_replaced_words
+from electra.serving.comparison import find_replaced_words
 from electra.training import checkpoint
 
 WEIGHTS = "model.safetensors.gz"

@@ -6,7 +6,7 @@ import pytest
 
 import electra
 from electra.data.tokenizer import build_wordpiece_tokenizer
-from electra.serving.replaced_words import count_found, find_replaced_words, read_corrupted_sentences, word_scores
+from electra.serving.comparison import count_found, find_replaced_words, read_corrupted_sentences, word_scores
 
 SENTENCES = read_corrupted_sentences()
 

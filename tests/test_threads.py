@@ -14,8 +14,8 @@ import torch
 from electra.config import OPENMP, WAIT_VARIABLES
 from electra.model.storage import WEIGHTS
 from electra.pretraining.command import pretrain
-from electra.training import threads
-from electra.training.threads import WaitPolicy, num_idle_teams, other_cpu_seconds
+from electra.training import hardware
+from electra.training.hardware import WaitPolicy, num_idle_teams, other_cpu_seconds
 
 CPU = torch.device("cpu")
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
@@ -38,10 +38,10 @@ def machine(monkeypatch):
         machine.checks += 1
         return machine.other_seconds
 
-    monkeypatch.setattr(threads, "CPU_TIMES", Path(__file__))  # exists on any system
-    monkeypatch.setattr(threads, "monotonic", lambda: machine.seconds)
-    monkeypatch.setattr(threads, "other_cpu_seconds", check)
-    monkeypatch.setattr(threads, "keep_idle_team", lambda is_ready, end: is_ready.set())
+    monkeypatch.setattr(hardware, "CPU_TIMES", Path(__file__))  # exists on any system
+    monkeypatch.setattr(hardware, "monotonic", lambda: machine.seconds)
+    monkeypatch.setattr(hardware, "other_cpu_seconds", check)
+    monkeypatch.setattr(hardware, "keep_idle_team", lambda is_ready, end: is_ready.set())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: machine.cpus, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: machine.threads)
     return machine
@@ -121,7 +121,7 @@ def test_a_training_goes_on_where_no_further_threads_are_allowed(machine, monkey
 
 
 def test_systems_without_cpu_times_of_linux_change_nothing(machine, monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "CPU_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(hardware, "CPU_TIMES", tmp_path / "stat")
     monkeypatch.delattr(os, "sched_getaffinity")
     assert sleeps_after_seconds(machine, [2.0], WaitPolicy(CPU)) == [False]
 
@@ -130,9 +130,9 @@ def test_cpu_times_count_the_cpus_of_this_process_without_its_own_time(monkeypat
     rows = ["cpu 9 9 9 9 9 9 9 9 9 9", "cpu0 100 20 30 5000 600 7 8 35 50 0", "cpu1 900 0 0 0 0 0 0 0 0 0"]
     rows += ["cpu10 300 0 0 70 0 0 0 0 0 0", "intr 12345 0 0"]
     (tmp_path / "stat").write_text("\n".join(rows))
-    monkeypatch.setattr(threads, "CPU_TIMES", tmp_path / "stat")
+    monkeypatch.setattr(hardware, "CPU_TIMES", tmp_path / "stat")
     monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100}.get)
-    monkeypatch.setattr(threads, "process_time", lambda: 1.5)
+    monkeypatch.setattr(hardware, "process_time", lambda: 1.5)
     assert other_cpu_seconds({0, 10}) == 2.0 + 3.0 - 1.5
 
 
@@ -146,8 +146,8 @@ def make_cores_busy(monkeypatch) -> list[WaitPolicy]:
         policies.append(self)
 
     used = itertools.count(step=1_000_000)
-    monkeypatch.setattr(threads, "CHECK_SECONDS", 0.0)
-    monkeypatch.setattr(threads, "other_cpu_seconds", lambda _: next(used))
+    monkeypatch.setattr(hardware, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "other_cpu_seconds", lambda _: next(used))
     monkeypatch.setattr(WaitPolicy, "start_idle_teams", start_and_record)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     return policies
@@ -175,7 +175,7 @@ def test_a_training_beside_busy_programs_has_the_same_results_bit_for_bit(two_th
 IDLE_TEAM = """
 import os, time, torch
 from torch.utils.data import DataLoader
-from electra.training.threads import WaitPolicy
+from electra.training.hardware import WaitPolicy
 
 def num_threads():
     return len(os.listdir("/proc/self/task"))
@@ -220,7 +220,7 @@ def test_an_idle_team_ends_with_the_training_and_survives_forks():
 
 SPIN = """
 import time, torch
-from electra.training.threads import WaitPolicy
+from electra.training.hardware import WaitPolicy
 
 def cpu_seconds():
     start = time.process_time()

@@ -10,7 +10,7 @@ from electra.exporting.config import ExportConfig, ImportConfig
 from electra.exporting.package import write_package
 from electra.exporting.page import PageResult, write_page
 from electra.exporting.source import ExportSource, count_parameters, load_export_source
-from electra.huggingface.folders import combine_into_pair, read_huggingface_model
+from electra.huggingface.convert import combine_into_pair, read_huggingface_model
 from electra.model.storage import (
     WEIGHTS,
     check_tokenizer,

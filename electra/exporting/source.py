@@ -19,10 +19,10 @@ from electra.huggingface.convert import (
     fold_projection,
     label_settings,
     merge_embedding_delta,
+    select_part,
     to_huggingface_config,
     to_huggingface_tensors,
 )
-from electra.huggingface.folders import select_part
 from electra.huggingface.names import ARCHITECTURES, EXPORT_CLASSES, TASK_CLASSES, Settings
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.encoder import Encoder

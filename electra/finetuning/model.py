@@ -18,8 +18,7 @@ from electra.finetuning.frozen import FrozenEncoder, freeze
 from electra.finetuning.heads import TaskModel
 from electra.finetuning.kinds import KINDS
 from electra.finetuning.tasks import Task
-from electra.huggingface.convert import Tensors
-from electra.huggingface.folders import read_part_config_and_tensors
+from electra.huggingface.convert import Tensors, read_part_config_and_tensors
 from electra.model.config import EncoderConfig, Pooling
 from electra.model.electra import meta_device
 from electra.model.encoder import Encoder

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from electra.onnx.export import HIDDEN, ExportableModel, open_session
-from electra.onnx.graph import remove_unused
+from electra.onnx.export import HIDDEN, ExportableModel, open_session, remove_unused
 
 OUTLIERS = (np.inf, 10.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5, 1.0)  # channels are reduced to a multiple of their median
 MIN_GAIN = 1.1  # by how much the error must be less for a scaling that takes more time

@@ -242,7 +242,7 @@ def read_init_model_settings(explicit_values: dict[str, Any]) -> dict[str, Any]:
     """Size and style of the --init model, and the sharing of a pair; empty if it cannot be read: the run reports it."""
     if not explicit_values.get("init"):
         return {}
-    from electra.huggingface.folders import read_encoder_configs  # here, because they import torch
+    from electra.huggingface.convert import read_encoder_configs  # here, because they import torch
     from electra.model.storage import read_model_config
     from electra.training.checkpoint import find_model_folder
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from electra.data.shards import Shards
 from electra.errors import ConfigError, DataError
-from electra.huggingface.convert import Tensors, merge_embedding_delta
-from electra.huggingface.folders import (
+from electra.huggingface.convert import (
+    Tensors,
     has_discriminator,
+    merge_embedding_delta,
     read_encoder_configs,
     read_part_config_and_tensors,
     select_part,

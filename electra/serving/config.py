@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from electra.config import PACKAGED_MODEL, Positional
+from electra.data.files import require_libraries
 from electra.errors import ConfigError, check_range
 from electra.model.config import EmbeddingPooling
 from electra.training.config import Device, Precision
@@ -160,3 +161,4 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_range(self, "port", at_least=0, at_most=65535)
+        require_libraries("electra serve", ("fastapi", "uvicorn"))

@@ -20,7 +20,7 @@ from electra.errors import ConfigError, DataError, check_finite
 from electra.finetuning.config import PredictorConfig
 from electra.finetuning.features import group_by_tokens
 from electra.finetuning.predict import Predictor, is_finetuned
-from electra.huggingface.folders import read_config_and_tensors
+from electra.huggingface.convert import read_config_and_tensors
 from electra.model.config import EmbeddingPooling, EncoderConfig
 from electra.model.electra import Discriminator, Electra, MaskedLanguageModel
 from electra.model.storage import WEIGHTS, build_model, has_rtd_head, is_onnx_folder, load_model_tokenizer

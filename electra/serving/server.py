@@ -8,28 +8,30 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from electra import __version__
 from electra.errors import ConfigError, DataError
 from electra.exporting.node_packages import has_node_packages
+from electra.model.config import EmbeddingPooling
 from electra.serving.batcher import Batcher, QueueFullError
 from electra.serving.config import LimitsConfig, ServeConfig
-from electra.serving.inference import Method
+from electra.serving.embed import Embedding
+from electra.serving.inference import Detection, MaskPredictions, Method
 from electra.serving.limits import LimitedApp, RequestError, create_protocol, encode_error
 from electra.serving.metrics import Metrics
-from electra.serving.schemas import create_request_classes, describe_responses
 from electra.serving.service import Service, load_service
 from electra.signals import STOP_SIGNALS, handle_signals
 
@@ -38,14 +40,41 @@ CHARACTERS_PER_BATCH_TOKEN = 16
 """Requests that are computed together fill about four forward passes: texts of similar length then share one."""
 MAX_CONNECTIONS = 512
 HEADERS = {"content-security-policy": "default-src 'self'", "x-content-type-options": "nosniff"}
-SUMMARIES: dict[Method, str] = {
-    "detect": "The probability of each token that it was replaced",
-    "fill": "The most likely tokens for each [MASK]",
-    "embed": "The embedding of each text",
-    "predict": "The prediction of the fine-tuned model for each text or row",
-}
 INDEX = """<!doctype html><html lang="en"><meta charset="utf-8"><title>electra</title>
 <p>An <a href="https://arxiv.org/abs/2003.10555">electra</a> server. <a href="/docs">How to ask it</a>.</p></html>"""
+
+
+class Error(BaseModel):
+    """What is wrong, in one sentence."""
+
+    error: str
+
+
+ERRORS = {
+    408: "The request did not arrive in time.",
+    413: "The request has too many bytes.",
+    422: "The request is not valid JSON, has other fields, or too many or too long texts.",
+    429: "Too many texts are waiting; try again.",
+}
+COUNT = Annotated[int, Field(ge=1, le=100, description="tokens for each [MASK]")]
+POOLING = Annotated[EmbeddingPooling, Field(description="mean or maximum of all tokens, or the [CLS] token")]
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A method of a model over HTTP."""
+
+    summary: str
+    results: Any  # their type
+    options: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # type and default of the method's option
+
+
+ENDPOINTS: dict[Method, Endpoint] = {
+    "detect": Endpoint("The probability of each token that it was replaced", list[Detection]),
+    "fill": Endpoint("The most likely tokens for each [MASK]", list[MaskPredictions], {"count": (COUNT, 5)}),
+    "embed": Endpoint("The embedding of each text", list[Embedding], {"pooling": (POOLING, "mean")}),
+    "predict": Endpoint("The prediction of the fine-tuned model for each text or row", list[dict[str, Any]]),
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +121,6 @@ def create_app(service: Service, limits: LimitsConfig, name: str = "model") -> F
 
 def add_methods(app: FastAPI, service: Service, limits: LimitsConfig) -> None:
     """Add an endpoint for each method of the model, and one that explains it for each other method."""
-    requests = create_request_classes(service, limits)
 
     async def compute(key: tuple[Method, Any], items: list[Any], texts: list[Any]) -> Response:
         sizes = [count_characters(text) for text in texts]
@@ -106,30 +134,51 @@ def add_methods(app: FastAPI, service: Service, limits: LimitsConfig) -> None:
             raise RequestError(429, f"{limits.max_queue:,} texts are waiting already; try again in a second") from None
         return Response(msgspec.json.encode({"results": results}), media_type="application/json")
 
-    async def detect(body: Any) -> Response:
-        return await compute(("detect", None), body.texts, body.texts)
+    def create_handler(method: Method) -> Any:
+        async def of_texts(body: Any) -> Response:
+            option = next((getattr(body, name) for name in ENDPOINTS[method].options), None)
+            return await compute((method, option), body.texts, body.texts)
 
-    async def fill(body: Any) -> Response:
-        return await compute(("fill", body.count), body.texts, body.texts)
+        async def of_texts_or_rows(body: Any) -> Response:
+            if (body.texts is None) == (body.rows is None):
+                raise RequestError(422, "a request needs either texts or rows")
+            rows = body.rows or service.rows_of_texts(body.texts)
+            return await compute((method, None), rows, [cell for row in rows for cell in row.values()])
 
-    async def embed(body: Any) -> Response:
-        return await compute(("embed", body.pooling), body.texts, body.texts)
+        handler = of_texts_or_rows if method == "predict" else of_texts
+        handler.__name__ = method
+        handler.__annotations__["body"] = create_request_class(method, service, limits)
+        return handler
 
-    async def predict(body: Any) -> Response:
-        if (body.texts is None) == (body.rows is None):
-            raise RequestError(422, "a request needs either texts or rows")
-        rows = body.rows or service.rows_of_texts(body.texts)
-        return await compute(("predict", None), rows, [cell for row in rows for cell in row.values()])
-
-    handlers: dict[Method, Any] = {"detect": detect, "fill": fill, "embed": embed, "predict": predict}
-    for method, handler in handlers.items():
+    for method, endpoint in ENDPOINTS.items():
         if method in service.functions:
-            handler.__annotations__["body"] = requests[method]
-            app.post(f"/{method}", summary=SUMMARIES[method], responses=describe_responses(method), tags=["model"])(
-                handler
+            responses = describe_responses(method)
+            app.post(f"/{method}", summary=endpoint.summary, responses=responses, tags=["model"])(
+                create_handler(method)
             )
         else:
             app.post(f"/{method}", include_in_schema=False)(explain_missing(method, service))
+
+
+def create_request_class(method: Method, service: Service, limits: LimitsConfig) -> type[BaseModel]:
+    """The class of the requests of a method, with the limits of the server and an example for its model."""
+    texts = Annotated[
+        list[Annotated[str, Field(max_length=limits.max_characters)]], Field(min_length=1, max_length=limits.max_texts)
+    ]
+    fields: dict[str, Any] = {"texts": (texts, ...), **ENDPOINTS[method].options}
+    if method == "predict":
+        rows = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=limits.max_texts)]
+        by_column = Annotated[rows | None, Field(description="instead of texts: objects by the column of the task")]
+        fields = {"texts": (texts | None, None), "rows": (by_column, None)}
+    config = ConfigDict(extra="forbid", json_schema_extra={"examples": [service.example(method)]})
+    return create_model(f"{method.capitalize()}Request", __config__=config, **fields)
+
+
+def describe_responses(method: Method) -> dict[int | str, dict[str, Any]]:
+    """The responses of a method by status."""
+    results = create_model(f"{method.capitalize()}Response", results=(ENDPOINTS[method].results, ...))
+    described: dict[int | str, dict[str, Any]] = {200: {"model": results, "description": "In the order of the texts."}}
+    return described | {status: {"model": Error, "description": text} for status, text in ERRORS.items()}
 
 
 def count_characters(cell: Any) -> int:
@@ -266,7 +315,7 @@ def create_server(app: FastAPI, limits: LimitsConfig) -> Server:
     return Server(settings)
 
 
-def run_server(config: ServeConfig) -> ServeResult:
+def serve(config: ServeConfig) -> ServeResult:
     """Answer requests until a signal stops the server."""
     with open_socket(config) as listening:
         service = load_service(config)

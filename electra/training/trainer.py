@@ -28,10 +28,9 @@ from electra.training.checkpoint import (
 )
 from electra.training.config import Budget, OptimizerConfig, TrainerConfig
 from electra.training.distributed import DistributedStep, GradientBuffer, World, gather_shards, seed_dropout
-from electra.training.hardware import is_out_of_memory
+from electra.training.hardware import WaitPolicy, is_out_of_memory
 from electra.training.logging import MetricsLogger, ProgressBar, RunningAverages, Tracker, TrainResult, format_duration
 from electra.training.optimizer import SCHEDULES, LossScaler, build_optimizers
-from electra.training.threads import WaitPolicy
 
 REPORT_SECONDS = 10.0  # of training between lines on the screen
 SAVE_SECONDS = 300.0  # of training between checkpoints, at most
