@@ -31,7 +31,7 @@ OPENMP = {"GOMP_SPINCOUNT": "10000"}
 """How long OpenMP threads that wait for others spin before they sleep: a fraction of a millisecond, enough for the time
 between two operations. On quiet cores that is as fast as torch's default of 300,000 iterations, and threads that never
 spin are slower; beside other busy programs they are faster, so the trainer then switches spinning off
-(training/threads.py; benchmarks/cpu_threads.py, docs/log.md)."""
+(training/hardware.py; benchmarks/cpu_threads.py, docs/log.md)."""
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", *OPENMP)
 MODEL_SETTINGS = ("model", "init", "tokenizer")  # whose value `packaged` is that folder
 POSITIONAL = "positional"
@@ -196,10 +196,18 @@ def unwrap_single(config_class: type, values: dict[str, list[str]]) -> dict[str,
     return {name: words if is_list[name] else words[0] for name, words in values.items()}
 
 
+def model_path(value: str | Path) -> Path:
+    """The path of a model; `packaged` is the model in the package, unless there is a file of that name."""
+    is_packaged = str(value) == PACKAGED_MODEL.name and not Path(value).exists()
+    return PACKAGED_MODEL if is_packaged else Path(value)
+
+
 def convert_value(name: str, value: Any, value_type: Any) -> Any:
     """The value of a setting, with its type."""
-    if name in MODEL_SETTINGS and str(value) == PACKAGED_MODEL.name and not Path(value).exists():
-        return PACKAGED_MODEL
+    if name in MODEL_SETTINGS and isinstance(value, str | Path):
+        value = model_path(value)
+    elif name in MODEL_SETTINGS and isinstance(value, list | tuple):
+        value = [model_path(each) if isinstance(each, str | Path) else each for each in value]
     for kind in union_members(value_type):
         try:
             result = msgspec.convert(value, kind, strict=False, dec_hook=lambda custom, plain: custom(plain))

@@ -22,6 +22,7 @@ import numpy
 import electra
 from electra.config import PACKAGED_MODEL
 from electra.data.shards import Shards, open_shards
+from electra.errors import ConfigError
 from electra.exporting.node_packages import has_node_packages
 from electra.exporting.page import open_command
 from electra.onnx.export import LIBRARIES
@@ -285,6 +286,9 @@ def draw_picture(path: Path, model: Model, run: Path, comparisons: list[Baseline
 
 def unused_folder(folder: Path) -> Path:
     """The folder, or the first with a number appended that does not exist."""
+    folder = folder.resolve()
+    if not folder.name:
+        raise ConfigError(f"is {folder}; give a folder of its own", field="output")
     names = [folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(2, 1000))]
     return next(name for name in names if not name.exists())
 

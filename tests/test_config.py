@@ -17,7 +17,9 @@ from electra.config import (
 )
 from electra.data.prepare import ShardConfig
 from electra.errors import ConfigError
+from electra.finetuning.config import ProbeConfig
 from electra.pretraining.config import PretrainConfig
+from electra.training.checkpoint import find_model_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,5 +104,8 @@ def test_the_packaged_model_has_a_name_unless_there_is_a_folder_of_that_name(tmp
         "init": PACKAGED_MODEL,
         "output": Path("packaged"),
     }
+    models = convert_values(ProbeConfig, {"model": ("packaged", "runs/x")})["model"]
+    assert models == (PACKAGED_MODEL, Path("runs/x"))
+    assert find_model_folder(Path("packaged")) == PACKAGED_MODEL
     (tmp_path / "packaged").mkdir()
     assert convert_values(ShardConfig, {"tokenizer": "packaged"}) == {"tokenizer": Path("packaged")}

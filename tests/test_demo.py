@@ -14,6 +14,7 @@ import electra
 from electra import demonstration
 from electra.cli import main
 from electra.demonstration import is_prose, unused_folder, write_documentation_corpus
+from electra.errors import ConfigError
 from electra.serving.config import DemoConfig
 from electra.serving.inference import load_text_model
 from electra.training.logging import TrainResult
@@ -83,6 +84,13 @@ def test_paragraphs_that_begin_alike_are_written_once(tmp_path, monkeypatch):
 def test_a_second_demo_gets_its_own_folder(tmp_path):
     (tmp_path / "demo").mkdir()
     assert unused_folder(tmp_path / "demo") == tmp_path / "demo-2"
+
+
+def test_a_demo_in_the_current_folder_gets_a_folder_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert unused_folder(Path()) == tmp_path.with_name(f"{tmp_path.name}-2")
+    with pytest.raises(ConfigError, match="give a folder of its own"):
+        unused_folder(Path("/"))
 
 
 def test_code_and_tables_are_not_prose():

@@ -212,11 +212,20 @@ def test_tokenizer_files_are_copied(tmp_path, make_pair):
     save_model(make_pair(), tmp_path / "ours")
     vocabulary = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n"
     (tmp_path / "ours/vocab.txt").write_text(vocabulary)
+    (tmp_path / "ours/tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 1000}')
     assert export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs")).tokenizer == [
         *("vocab.txt", "tokenizer_config.json")
     ]
     assert (tmp_path / "theirs/vocab.txt").read_text() == vocabulary
-    assert json.loads((tmp_path / "theirs/tokenizer_config.json").read_text()) == {"model_max_length": 32}
+    settings = json.loads((tmp_path / "theirs/tokenizer_config.json").read_text())
+    assert settings == {"do_lower_case": True, "model_max_length": 32}  # at most the positions
+
+
+def test_a_lone_vocabulary_is_exported_with_its_case(tmp_path, make_pair):
+    save_model(make_pair(), tmp_path / "ours")
+    (tmp_path / "ours/vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nParis\nparis\n")
+    export(ExportConfig(model=tmp_path / "ours", output=tmp_path / "theirs"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "theirs").tokenize("Paris") == ["Paris"]
 
 
 def test_exported_tokenizers_truncate_to_the_trained_length(finished_run, finetuned, tmp_path):

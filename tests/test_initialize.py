@@ -27,6 +27,7 @@ from electra.pretraining.config import PretrainConfig
 from electra.pretraining.initialize import (
     cooccurrence_vectors,
     read_initial_weights,
+    set_cooccurrence_embeddings,
     sinusoidal_table,
     unigram_frequencies,
 )
@@ -435,6 +436,15 @@ def test_cooccurrence_vectors_are_alike_for_tokens_with_the_same_neighbours(tmp_
     similarity = dict(zip(words, unit @ unit[words.index("car")], strict=True))
     assert similarity["bus"] > 0.9
     assert max(similarity["cats"], similarity["dogs"], similarity["two"]) < 0.5
+
+
+def test_cooccurrence_embeddings_are_set_on_the_device_of_the_model(make_pair, monkeypatch):
+    model = make_pair().to("meta")  # where a tensor on the CPU raises an error as on a GPU
+    table = model.generator.encoder.embeddings.token.weight
+    vectors = torch.zeros(table.shape)
+    monkeypatch.setattr("electra.pretraining.initialize.cooccurrence_vectors", lambda shards, width: vectors)
+    set_cooccurrence_embeddings(model, None)
+    assert table.is_meta
 
 
 @pytest.mark.parametrize("sharing", ["embeddings", "none", "disentangled"])

@@ -131,13 +131,20 @@ def test_texts_come_from_the_lines_of_a_file_or_of_standard_input(
     )
     results = json.loads(capsys.readouterr().out)["results"]
     assert [each["replaced"] for each in results] == [
-        model.detect(text).replaced for text in ("the cat sat", "the dog ran")
+        model.detect(text).replaced for text in ("the cat sat", "", "the dog ran")
     ]
+
+
+def test_blank_lines_have_results_without_predictions(finished_run, tmp_path, capsys):
+    (tmp_path / "texts").write_text("the [MASK] sat\n\nthe [MASK] ran\n")
+    main(["fill", "--model", str(finished_run), "--json", "--input", str(tmp_path / "texts")])
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [len(each["masks"]) for each in results] == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"[MASK]\nno mask\n", "line 2: the text has no"), (b"\n", "has no text"), (b"caf\xe9", "is not valid UTF-8")],
+    [(b"[MASK]\nno mask\n", "line 2: the text has no"), (b"\n", "has no text"), (b"caf\xe9", "is not text in UTF-8")],
 )
 def test_lines_that_are_no_texts_are_reported(finished_run, tmp_path, capsys, content, message):
     (tmp_path / "texts").write_bytes(content)

@@ -297,6 +297,23 @@ def test_a_failure_is_counted_as_such(model):
         assert 'endpoint="/detect",status="500"} 1' in server.ask("/metrics")[1]
 
 
+def test_after_a_panic_of_the_tokenizers_library_other_requests_are_answered(model):
+    class PanicException(BaseException):
+        """As the library raises it."""
+
+    def detect(texts, option):
+        if "bad" in texts:
+            raise PanicException("regular expression")
+        return [{"tokens": []} for _ in texts]
+
+    service = Service(model)
+    service.functions["detect"] = detect
+    with running_server(service) as server:
+        status, answer = server.ask("/detect", {"texts": ["bad"]}, timeout=10)
+        assert (status, answer["error"][:32]) == (422, "the tokenizers library failed (r")
+        assert server.ask("/detect", {"texts": ["good"]}, timeout=10)[0] == 200
+
+
 def test_texts_of_clients_that_have_gone_are_not_computed(model):
     service, has_begun, may_end = held_service(model)
     body = json.dumps({"texts": ["the cat"]}).encode()

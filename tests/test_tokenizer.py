@@ -7,11 +7,11 @@ import time
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from electra.config import build_config
-from electra.data.tokenizer import build_wordpiece_tokenizer, load_tokenizer
+from electra.data.tokenizer import build_wordpiece_tokenizer, complete_tokenizer_files, load_tokenizer
 from electra.data.train_tokenizer import TokenizerConfig, default_vocab_size, train_tokenizer
 from electra.errors import ConfigError, DataError
 
@@ -154,6 +154,45 @@ def test_special_tokens_of_other_tokenizers_are_identified_by_role(tmp_path):
     roles = {f"{role}_token": {"content": name} for role, name in names.items()}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
     assert load_tokenizer(tmp_path).vocabulary.mask_id == 4
+
+
+def byte_level_tokenizer(tmp_path) -> Tokenizer:
+    library = Tokenizer(models.BPE({token: number for number, token in enumerate([*SPECIAL_TOKENS, "a", "Ġ"])}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.add_special_tokens(list(SPECIAL_TOKENS))
+    return library
+
+
+@pytest.mark.parametrize("post_processor", [None, processors.ByteLevel(trim_offsets=True)])
+def test_texts_have_cls_and_sep_where_a_tokenizer_file_adds_none(tmp_path, post_processor):
+    library = byte_level_tokenizer(tmp_path)
+    if post_processor is not None:
+        library.post_processor = post_processor
+    library.save(str(tmp_path / "tokenizer.json"))
+    encoding = load_tokenizer(tmp_path).library.encode("a a")
+    assert encoding.tokens == ["[CLS]", "a", "Ġ", "a", "[SEP]"]
+    assert encoding.offsets[2] == ((1, 2) if post_processor is None else (2, 2))  # as the file says
+
+
+def test_transformers_reads_the_tokens_of_completed_files(tmp_path):
+    byte_level_tokenizer(tmp_path).save(str(tmp_path / "tokenizer.json"))
+    complete_tokenizer_files(tmp_path)
+    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").tokens == ["[CLS]", "a", "[SEP]"]
+    cased = tmp_path / "cased"
+    cased.mkdir()
+    (cased / "vocab.txt").write_text("\n".join([*SPECIAL_TOKENS, "Paris", "paris"]) + "\n")
+    (cased / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    complete_tokenizer_files(cased)
+    tokenizer = AutoTokenizer.from_pretrained(cased)
+    assert tokenizer.tokenize("Paris") == ["Paris"]
+    assert tokenizer.model_max_length == 64
+
+
+def test_files_that_transformers_reads_alike_are_not_changed(tmp_path):
+    train(tmp_path)
+    files = {path: path.read_bytes() for path in (tmp_path / "vocab").iterdir()}
+    complete_tokenizer_files(tmp_path / "vocab")
+    assert {path: path.read_bytes() for path in (tmp_path / "vocab").iterdir()} == files
 
 
 def test_a_vocabulary_without_mask_is_an_error(tmp_path):

@@ -210,7 +210,39 @@ def load_tokenizer_json(file: Path, content: str) -> TextTokenizer:
     check_growth(library)
     settings = [read_settings_beside(file, name) for name in (SPECIAL_TOKENS_MAP, SETTINGS)]
     named = {role: next(filter(None, (each.special_token(role) for each in settings)), None) for role in SPECIAL_TOKENS}
-    return TextTokenizer(library, tuple((role, named[role] or default) for role, default in SPECIAL_TOKENS.items()))
+    tokenizer = TextTokenizer(
+        library, tuple((role, named[role] or default) for role, default in SPECIAL_TOKENS.items())
+    )
+    add_cls_and_sep(tokenizer)
+    return tokenizer
+
+
+def add_cls_and_sep(tokenizer: TextTokenizer) -> None:
+    """Let the library encode texts as [CLS] text [SEP], as models are trained, where its file does not say so."""
+    library, vocabulary, tokens = tokenizer.library, tokenizer.vocabulary, dict(tokenizer.special_tokens)
+    ids, text_ids = (library.encode("a", add_special_tokens=each).ids for each in (True, False))
+    if ids == [vocabulary.cls_id, *text_ids, vocabulary.sep_id]:
+        return
+    bert = processors.BertProcessing((tokens["sep"], vocabulary.sep_id), (tokens["cls"], vocabulary.cls_id))
+    keeps_others = library.post_processor is not None and ids == text_ids  # it changes offsets only
+    library.post_processor = processors.Sequence([library.post_processor, bert]) if keeps_others else bert
+
+
+def complete_tokenizer_files(folder: Path) -> None:
+    """Add to the tokenizer files in a folder what `transformers` needs to read the same tokens as `load_tokenizer`:
+    the lowercasing that a lone vocab.txt implies, and the [CLS] and [SEP] that a tokenizer.json lacks."""
+    tokenizer, file = load_tokenizer(folder), folder / TOKENIZER_JSON
+    if file.exists():
+        description = tokenizer.library.to_str(pretty=True)
+        if (
+            json.loads(file.read_text(encoding="utf-8")).get("post_processor")
+            != json.loads(description)["post_processor"]
+        ):
+            write_file(file, description + "\n")
+    elif read_settings_beside(file, SETTINGS).do_lower_case is None:
+        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        tokenizer.save(folder)
+        write_json(folder / SETTINGS, read_json(folder / SETTINGS) | settings)
 
 
 def check_growth(library: Tokenizer) -> None:

@@ -96,7 +96,7 @@ def write_huggingface_folder(source: ExportSource, config: ExportConfig) -> Conv
     with create_folder_atomically(config.output) as draft:
         write_tensors(draft / WEIGHTS, source.tensors)
         write_json(draft / CONFIG, source.settings)
-        copied = copy_tokenizer_files(source.folder, draft, source.length)
+        copied = copy_tokenizer_files(source.folder, draft, source.length, for_transformers=True)
         if source.purpose == "encoder":
             write_sentence_transformers_files(draft, source)
         write_card(source, draft, config)

@@ -95,7 +95,7 @@ def load_export_source(config: ExportConfig) -> ExportSource:
     folder = find_model_folder(config.model)
     electra = load_model(folder)
     if config.part == "discriminator":
-        check_exportable_discriminator(electra, folder)
+        check_exportable_discriminator(electra, folder, is_page=config.to == "page")
     part = merge_disentangled_embeddings(select_part(electra, config.part).eval())
     encoder = part.encoder.config
     name = EXPORT_CLASSES[encoder.style][config.part]
@@ -110,15 +110,16 @@ def load_export_source(config: ExportConfig) -> ExportSource:
         tensors=tensors,
         settings=settings | label_settings(ARCHITECTURES[name].labels),
         purpose=config.part,
-        length=read_trained_length(folder) or encoder.positions,
+        length=min(encoder.positions, read_trained_length(folder) or encoder.positions),
     )
 
 
-def check_exportable_discriminator(electra: Electra, folder: Path) -> None:
+def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool = False) -> None:
     """Check that there is a discriminator and that its head was trained."""
     if not isinstance(electra.discriminator, Discriminator):
         part = "generator" if electra.discriminator is None else "encoder"
-        raise ConfigError(f"{folder} has no discriminator; export its {part} with --part {part}")
+        advice = "which the page shows" if is_page else f"export its {part} with --part {part}"
+        raise ConfigError(f"{folder} has no discriminator{',' if is_page else ';'} {advice}")
     if not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
 

@@ -27,6 +27,7 @@ from electra.data.tokenizer import (
     TOKENIZER_JSON,
     VOCAB_TXT,
     TextTokenizer,
+    complete_tokenizer_files,
     load_tokenizer,
     read_trained_length,
 )
@@ -297,7 +298,9 @@ def warn_untrained_length(model: Path, length: int) -> None:
         )
 
 
-def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int | None = None) -> list[str]:
+def copy_tokenizer_files(
+    source: Path | None, folder: Path, trained_length: int | None = None, for_transformers: bool = False
+) -> list[str]:
     """Copy the tokenizer files of the folder `source`, with `trained_length` if given; returns their names."""
     if source is None:
         return []
@@ -309,8 +312,9 @@ def copy_tokenizer_files(source: Path | None, folder: Path, trained_length: int 
     if names and trained_length is not None and read_trained_length(source) != trained_length:
         settings = read_json(folder / SETTINGS) if SETTINGS in names else {}
         write_json(folder / SETTINGS, settings | {"model_max_length": trained_length})
-        names = [name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    return names
+    if for_transformers and {TOKENIZER_JSON, VOCAB_TXT} & set(names):
+        complete_tokenizer_files(folder)
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 # Weights in 8 bits: each row of a matrix is integers and a scale, and the file is compressed. Weights of a row are

@@ -174,7 +174,7 @@ def write_task(folder: Path, task: Task, length: int) -> None:
 def write_tokenizer(source: Path, folder: Path, length: int) -> list[str]:
     """Copy the tokenizer files of the folder `source`; JavaScript libraries read no vocab.txt, so tokenizer.json is
     written if it is missing."""
-    copied = copy_tokenizer_files(source, folder, length)
+    copied = copy_tokenizer_files(source, folder, length, for_transformers=True)
     if copied and TOKENIZER_JSON not in copied:
         tokenizer = load_tokenizer(folder)
         write_file(folder / TOKENIZER_JSON, tokenizer.library.to_str(pretty=True) + "\n")

@@ -294,10 +294,10 @@ def set_cooccurrence_embeddings(model: Electra, shards: Shards) -> None:
     ]
     vectors = cooccurrence_vectors(shards, max(table.shape[1] for table, _ in tables))
     for table, std in tables:
-        own = vectors[:, : table.shape[1]]
+        own = vectors[:, : table.shape[1]].to(table.device)
         lengths = own.norm(dim=1, keepdim=True)
         scaled = own / lengths.clamp(min=1e-12) * std * table.shape[1] ** 0.5
-        table.copy_(torch.where(lengths > 0, scaled.to(table.device), table))
+        table.copy_(torch.where(lengths > 0, scaled, table))
 
 
 def cooccurrence_vectors(shards: Shards, width: int) -> Tensor:

@@ -87,6 +87,10 @@ class EmbedConfig:
         check_range(self, "length", at_least=8)
         if self.output is not None and self.input.input is None:
             raise ConfigError(f"--output {self.output} needs --input, a file of texts")
+        if self.output is not None and self.output.suffix == ".parquet" and self.column == "embedding":
+            raise ConfigError(
+                "is embedding, the name of the other column in the .parquet file; write a .npy file", field="column"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

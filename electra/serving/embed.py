@@ -61,16 +61,10 @@ def embed(config: EmbedConfig) -> Embedding | TextResults | EmbedResult:
         return embed_file(config)
     if is_table(config.input.input):
         raise ConfigError(f"--input {config.input.input} is a table; --output vectors.npy writes its embeddings")
-    texts = [config.input.text] if config.input.text is not None else read_all_lines(config.input.input)
+    texts = [config.input.text] if config.input.text is not None else read_lines(config.input.input)
     embedder, _ = load_embedder(config)
     results = embed_texts(embedder, texts)
     return results[0] if config.input.text is not None else TextResults(results)
-
-
-def read_all_lines(file: Path | None) -> list[str]:
-    """The lines of a file or of standard input, also those without text between others."""
-    lines = read_lines(file)
-    return [lines.get(number, "") for number in range(1, max(lines) + 1)]
 
 
 def embed_texts(embedder: Embedder, texts: list[str]) -> list[Embedding]:

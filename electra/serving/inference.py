@@ -85,7 +85,7 @@ class MaskPredictions:
 
     tokens: list[str]
     masks: list[MaskPrediction]
-    is_truncated: bool
+    is_truncated: bool = False
 
     def __str__(self) -> str:
         lines = []
@@ -174,15 +174,15 @@ class Model:
 
     def mask_positions(self, text: str, row: TokenizedText, name: str) -> list[int]:
         """The positions of the [MASK] tokens; there must be one."""
-        mask_id = self.tokenizer.vocabulary.mask_id
+        mask_id, mask = self.tokenizer.vocabulary.mask_id, dict(self.tokenizer.special_tokens)["mask"]
         positions = [position for position, token_id in enumerate(row.ids) if token_id == mask_id]
         if positions:
             return positions
         if mask_id in self.tokenizer.library.encode(text).ids:
             raise ConfigError(
-                f"the [MASK] of {name} is after the first {len(row.ids)} tokens, all that the model reads; shorten it"
+                f"the {mask} of {name} is after the first {len(row.ids)} tokens, all that the model reads; shorten it"
             )
-        raise ConfigError(f"{name} has no [MASK]; write [MASK] in place of the word to predict")
+        raise ConfigError(f"{name} has no {mask}; write {mask} in place of the word to predict")
 
     def embed(
         self,
@@ -249,7 +249,7 @@ def load(path: str | Path = TextConfig.model, device: Device = "auto") -> Model 
     """Load a model with its tokenizer: a fine-tuned one with `predict`, any other with `detect`, `fill` and `embed`.
 
     `path` is a run, a model folder, a Hugging Face folder, a folder of electra export --to onnx, or the output of a
-    fine-tuning (its best seed); by default the small English model in the package, if the installation contains one."""
+    fine-tuning (its best seed); by default (or "packaged") the small English model in the package, if it has one."""
     if is_onnx_folder(Path(path)):
         return load_onnx(Path(path))
     if is_finetuned(Path(path)):
@@ -285,7 +285,11 @@ def detect(config: DetectConfig) -> Detection | TextResults:
 
 
 def fill(config: FillConfig) -> MaskPredictions | TextResults:
-    return apply_to_texts(config.input, lambda model, text: model.fill(text, config.count))
+    def fill_line(model: Model, text: str) -> MaskPredictions:
+        is_blank = config.input.text is None and not text
+        return MaskPredictions([], []) if is_blank else model.fill(text, config.count)
+
+    return apply_to_texts(config.input, fill_line)
 
 
 def apply_to_texts(config: TextConfig, function: Callable[[Model, str], Any]) -> Any:
@@ -294,7 +298,7 @@ def apply_to_texts(config: TextConfig, function: Callable[[Model, str], Any]) ->
         return function(load_text_model(config.model, config.device), config.text)
     texts, results = read_lines(config.input), []
     model = load_text_model(config.model, config.device)
-    for number, text in texts.items():
+    for number, text in enumerate(texts, start=1):
         try:
             results.append(function(model, text))
         except ConfigError as error:
@@ -302,16 +306,18 @@ def apply_to_texts(config: TextConfig, function: Callable[[Model, str], Any]) ->
     return TextResults(results)
 
 
-def read_lines(file: Path | None) -> dict[int, str]:
-    """The lines of a file or of standard input that are not empty, by their number."""
+def read_lines(file: Path | None) -> list[str]:
+    """The lines of a file or of standard input."""
     if file is None and sys.stdin.isatty():
         raise ConfigError("there is no text; pass one in quotes, a file with --input, or lines on standard input")
     content = sys.stdin.buffer.read() if file is None else file.read_bytes()
     try:
         lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError:
-        raise DataError(f"{file or 'standard input'} is not valid UTF-8; convert it, e.g. with iconv") from None
-    texts = {number: line.strip() for number, line in enumerate(lines, start=1) if line.strip()}
-    if not texts:
+        raise DataError(
+            f"{file or 'standard input'} is not text in UTF-8; decompress or convert it, e.g. with iconv"
+        ) from None
+    texts = [line.strip() for line in (lines if lines[-1] else lines[:-1])]
+    if not any(texts):
         raise DataError(f"{file or 'standard input'} has no text; each line is one")
     return texts

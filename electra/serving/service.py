@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
-from electra.errors import ConfigError
+from electra.errors import ConfigError, report_panics
 from electra.finetuning.predict import Predictor
 from electra.finetuning.tasks import Task
 from electra.model.config import EmbeddingPooling
@@ -47,7 +47,8 @@ class Service:
         """The results of a method, with its option, for texts or rows; raises a ValueError if one of them is at
         fault."""
         method, option = key
-        return self.functions[method](items, option)
+        with report_panics():
+            return self.functions[method](items, option)
 
     def detect(self, texts: list[str], option: None) -> list[Any]:
         assert isinstance(self.model, Model)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from electra.config import PACKAGED_MODEL
+from electra.config import PACKAGED_MODEL, model_path
 from electra.errors import DataError, check_range
 from electra.model.storage import WEIGHTS, read_tensors, write_tensors
 from electra.runfolder import (
@@ -53,6 +53,7 @@ def find_model_folder(run_or_model: Path) -> Path:
     """The model folder that `run_or_model` refers to: itself, or the newest checkpoint of a run.
 
     A run that is still training does not remove the checkpoint before this process ends."""
+    run_or_model = model_path(run_or_model)
     if run_or_model == PACKAGED_MODEL and not has_packaged_model():
         raise DataError(
             "this installation of electra contains no model; name one: a run, a model folder or a Hugging Face folder "
