@@ -118,8 +118,8 @@ def check_exportable_discriminator(electra: Electra, folder: Path, is_page: bool
     """Check that there is a discriminator and that its head was trained."""
     if not isinstance(electra.discriminator, Discriminator):
         part = "generator" if electra.discriminator is None else "encoder"
-        advice = "which the page shows" if is_page else f"export its {part} with --part {part}"
-        raise ConfigError(f"{folder} has no discriminator{',' if is_page else ';'} {advice}")
+        advice = "a page needs one; choose another --model" if is_page else f"export its {part} with --part {part}"
+        raise ConfigError(f"{folder} has no discriminator; {advice}")
     if not has_rtd_head(read_tensor_names(folder / WEIGHTS)):
         raise ConfigError(f"the discriminator in {folder} has no trained head; export its encoder with --part encoder")
 
