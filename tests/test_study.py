@@ -37,6 +37,7 @@ from electra.studies.results import (
     judge,
     plot_study,
     summarize_study,
+    write_study,
 )
 from electra.studies.runs import RunProcess, StudyRecord, StudyRun, estimate_study, plan_runs, train_on_gpus, train_runs
 from electra.studies.studies import STUDIES, Study, StudySetting, find_study
@@ -686,6 +687,15 @@ def test_the_figure_has_our_points_and_the_papers(name, suffix, tmp_path, real_p
     assert plot_study(path, STUDIES[name], result)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+def test_a_study_without_values_to_plot_has_a_table_and_no_figure(tmp_path, real_plots):
+    """Encoders without a discriminator, no probe, and nothing in the paper."""
+    own = Study("Which?", "", [StudySetting("a", {}), StudySetting("b", {"mask_fraction": 0.2})])
+    result = summarize_study("compare", own, [measured(setting, 0) for setting in own.settings], [], {})
+    result = write_study(result, own, tmp_path / "compare")
+    assert result.files == ["study.md", "table.csv", "study.json"]
+    assert sorted(path.name for path in (tmp_path / "compare").iterdir()) == sorted(result.files)
 
 
 def test_metrics_that_are_not_numbers_are_stored(study_config, monkeypatch):

@@ -381,7 +381,7 @@ def write_study(result: StudyResult, study: Study, folder: Path) -> StudyResult:
 
 
 def plot_study(path: Path, study: Study, result: StudyResult) -> bool:
-    """Plot the measure of all settings with error bars, and beside it the paper's scores."""
+    """Plot the measure of all settings with error bars, and beside it the paper's scores; False if there is neither."""
     is_probe = result.measure == "probe"
     by_label = {setting.label: setting for setting in study.settings}
     ours = ErrorBars(
@@ -403,4 +403,5 @@ def plot_study(path: Path, study: Study, result: StudyResult) -> bool:
     for line in study.paper_lines:
         for x, score in line.points:
             paper.add(line.label, line.label, x, score)
-    return plot_error_bars(path, [panel for panel in (ours, paper) if panel.lines], study.question)
+    panels = [panel for panel in (ours, paper) if panel.lines]
+    return bool(panels) and plot_error_bars(path, panels, study.question)
