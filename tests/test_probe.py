@@ -184,6 +184,13 @@ def test_a_batch_that_does_not_fit_into_memory_is_divided(run, monkeypatch):
     assert len(results) == 1
 
 
+def test_fewer_held_out_rows_than_parts_are_a_part_each(run):
+    _, [result], _ = run(tasks=("sst2",), slice_held_out=3)
+    scores = [part["accuracy"] for part in result.parts]
+    assert len(scores) == result.rows["dev"] == 3
+    assert np.mean(scores) == pytest.approx(result.metrics["accuracy"])
+
+
 def test_results_are_kept_and_failing_jobs_are_reported(run, tmp_path):
     """The encoder has 32 positions: rows of 64 tokens are an error."""
     tables, results, _ = run("small", *SMALL, "long", *SMALL[:2], "length=64", tasks=("rte", "sst2"))

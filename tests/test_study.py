@@ -313,6 +313,7 @@ def test_a_folder_of_tables_of_others_is_refused(tmp_path):
         (["styles", "--steps", "2", "--pretraining", "seed=3"], "has seed, which electra study styles sets itself"),
         (["objectives", "--steps", "2", "--pretraining", "tiny"], "--pretraining has 'tiny'; write KEY=VALUE"),
         (["objectives", "--steps", "2", "--pretraining", "siz=tiny"], "did you mean size"),
+        (["objectives", "--steps", "2", "--corrupted-rows", "typo"], "--corrupted-rows is typo, which is no file"),
     ],
 )
 def test_wrong_flags(flags, message, shards, tmp_path, capsys):

@@ -99,7 +99,8 @@ def finetune(job: ProbeJob) -> ProbeResult:
         trainer.step()
     trainer.check_nonfinite_steps()
     logits, targets = finetuning.compute_outputs("dev").logits, finetuning.splits["dev"].labels.cpu().numpy()
-    parts = [slice(part, None, FOLDS) for part in range(FOLDS)] if job.task.name in SLICED_TASKS else []
+    count = min(FOLDS, len(targets)) if job.task.name in SLICED_TASKS else 0  # an empty part has no metrics
+    parts = [slice(part, None, count) for part in range(count)]
     return ProbeResult(
         **job.identity(),
         steps=trainer.state.step,

@@ -1,11 +1,12 @@
 """The results of `electra probe`: a file of JSON lines, scores by fold and seed, their standard errors, tables.
 
 Standard errors: let x[f, s] be the score of fold f and seed s; the held-out rows of a slice are divided into five parts
-that take the place of folds. The squared standard error of the mean of x is the variance over folds of the means over
-seeds, divided by the number of folds, plus the variance over seeds of the means over folds, divided by the number of
-seeds. The sum counts the interaction of fold and seed twice, so it rather overstates these two sources; with two seeds
-the second term is itself uncertain. The error of the mean over tasks treats tasks as independent and fixed. The error
-of a difference is computed in the same way from the differences of x[f, s], which share folds and seeds.
+(of fewer rows, into one for each) that take the place of folds. The squared standard error of the mean of x is the
+variance over folds of the means over seeds, divided by the number of folds, plus the variance over seeds of the means
+over folds, divided by the number of seeds. The sum counts the interaction of fold and seed twice, so it rather
+overstates these two sources; with two seeds the second term is itself uncertain. The error of the mean over tasks
+treats tasks as independent and fixed. The error of a difference is computed in the same way from the differences of
+x[f, s], which share folds and seeds.
 Not included: the variation between pre-training seeds, which is larger (about 0.6 points of GLUE-6), so two rows show a
 difference between two checkpoints, not yet between two recipes; the choice of the training rows of slices; and the
 correlation of folds, whose training rows overlap.

@@ -100,6 +100,11 @@ class StudyConfig:
     def __post_init__(self) -> None:
         check_range(self, "seeds", "finetuning_seeds", at_least=1)
         check_range(self, "probe_rows", at_least=20)
+        if self.corrupted_rows is not None and not self.corrupted_rows.is_file():
+            raise ConfigError(
+                f"is {self.corrupted_rows}, which is no file; create it with electra corrupt, or leave the flag out",
+                field="corrupted_rows",
+            )
         if self.data is None and not self.summarize:
             raise ConfigError("electra study needs --data, the folder of shards; only --summarize does without")
         if self.summarize and self.dry_run:
